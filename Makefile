@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: install train test test-fast check format bench clean
+
+install: $(VENV)/.installed
+
+# torch comes first and pinned: without the pin pip may fetch gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,plot,s3]'
+	touch $@
+
+train: install
+	$(BIN)/python examples/train_text.py
+
+test: install
+	$(PYTEST)
+
+test-fast: install
+	$(PYTEST) -m "not slow"
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python -m tests.benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

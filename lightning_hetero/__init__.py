@@ -1,0 +1,1 @@
+"""Train one transformer across unequal GPUs inside PyTorch Lightning."""

@@ -1,0 +1,85 @@
+"""A pipeline schedule as data: which micro-batch a stage runs forward or backward, and when.
+
+The runtime executes these lists, the simulator times them and tests check laws on them. 1F1B is
+PipeDream-flush (Narayanan et al. 2021): a warm-up of forwards, then one forward and one backward in
+turn, then a cool-down of backwards, so that a stage never holds the activations of more than
+`num_stages - stage_index` micro-batches.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.table import format_table
+
+__all__ = [
+    "Action",
+    "ActionKind",
+    "format_schedule",
+    "schedule_1f1b",
+    "schedule_forward",
+]
+
+
+class ActionKind(StrEnum):
+    """What a stage does with a micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One forward or backward of one micro-batch on one stage; `F3` is forward of micro-batch 3."""
+
+    kind: ActionKind
+    stage_index: int
+    microbatch_index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch_index}"
+
+    @classmethod
+    def parse(cls, text: str, *, stage_index: int) -> Self:
+        """Parse `F3` or `B3`; PlanError on anything else."""
+        match = re.fullmatch(r"([FB])(\d+)", text.strip())
+        if match is None:
+            raise PlanError(f"Action {text!r} is neither F<n> nor B<n>, such as F3 or B0.")
+        return cls(ActionKind(match[1]), stage_index, int(match[2]))
+
+
+def schedule_1f1b(
+    *, stage_index: int, num_stages: int, num_microbatches: int
+) -> tuple[Action, ...]:
+    """Return the 1F1B actions of a stage in the order in which it runs them."""
+    num_warmup = min(num_stages - stage_index - 1, num_microbatches)
+
+    def act(kind: ActionKind, microbatch_index: int) -> Action:
+        return Action(kind, stage_index, microbatch_index)
+
+    actions = [act(ActionKind.FORWARD, m) for m in range(num_warmup)]
+    for m in range(num_microbatches - num_warmup):
+        actions.append(act(ActionKind.FORWARD, m + num_warmup))
+        actions.append(act(ActionKind.BACKWARD, m))
+    actions += [
+        act(ActionKind.BACKWARD, m) for m in range(num_microbatches - num_warmup, num_microbatches)
+    ]
+    return tuple(actions)
+
+
+def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions of a stage that only runs forward: validation, test, prediction."""
+    return tuple(Action(ActionKind.FORWARD, stage_index, m) for m in range(num_microbatches))
+
+
+def format_schedule(schedule: Sequence[Sequence[Action]]) -> str:
+    """Return a grid of actions, one line a stage, in the order in which each stage runs them."""
+    width = max((len(actions) for actions in schedule), default=0)
+    rows = [
+        (f"stage {index}", *(str(action) for action in actions), *[""] * (width - len(actions)))
+        for index, actions in enumerate(schedule)
+    ]
+    return format_table(("", *(str(position) for position in range(width))), rows)

@@ -1,0 +1,287 @@
+"""The machines there are: nodes, their devices, the links between them.
+
+Ranks are numbered node by node in the order given, so rank r of the cluster is global rank r of the
+run. A cluster file is YAML::
+
+    nodes:
+      - {device: A100-80GB, count: 4}
+      - {device: H800-80GB, count: 2, price_per_hour: 9.5}
+    inter_node_bytes_per_s: 50e9
+    links:
+      - {nodes: [0, 1], bytes_per_s: 12.5e9, latency_s: 20e-6}
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from lightning_hetero.core.devices import DeviceSpec, find_device
+from lightning_hetero.core.errors import ClusterError
+from lightning_hetero.core.table import format_table
+
+__all__ = ["Cluster", "Link", "Node"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine with devices of one type."""
+
+    device: str
+    """Name of the device type: a known one or one of the cluster's `devices`."""
+    count: int
+    """Number of devices, 1 or more."""
+    price_per_hour: float | None = None
+    """Price of the whole node for an hour, in any one currency; None if unknown."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or self.count < 1:
+            raise ClusterError(
+                f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
+                "more. Leave a node without devices out."
+            )
+        if self.price_per_hour is not None and self.price_per_hour < 0:
+            raise ClusterError(
+                f"Node of {self.device} has price_per_hour {self.price_per_hour}; it can't be "
+                "negative."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Bandwidth and latency between two nodes, where they differ from the cluster's."""
+
+    nodes: tuple[int, int]
+    """Indices of the two nodes; equal ones describe the link inside that node."""
+    bytes_per_s: float
+    """Bandwidth of one direction, bytes/s."""
+    latency_s: float | None = None
+    """Latency of a message, seconds; None takes the cluster's."""
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != 2:
+            raise ClusterError(f"A link has nodes {list(self.nodes)}; name exactly two.")
+        if not self.bytes_per_s > 0:
+            raise ClusterError(
+                f"Link between nodes {list(self.nodes)} has bytes_per_s {self.bytes_per_s}; it "
+                "must be above 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """All nodes and what connects them.
+
+    Raises:
+        ClusterError: No nodes, an unknown device, or links that contradict each other.
+    """
+
+    nodes: tuple[Node, ...]
+    """The machines; ranks are numbered node by node."""
+    inter_node_bytes_per_s: float = 50e9
+    """Bandwidth between nodes of one rank, one direction, bytes/s (400 Gb/s by default)."""
+    inter_node_latency_s: float = 10e-6
+    """Latency of a message between nodes, seconds."""
+    intra_node_latency_s: float = 3e-6
+    """Latency of a message inside a node, seconds."""
+    links: tuple[Link, ...] = ()
+    """Links that differ from these defaults."""
+    devices: tuple[DeviceSpec, ...] = ()
+    """Device types that the built-in table lacks, or corrects."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ClusterError("The cluster has no nodes, so 0 devices. Name at least one node.")
+        for node in self.nodes:
+            find_device(node.device, self.devices)
+        if not self.inter_node_bytes_per_s > 0:
+            raise ClusterError(
+                f"inter_node_bytes_per_s is {self.inter_node_bytes_per_s}; it must be above 0."
+            )
+        seen: dict[tuple[int, int], Link] = {}
+        for link in self.links:
+            low, high = sorted(link.nodes)
+            if low < 0 or high >= len(self.nodes):
+                raise ClusterError(
+                    f"A link joins nodes {list(link.nodes)} but the cluster has nodes 0 to "
+                    f"{len(self.nodes) - 1}."
+                )
+            first = seen.setdefault((low, high), link)
+            if (first.bytes_per_s, first.latency_s) != (link.bytes_per_s, link.latency_s):
+                raise ClusterError(
+                    f"Two links between nodes {low} and {high} contradict each other: "
+                    f"{first.bytes_per_s:g} and {link.bytes_per_s:g} bytes/s. Keep one."
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of devices."""
+        return sum(node.count for node in self.nodes)
+
+    def node_of(self, global_rank: int) -> int:
+        """Return the index of the node on which a rank runs."""
+        first = 0
+        for node_index, node in enumerate(self.nodes):
+            if first <= global_rank < first + node.count:
+                return node_index
+            first += node.count
+        raise ClusterError(
+            f"Rank {global_rank} doesn't exist: the cluster has {self.num_ranks} devices."
+        )
+
+    def ranks_of(self, node_index: int) -> range:
+        """Return the ranks of a node."""
+        first = sum(node.count for node in self.nodes[:node_index])
+        return range(first, first + self.nodes[node_index].count)
+
+    def device_of(self, global_rank: int) -> DeviceSpec:
+        """Return the device of a rank."""
+        return self.device_of_node(self.node_of(global_rank))
+
+    def device_of_node(self, node_index: int) -> DeviceSpec:
+        """Return the device type of a node."""
+        return find_device(self.nodes[node_index].device, self.devices)
+
+    def link_between(self, rank_a: int, rank_b: int) -> tuple[float, float]:
+        """Return (bytes/s, latency in seconds) of one direction between two ranks."""
+        return self.link_between_nodes(self.node_of(rank_a), self.node_of(rank_b))
+
+    def link_between_nodes(self, node_a: int, node_b: int) -> tuple[float, float]:
+        """Return (bytes/s, latency in seconds) between a rank of one node and one of the other."""
+        inside = node_a == node_b
+        latency_s = self.intra_node_latency_s if inside else self.inter_node_latency_s
+        for link in self.links:
+            if sorted(link.nodes) == sorted((node_a, node_b)):
+                return link.bytes_per_s, latency_s if link.latency_s is None else link.latency_s
+        if inside:
+            return self.device_of_node(node_a).intra_node_bytes_per_s, latency_s
+        return self.inter_node_bytes_per_s, latency_s
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Price of all nodes for an hour, or None if a node has none."""
+        prices = [node.price_per_hour for node in self.nodes]
+        known = [price for price in prices if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cluster as YAML-ready dicts and lists, without what is left at its default."""
+        data: dict[str, Any] = {"nodes": [_without_none(asdict(node)) for node in self.nodes]}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("links", "devices") and value:
+                data[item.name] = [_without_none(asdict(entry)) for entry in value]
+            elif isinstance(value, float) and value != item.default:
+                data[item.name] = value
+        for link in data.get("links", ()):
+            link["nodes"] = list(link["nodes"])
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Build and validate a cluster from what `to_dict` returns.
+
+        Raises:
+            ClusterError: A key is missing or unknown, a value has the wrong type, or the cluster
+                is invalid.
+        """
+        known = _checked(data, cls, "cluster")
+        nodes = tuple(Node(**_checked(node, Node, "node")) for node in _list(known, "nodes"))
+        links = []
+        for entry in _list(known, "links"):
+            values = _checked(entry, Link, "link")
+            if not isinstance(values["nodes"], list | tuple):
+                raise ClusterError(f"A link has nodes {values['nodes']!r}; give a list of two.")
+            links.append(Link(**{**values, "nodes": tuple(values["nodes"])}))
+        devices = tuple(
+            DeviceSpec(**_checked(entry, DeviceSpec, "device")) for entry in _list(known, "devices")
+        )
+        return cls(**{**known, "nodes": nodes, "links": tuple(links), "devices": devices})
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """Parse a YAML text; ClusterError if it is no YAML or no valid cluster."""
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ClusterError(f"The cluster is not valid YAML: {error}") from error
+        return cls.from_dict(data)
+
+    def to_yaml(self) -> str:
+        """Return the cluster as a YAML text."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a cluster from a YAML file; ClusterError names the file if it is wrong."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"Can't read the cluster {path}: {error.strerror}.") from error
+        try:
+            return cls.from_yaml(text)
+        except ClusterError as error:
+            raise ClusterError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the cluster as a YAML file."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def __str__(self) -> str:
+        rows = []
+        for node_index, node in enumerate(self.nodes):
+            ranks = self.ranks_of(node_index)
+            device = self.device_of_node(node_index)
+            rows.append(
+                (
+                    str(node_index),
+                    f"{node.count} × {node.device}",
+                    f"{ranks.start}-{ranks.stop - 1}",
+                    f"{device.memory_bytes / 2**30:.0f} GiB",
+                    f"{device.peak_flops_per_s / 1e12:.0f}",
+                )
+            )
+        return format_table(("node", "devices", "ranks", "memory", "TFLOP/s"), rows)
+
+
+def _without_none(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _list(data: Mapping[str, Any], key: str) -> list[Any]:
+    value = data.get(key, [])
+    if not isinstance(value, list):
+        raise ClusterError(f"`{key}` is {value!r}; it must be a list.")
+    return value
+
+
+def _checked(data: Any, schema: type, where: str) -> dict[str, Any]:
+    """Return `data` with numbers as floats where the schema says so; ClusterError on wrong keys."""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"The {where} is {data!r}; it must be a mapping.")
+    known = {item.name: item for item in fields(schema)}
+    required = {name for name, item in known.items() if item.default is MISSING}
+    missing, unknown = required - data.keys(), data.keys() - known.keys()
+    if missing or unknown:
+        raise ClusterError(
+            f"The {where} has keys {sorted(data)}; needed: {sorted(required)}, allowed besides: "
+            f"{sorted(known.keys() - required)}."
+        )
+    return {
+        key: _as_typed(value, str(known[key].type), f"{key} of the {where}")
+        for key, value in data.items()
+    }
+
+
+def _as_typed(value: Any, annotation: str, where: str) -> Any:
+    if "float" in annotation and value is not None:
+        # YAML 1.1 reads 50e9 as a string, so take strings that are numbers too.
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ClusterError(f"{where} is {value!r}; it must be a number.") from None
+    if ("int" in annotation and "tuple" not in annotation) and not isinstance(value, int):
+        raise ClusterError(f"{where} is {value!r}; it must be a whole number.")
+    return value

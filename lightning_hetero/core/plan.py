@@ -1,0 +1,366 @@
+"""Decide nothing, say everything: which ranks run which layers of which pipeline.
+
+A `ParallelPlan` is what AutoHet calls an asymmetric 3D parallel structure (§III) and Hydraulis a
+heterogeneous strategy S (§5). It is plain data: the planner makes it, the simulator times it, the
+runtime executes it, and it can be written to JSON and read back.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.table import format_table
+
+__all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A run of consecutive layers on one tensor-parallel group."""
+
+    ranks: tuple[int, ...]
+    """Global ranks of the tensor-parallel group, in order of `tp_rank`."""
+    layers: range
+    """Indices of the stage's layers; consecutive, at least one."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise PlanError("A stage has no ranks. Give it at least one rank or drop the stage.")
+        if any(rank < 0 for rank in self.ranks):
+            raise PlanError(
+                f"Stage ranks {list(self.ranks)} hold a negative rank; ranks start at 0."
+            )
+        if self.layers.step != 1 or len(self.layers) == 0 or self.layers.start < 0:
+            raise PlanError(
+                f"Stage on ranks {list(self.ranks)} has layers [{self.layers.start}, "
+                f"{self.layers.stop}); a stage needs at least one layer, [first, last + 1)."
+            )
+
+    @property
+    def tp_degree(self) -> int:
+        """Number of ranks that share each of the stage's layers."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """One model replica: stages that cover every layer once and in order."""
+
+    stages: tuple[StagePlan, ...]
+    """Stages in the order in which activations flow."""
+    num_microbatches: int | None = None
+    """Micro-batches an iteration gives to this pipeline; None leaves it to the strategy."""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise PlanError("A pipeline has no stages. Give it at least one stage.")
+        if self.num_microbatches is not None and self.num_microbatches < 0:
+            raise PlanError(
+                f"num_microbatches is {self.num_microbatches}; it must be 0 or more, or left out."
+            )
+        next_layer = 0
+        for stage_index, stage in enumerate(self.stages):
+            if stage.layers.start != next_layer:
+                problem = "skips" if stage.layers.start > next_layer else "repeats"
+                raise PlanError(
+                    f"Stage {stage_index} (ranks {list(stage.ranks)}) starts at layer "
+                    f"{stage.layers.start} but the stages before it end at {next_layer}: the plan "
+                    f"{problem} layers. Let it start at layer {next_layer}."
+                )
+            next_layer = stage.layers.stop
+        degrees = sorted({stage.tp_degree for stage in self.stages})
+        if len(degrees) > 1:
+            raise PlanError(
+                f"Stages of one pipeline have tensor-parallel degrees {degrees}. Use one degree in "
+                "a pipeline; different pipelines may differ."
+            )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that the stages cover."""
+        return self.stages[-1].layers.stop
+
+    @property
+    def tp_degree(self) -> int:
+        """Tensor-parallel degree, the same in every stage."""
+        return self.stages[0].tp_degree
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All global ranks, stage by stage."""
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where one global rank stands in a plan."""
+
+    pipeline_index: int
+    stage_index: int
+    tp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """All pipelines, their stages, ranks and layers.
+
+    Raises:
+        PlanError: A rank stands in two places, layers are skipped or repeated, or pipelines
+            disagree on the number of layers.
+    """
+
+    pipelines: tuple[PipelinePlan, ...]
+    """The model replicas; they may differ in stages, layer splits and TP degree."""
+    _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.pipelines:
+            raise PlanError("A plan has no pipelines. Give it at least one pipeline.")
+        sizes = [pipeline.num_layers for pipeline in self.pipelines]
+        if len(set(sizes)) > 1:
+            raise PlanError(
+                f"Pipelines cover {sizes} layers; each must cover the same model. Make the last "
+                f"stage of every pipeline end at layer {max(sizes)}."
+            )
+        if all(pipeline.num_microbatches == 0 for pipeline in self.pipelines):
+            raise PlanError("Every pipeline has num_microbatches 0; at least one must have work.")
+        places: dict[int, RankPlace] = {}
+        for pipeline_index, stage_index, stage in self.iter_stages():
+            for tp_rank, global_rank in enumerate(stage.ranks):
+                if global_rank in places:
+                    first = places[global_rank]
+                    raise PlanError(
+                        f"Rank {global_rank} stands in pipeline {first.pipeline_index} stage "
+                        f"{first.stage_index} and in pipeline {pipeline_index} stage {stage_index}. "
+                        "Name each rank once."
+                    )
+                places[global_rank] = RankPlace(
+                    pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
+                )
+        object.__setattr__(self, "_places", places)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return self.pipelines[0].num_layers
+
+    @property
+    def num_pipelines(self) -> int:
+        """Number of pipelines (data-parallel replicas)."""
+        return len(self.pipelines)
+
+    @property
+    def max_stages(self) -> int:
+        """Number of stages of the longest pipeline."""
+        return max(pipeline.num_stages for pipeline in self.pipelines)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that compute, ascending."""
+        return tuple(sorted(self._places))
+
+    def place(self, global_rank: int) -> RankPlace | None:
+        """Return where a rank stands, or None if it is idle under this plan."""
+        return self._places.get(global_rank)
+
+    def iter_stages(self) -> Iterator[tuple[int, int, StagePlan]]:
+        """Yield (pipeline_index, stage_index, stage) in order."""
+        for pipeline_index, pipeline in enumerate(self.pipelines):
+            for stage_index, stage in enumerate(pipeline.stages):
+                yield pipeline_index, stage_index, stage
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise PlanError unless every rank of the plan is below `world_size`."""
+        missing = [rank for rank in self.ranks if rank >= world_size]
+        if missing:
+            raise PlanError(
+                f"The plan names rank {missing[0]} but {world_size} processes run (ranks 0 to "
+                f"{world_size - 1}). Start {self.ranks[-1] + 1} processes or change the plan."
+            )
+
+    def check_num_layers(self, num_layers: int) -> None:
+        """Raise PlanError unless the plan covers a model of `num_layers` layers."""
+        if self.num_layers != num_layers:
+            raise PlanError(
+                f"The plan covers {self.num_layers} layers but the model has {num_layers}. Let the "
+                f"last stage of every pipeline end at layer {num_layers}."
+            )
+
+    @classmethod
+    def even(
+        cls, *, world_size: int, num_layers: int, num_stages: int = 1, tp_degree: int = 1
+    ) -> Self:
+        """Return equal pipelines of `num_stages` stages whose layer counts differ by one at most.
+
+        Raises:
+            PlanError: `world_size` isn't a multiple of a pipeline's ranks, or there are fewer
+                layers than stages.
+        """
+        size = num_stages * tp_degree
+        if num_stages < 1 or tp_degree < 1 or world_size % size:
+            raise PlanError(
+                f"{world_size} processes can't be split into pipelines of {num_stages} stages × "
+                f"{tp_degree} tensor-parallel ranks. Choose num_stages × tp_degree that divides "
+                f"{world_size}."
+            )
+        if num_layers < num_stages:
+            raise PlanError(
+                f"{num_layers} layers can't fill {num_stages} stages. Use at most {num_layers}."
+            )
+        cuts = [num_layers * index // num_stages for index in range(num_stages + 1)]
+        pipelines = tuple(
+            PipelinePlan(
+                stages=tuple(
+                    StagePlan(
+                        ranks=tuple(range(base + s * tp_degree, base + (s + 1) * tp_degree)),
+                        layers=range(cuts[s], cuts[s + 1]),
+                    )
+                    for s in range(num_stages)
+                )
+            )
+            for base in range(0, world_size, size)
+        )
+        return cls(pipelines=pipelines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready dicts and lists; `layers` is [first, last + 1)."""
+        return {
+            "pipelines": [
+                {
+                    "stages": [
+                        {
+                            "ranks": list(stage.ranks),
+                            "layers": [stage.layers.start, stage.layers.stop],
+                        }
+                        for stage in pipeline.stages
+                    ]
+                }
+                | (
+                    {}
+                    if pipeline.num_microbatches is None
+                    else {"num_microbatches": pipeline.num_microbatches}
+                )
+                for pipeline in self.pipelines
+            ]
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build and validate a plan from what `to_dict` returns.
+
+        Raises:
+            PlanError: A key is missing or unknown, a value has the wrong type, or the plan is
+                invalid.
+        """
+        pipelines = _items(_fields(data, {"pipelines"}, where="plan")["pipelines"], "pipelines")
+        return cls(pipelines=tuple(_parse_pipeline(item, i) for i, item in enumerate(pipelines)))
+
+    def to_json(self) -> str:
+        """Return the plan as a JSON text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse what `to_json` returns; PlanError if it is no JSON or no valid plan."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"The plan is not valid JSON: {error}.") from error
+        return cls.from_dict(data)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a JSON file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan from a JSON file; PlanError names the file if it can't be read or is wrong."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"Can't read the plan {path}: {error.strerror}.") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                str(pipeline_index),
+                str(stage_index),
+                _join(stage.ranks),
+                str(stage.tp_degree),
+                f"{stage.layers.start}-{stage.layers.stop - 1}",
+                str(len(stage.layers)),
+                "-" if (m := self.pipelines[pipeline_index].num_microbatches) is None else str(m),
+            )
+            for pipeline_index, stage_index, stage in self.iter_stages()
+        ]
+        header = ("pipeline", "stage", "ranks", "tp", "layers", "count", "micro-batches")
+        return format_table(header, rows)
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ",".join(str(rank) for rank in ranks)
+
+
+def _fields(
+    data: Any, required: set[str], optional: frozenset[str] = frozenset(), *, where: str
+) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PlanError(f"The {where} is {data!r}; it must be an object with {sorted(required)}.")
+    missing, unknown = required - data.keys(), data.keys() - required - optional
+    if missing or unknown:
+        raise PlanError(
+            f"The {where} has keys {sorted(data)}; needed: {sorted(required)}, "
+            f"allowed besides: {sorted(optional)}."
+        )
+    return data
+
+
+def _items(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise PlanError(f"{where} is {value!r}; it must be a list.")
+    return value
+
+
+def _integers(value: Any, where: str) -> tuple[int, ...]:
+    items = _items(value, where)
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise PlanError(f"{where} is {value!r}; it must be a list of integers.")
+    return tuple(items)
+
+
+def _parse_pipeline(data: Any, index: int) -> PipelinePlan:
+    where = f"pipeline {index}"
+    fields = _fields(data, {"stages"}, frozenset({"num_microbatches"}), where=where)
+    stages = _items(fields["stages"], f"stages of {where}")
+    count = fields.get("num_microbatches")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
+        raise PlanError(f"num_microbatches of {where} is {count!r}; it must be an integer.")
+    try:
+        return PipelinePlan(
+            stages=tuple(
+                _parse_stage(item, f"stage {i} of {where}") for i, item in enumerate(stages)
+            ),
+            num_microbatches=count,
+        )
+    except PlanError as error:
+        raise PlanError(f"In {where}: {error}") from error
+
+
+def _parse_stage(data: Any, where: str) -> StagePlan:
+    fields = _fields(data, {"ranks", "layers"}, where=where)
+    layers = _integers(fields["layers"], f"layers of {where}")
+    if len(layers) != 2:
+        raise PlanError(f"layers of {where} is {list(layers)}; give [first, last + 1].")
+    return StagePlan(ranks=_integers(fields["ranks"], f"ranks of {where}"), layers=range(*layers))
