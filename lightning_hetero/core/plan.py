@@ -139,8 +139,8 @@ class ParallelPlan:
                     first = places[global_rank]
                     raise PlanError(
                         f"Rank {global_rank} stands in pipeline {first.pipeline_index} stage "
-                        f"{first.stage_index} and in pipeline {pipeline_index} stage {stage_index}. "
-                        "Name each rank once."
+                        f"{first.stage_index} and in pipeline {pipeline_index} stage "
+                        f"{stage_index}. Name each rank once."
                     )
                 places[global_rank] = RankPlace(
                     pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
@@ -282,7 +282,7 @@ class ParallelPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan from a JSON file; PlanError names the file if it can't be read or is wrong."""
+        """Read a plan from a JSON file; PlanError names the file that is wrong or missing."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
