@@ -1,0 +1,54 @@
+"""Time ours and the peer side by side: interleaved repeats, medians, ratios, one table.
+
+A benchmark module `bench_<topic>.py` defines `run() -> list[Row]`. `python -m tests.benchmarks`
+runs them all, `python -m tests.benchmarks grouping` only those whose name holds that word, and
+`--json FILE` keeps the figures for comparing runs.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table of ratios."""
+
+    name: str
+    """What was measured, with its size."""
+    ours: float
+    """Our figure (median)."""
+    peer: float | None
+    """The peer's figure of the same run, None where the target is absolute."""
+    unit: str
+    """Unit of both figures, such as "s"."""
+    target: float
+    """Bound for `value`."""
+    better: Literal["lower", "higher"]
+    """Whether `value` must stay below or reach the target."""
+    kind: Literal["measured", "simulated"]
+    """Whether the clock or the simulator gave the figures."""
+    value: float
+    """What the target bounds: usually ours / peer or peer / ours, else `ours` itself."""
+    note: str = ""
+    """Who the peer is, what the figures rest on."""
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is met."""
+        return self.value <= self.target if self.better == "lower" else self.value >= self.target
+
+
+def median_times_s(*functions: Callable[[], object], repeats: int = 7) -> list[float]:
+    """Return the median wall time of each function, their repeats interleaved, after one warm-up."""
+    for function in functions:
+        function()
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(repeats):
+        for function, seconds in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+    return [statistics.median(seconds) for seconds in times]
