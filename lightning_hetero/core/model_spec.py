@@ -1,0 +1,282 @@
+"""Sizes of a transformer: parameters, FLOPs and activation bytes, without building it.
+
+Counts are of one decoder or encoder stack of equal layers between an embedding and a head. FLOPs
+count a multiply and an add as two; attention costs the sum of squared sequence lengths, never the
+square of their sum, and a causal one half of that.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from lightning_hetero.core.errors import ModelError
+
+__all__ = ["KNOWN_MODELS", "ModelSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes of one transformer.
+
+    Raises:
+        ModelError: A size is not positive, or heads don't divide what they must.
+    """
+
+    name: str
+    """Name by which profiles and reports refer to it."""
+    num_layers: int
+    """Number of repeated blocks."""
+    hidden_size: int
+    """Width of the hidden state."""
+    num_heads: int
+    """Number of query heads."""
+    num_kv_heads: int
+    """Number of key and value heads; divides `num_heads`."""
+    intermediate_size: int
+    """Width inside the MLP."""
+    vocab_size: int
+    """Number of tokens that the embedding and the head know."""
+    gated_mlp: bool
+    """Whether the MLP has a gate beside its up projection (SwiGLU and its like)."""
+    tied_embeddings: bool
+    """Whether the head shares the embedding's weight."""
+    biases: bool = False
+    """Whether linear and normalisation layers have biases."""
+    max_positions: int = 0
+    """Rows of a learned position table; 0 if positions are computed."""
+    causal: bool = True
+    """Whether a token attends only to earlier ones, which halves attention's cost."""
+    head_dim: int | None = None
+    """Width of one head; None means `hidden_size / num_heads`."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            lowest = 0 if item.name == "max_positions" else 1
+            if item.type in (int, int | None) and value is not None:
+                if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                    raise ModelError(
+                        f"Model {self.name!r} has {item.name} {value!r}; it must be a whole "
+                        f"number, {lowest} or more."
+                    )
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"Model {self.name!r} has {self.num_heads} heads and {self.num_kv_heads} key-value "
+                "heads; the second must divide the first."
+            )
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ModelError(
+                f"Model {self.name!r} has hidden_size {self.hidden_size}, which {self.num_heads} "
+                "heads don't divide. Give head_dim."
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.query_size // self.num_heads * self.num_kv_heads
+
+    @property
+    def matrix_params_per_layer(self) -> int:
+        """Parameters of a layer's matrices: those that cost FLOPs for every token."""
+        attention = 2 * self.hidden_size * (self.query_size + self.key_size)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        return attention + mlp
+
+    @property
+    def params_per_layer(self) -> int:
+        """Parameters of one layer."""
+        vectors = 2 * self.hidden_size
+        if self.biases:
+            vectors += self.query_size + 2 * self.key_size + 4 * self.hidden_size
+            vectors += (2 if self.gated_mlp else 1) * self.intermediate_size
+        return self.matrix_params_per_layer + vectors
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters in front of the first layer."""
+        return (self.vocab_size + self.max_positions) * self.hidden_size
+
+    @property
+    def head_params(self) -> int:
+        """Parameters behind the last layer; a tied head is held there too and counts here."""
+        norm = (2 if self.biases else 1) * self.hidden_size
+        return self.vocab_size * self.hidden_size + norm
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, a tied weight once."""
+        tied = self.vocab_size * self.hidden_size if self.tied_embeddings else 0
+        layers = self.num_layers * self.params_per_layer
+        return layers + self.embedding_params + self.head_params - tied
+
+    def linear_flops_per_layer(self, num_tokens: int) -> float:
+        """Return the FLOPs of one layer's matrices in one forward."""
+        return 2.0 * self.matrix_params_per_layer * num_tokens
+
+    def attention_flops_per_layer(self, lengths: Sequence[int]) -> float:
+        """Return the FLOPs of one layer's attention scores and mixing in one forward."""
+        full = 4.0 * self.query_size * sum(length * length for length in lengths)
+        return full / 2 if self.causal else full
+
+    def flops_per_layer(self, lengths: Sequence[int]) -> float:
+        """Return the FLOPs of one layer in one forward over sequences of these lengths."""
+        return self.linear_flops_per_layer(sum(lengths)) + self.attention_flops_per_layer(lengths)
+
+    def head_flops(self, num_tokens: int) -> float:
+        """Return the FLOPs of the head in one forward."""
+        return 2.0 * self.hidden_size * self.vocab_size * num_tokens
+
+    def hidden_bytes(self, num_tokens: int, bytes_per_value: int = 2) -> int:
+        """Return the bytes of the hidden state that one stage sends to the next."""
+        return num_tokens * self.hidden_size * bytes_per_value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sizes, without what is left at its default."""
+        defaults = {item.name: item.default for item in fields(self)}
+        return {key: value for key, value in asdict(self).items() if value != defaults[key]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Build a model from what `to_dict` returns; ModelError on wrong keys or sizes."""
+        if not isinstance(data, Mapping):
+            raise ModelError(f"The model is {data!r}; it must be a mapping of sizes.")
+        known = {item.name: item for item in fields(cls)}
+        required = {name for name, item in known.items() if item.default is MISSING}
+        if required - data.keys() or data.keys() - known.keys():
+            raise ModelError(
+                f"The model has keys {sorted(data)}; needed: {sorted(required)}, allowed besides: "
+                f"{sorted(known.keys() - required)}."
+            )
+        for name in ("gated_mlp", "tied_embeddings", "biases", "causal"):
+            if name in data and not isinstance(data[name], bool):
+                raise ModelError(f"{name} of the model is {data[name]!r}; say true or false.")
+        return cls(**data)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, name: str) -> Self:
+        """Build a model from the contents of a Hugging Face `config.json`."""
+        config = config.get("text_config", config)
+        hidden = _first(config, "hidden_size", "n_embd", "d_model", name=name)
+        heads = _first(config, "num_attention_heads", "n_head", "num_heads", name=name)
+        family = str(config.get("model_type", ""))
+        activation = config.get("hidden_act") or config.get("hidden_activation")
+        classic = family in _CLASSIC_FAMILIES
+        positions = config.get("max_position_embeddings") or config.get("n_positions") or 0
+        inner = next((config[key] for key in _INNER_SIZES if config.get(key)), 4 * hidden)
+        return cls(
+            name=name,
+            num_layers=_first(config, "num_hidden_layers", "n_layer", "num_layers", name=name),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            intermediate_size=inner,
+            vocab_size=_first(config, "vocab_size", name=name),
+            gated_mlp=activation in ("silu", "swish") or family.startswith("gemma"),
+            tied_embeddings=bool(config.get("tie_word_embeddings", classic)),
+            biases=classic,
+            max_positions=positions if classic and family != "gpt_neox" else 0,
+            causal=family not in ("bert", "roberta", "distilbert", "modernbert"),
+            head_dim=config.get("head_dim"),
+        )
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Self:
+        """Return a known model, or read a YAML of sizes or a Hugging Face config folder.
+
+        Raises:
+            ModelError: Neither a known name nor a file or folder that describes a model.
+        """
+        known = KNOWN_MODELS.get(str(name_or_path).lower())
+        if known is not None:
+            return cls(**asdict(known))
+        path = Path(name_or_path)
+        config = path / "config.json" if path.is_dir() else path
+        if not config.is_file():
+            raise ModelError(
+                f"Unknown model {str(name_or_path)!r}: neither a known name "
+                f"({', '.join(sorted(KNOWN_MODELS))}) nor a YAML file of sizes nor a folder with "
+                "a config.json."
+            )
+        try:
+            text = config.read_text(encoding="utf-8")
+            if config.suffix == ".json":
+                data = json.loads(text)
+                if not isinstance(data, Mapping):
+                    raise ModelError(f"it holds {type(data).__name__}; it must be an object.")
+                return cls.from_config(data, name=config.resolve().parent.name)
+            return cls.from_dict(yaml.safe_load(text))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
+            raise ModelError(f"Can't read the model {config}: {error}") from error
+        except ModelError as error:
+            raise ModelError(f"{config}: {error}") from error
+
+
+# Families with biases and learned positions, where newer ones have neither.
+_CLASSIC_FAMILIES = frozenset(
+    {"bert", "roberta", "distilbert", "gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "gpt_bigcode"}
+)
+_INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
+
+
+def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
+    for key in keys:
+        if isinstance(config.get(key), int):
+            return int(config[key])
+    raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
+
+
+def _llama(name: str, *sizes: int) -> ModelSpec:
+    layers, hidden, heads, kv_heads, inner = sizes
+    return ModelSpec(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=inner,
+        vocab_size=32000,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
+
+
+def _classic(name: str, *sizes: int, causal: bool = True) -> ModelSpec:
+    layers, hidden, heads, vocab, positions = sizes
+    return ModelSpec(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=4 * hidden,
+        vocab_size=vocab,
+        gated_mlp=False,
+        tied_embeddings=True,
+        biases=True,
+        max_positions=positions,
+        causal=causal,
+    )
+
+
+KNOWN_MODELS: dict[str, ModelSpec] = {
+    model.name: model
+    for model in (
+        _classic("bert-large", 24, 1024, 16, 30522, 512, causal=False),
+        _classic("gpt3-6.7b", 32, 4096, 32, 50257, 2048),
+        _classic("opt-350m", 24, 1024, 16, 50272, 2048),
+        _classic("gpt-neo-2.7b", 32, 2560, 20, 50257, 2048),
+        _llama("llama-7b", 32, 4096, 32, 32, 11008),
+        _llama("llama-13b", 40, 5120, 40, 40, 13824),
+        _llama("llama-32b", 60, 6656, 52, 52, 17920),
+        _llama("llama-70b", 80, 8192, 64, 8, 28672),
+    )
+}

@@ -1,0 +1,250 @@
+"""Who keeps which piece of a parameter, and who computes with which piece.
+
+A parameter is cut along one dim into slices with one *owner* each, which keeps the master copy and
+the optimizer state. The ranks that compute with it under a plan are its *holders*. Both are
+intervals along the cut dim, so what must move between them is the overlap of intervals, whatever
+the plans' layer splits and TP degrees are (Hydraulis §5.2, "mutual slices").
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+
+__all__ = [
+    "Holding",
+    "Interval",
+    "OuterRole",
+    "Ownership",
+    "ParameterSpec",
+    "Slice",
+    "assign_owners",
+    "holdings_of",
+]
+
+Interval = tuple[int, int]
+"""Half-open [start, stop) along a parameter's cut dim."""
+
+
+class OuterRole(StrEnum):
+    """Which end of a pipeline uses a parameter that belongs to no layer."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+class Ownership(StrEnum):
+    """Who owns the slices."""
+
+    AUTO = "auto"
+    """HOLDERS for one plan without idle ranks, else EVEN."""
+    HOLDERS = "holders"
+    """The ranks that hold the parameter under the plan: least traffic."""
+    EVEN = "even"
+    """All ranks alike: least memory, and no plan is favoured."""
+    PARAMETER = "parameter"
+    """Whole parameters, one owner each: for optimizers that need whole matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """What is known of one parameter without looking at its values."""
+
+    name: str
+    """Its name in the module; a tied parameter has one."""
+    shape: tuple[int, ...]
+    layer: int | None = None
+    """Index of its layer, None for a parameter outside the layers."""
+    roles: frozenset[OuterRole] = frozenset()
+    """For a parameter outside the layers: the stages that use it."""
+    tp_dim: int | None = None
+    """Dim along which tensor parallelism shards it; None if every rank of the group holds it."""
+    tp_blocks: int = 1
+    """Number of equal blocks along `tp_dim` that are sharded one by one (fused projections)."""
+    requires_grad: bool = True
+
+    @property
+    def cut_dim(self) -> int:
+        """Dim along which slices and shards are cut."""
+        return 0 if self.tp_dim is None else self.tp_dim
+
+    @property
+    def cut_length(self) -> int:
+        """Size of the cut dim; a scalar counts as one row."""
+        return self.shape[self.cut_dim] if self.shape else 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements in one row of the cut dim."""
+        return self.numel // self.cut_length if self.cut_length else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A contiguous piece of a parameter and the rank that keeps it."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank computes with: intervals of the cut dim, laid end to end."""
+
+    global_rank: int
+    pipeline_index: int
+    intervals: tuple[Interval, ...]
+    pushes: tuple[Interval, ...]
+    """The part whose gradient this rank sends; ranks of a TP group that hold the same part share."""
+
+
+def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
+    """Yield who holds a parameter under a plan, in pipeline order.
+
+    Raises:
+        ModelError: The TP degree doesn't divide the parameter.
+    """
+    for pipeline_index, pipeline in enumerate(plan.pipelines):
+        for stage_index in _stages_that_use(spec, pipeline):
+            ranks = pipeline.stages[stage_index].ranks
+            for tp_rank, global_rank in enumerate(ranks):
+                intervals, pushes = _shard(spec, tp_rank, len(ranks))
+                yield Holding(global_rank, pipeline_index, intervals, pushes)
+
+
+def _stages_that_use(spec: ParameterSpec, pipeline: PipelinePlan) -> list[int]:
+    if spec.layer is not None:
+        return [i for i, stage in enumerate(pipeline.stages) if spec.layer in stage.layers]
+    stages = set()
+    if OuterRole.FIRST in spec.roles:
+        stages.add(0)
+    if OuterRole.LAST in spec.roles:
+        stages.add(pipeline.num_stages - 1)
+    return sorted(stages)
+
+
+def _shard(
+    spec: ParameterSpec, tp_rank: int, tp_degree: int
+) -> tuple[tuple[Interval, ...], tuple[Interval, ...]]:
+    whole = ((0, spec.cut_length),)
+    if tp_degree == 1:
+        return whole, whole
+    if spec.tp_dim is None:
+        # All ranks of the group hold it and have the same gradient: each sends its share of rows.
+        return whole, (_part(spec.cut_length, tp_rank, tp_degree),)
+    block = spec.cut_length // spec.tp_blocks
+    if block * spec.tp_blocks != spec.cut_length or block % tp_degree:
+        raise ModelError(
+            f"Parameter {spec.name} of shape {spec.shape} can't be cut into {tp_degree} equal "
+            f"tensor-parallel shards along dim {spec.tp_dim}. Choose a TP degree that divides "
+            f"{block}."
+        )
+    shard = block // tp_degree
+    intervals = tuple(
+        (b * block + tp_rank * shard, b * block + (tp_rank + 1) * shard)
+        for b in range(spec.tp_blocks)
+    )
+    return intervals, intervals
+
+
+def _part(length: int, index: int, count: int) -> Interval:
+    return length * index // count, length * (index + 1) // count
+
+
+def assign_owners(
+    specs: Sequence[ParameterSpec],
+    plan: ParallelPlan,
+    *,
+    world_size: int,
+    ownership: Ownership,
+    weights: Sequence[float] | None = None,
+) -> dict[str, tuple[Slice, ...]]:
+    """Cut every parameter into contiguous slices that cover it once, one for each owner.
+
+    Args:
+        specs: The parameters; names are unique.
+        plan: The plan whose holders own (HOLDERS), ignored otherwise.
+        world_size: Number of ranks, idle ones included.
+        ownership: The rule; AUTO must have been resolved by the caller.
+        weights: Share of each rank, such as its memory in bytes; equal if None.
+
+    Returns:
+        For each parameter its slices in ascending order, empty ones left out.
+    """
+    share = [1.0] * world_size if weights is None else list(weights)
+    if len(share) != world_size or min(share) < 0 or not any(share):
+        raise ConfigurationError(
+            f"Ownership weights {share} must be {world_size} numbers of 0 or more, one above 0."
+        )
+    if ownership is Ownership.PARAMETER:
+        return _own_whole_parameters(specs, plan, share)
+    slices: dict[str, tuple[Slice, ...]] = {}
+    for spec in specs:
+        if ownership is Ownership.EVEN:
+            claims = [(rank, share[rank]) for rank in range(world_size)]
+        else:
+            claims = _claims_of_holders(spec, plan, share)
+        slices[spec.name] = tuple(_cut(spec.cut_length, claims))
+    return slices
+
+
+def _claims_of_holders(
+    spec: ParameterSpec, plan: ParallelPlan, share: Sequence[float]
+) -> list[tuple[int, float]]:
+    """Return (rank, share) in the order that keeps each owner's slice within what it holds.
+
+    Every pipeline claims the same share. Sorting by the middle of what is held puts the whole-width
+    holder of a TP-1 pipeline between the two halves of a TP-2 pipeline, where its slice overlaps
+    neither rank's shard more than needed.
+    """
+    holdings = list(holdings_of(spec, plan))
+    members: dict[int, float] = {}
+    for holding in holdings:
+        members.setdefault(holding.pipeline_index, 0.0)
+        members[holding.pipeline_index] += share[holding.global_rank]
+
+    def middle(holding: Holding) -> tuple[float, int]:
+        rows = [start + stop for start, stop in holding.pushes]
+        return sum(rows) / len(rows), holding.global_rank
+
+    return [
+        (holding.global_rank, share[holding.global_rank] / (members[holding.pipeline_index] or 1.0))
+        for holding in sorted(holdings, key=middle)
+    ]
+
+
+def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
+    total = sum(claim for _, claim in claims)
+    claimed, start = 0.0, 0
+    for index, (rank, claim) in enumerate(claims):
+        claimed += claim
+        stop = length if index == len(claims) - 1 else round(length * claimed / total)
+        if stop > start:
+            yield Slice(rank, start, stop)
+            start = stop
+
+
+def _own_whole_parameters(
+    specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
+) -> dict[str, tuple[Slice, ...]]:
+    """Give each parameter, largest first, to that holder whose load stays smallest."""
+    loads = dict.fromkeys(range(len(share)), 0.0)
+    slices: dict[str, tuple[Slice, ...]] = {}
+    for spec in sorted(specs, key=lambda item: (-item.numel, item.name)):
+        ranks = sorted({holding.global_rank for holding in holdings_of(spec, plan)})
+        able = [rank for rank in ranks if share[rank] > 0] or ranks
+        owner = min(
+            able, key=lambda rank: ((loads[rank] + spec.numel) / (share[rank] or 1.0), rank)
+        )
+        loads[owner] += spec.numel
+        slices[spec.name] = (Slice(owner, 0, spec.cut_length),)
+    return {spec.name: slices[spec.name] for spec in specs}
