@@ -104,7 +104,7 @@ class Holding:
     pipeline_index: int
     intervals: tuple[Interval, ...]
     pushes: tuple[Interval, ...]
-    """The part whose gradient this rank sends; ranks of a TP group that hold the same part share."""
+    """The part whose gradient it sends; ranks of a TP group that hold the same part share it."""
 
 
 def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:

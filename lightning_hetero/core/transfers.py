@@ -113,11 +113,10 @@ class TransferTable:
             if trainable_only and not spec.requires_grad:
                 continue
             unit = unit_of(spec, self._num_layers)
+            owned = [item for item in self._slices[name] if item.owner == rank]
             for holding in self._holdings[name]:
                 intervals = holding.pushes if push else holding.intervals
-                for item in self._slices[name]:
-                    if rank not in (item.owner, holding.global_rank):
-                        continue
+                for item in self._slices[name] if holding.global_rank == rank else owned:
                     for start, stop in _overlaps((item.start, item.stop), intervals):
                         piece = Piece(name, start, stop)
                         yield unit, item.owner, holding.global_rank, piece
