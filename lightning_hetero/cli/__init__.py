@@ -1,1 +1,57 @@
-"""TODO."""
+"""Parse the command line and run one subcommand: `lightning-hetero plan | simulate | ...`.
+
+A subcommand is a module `lightning_hetero.cli.<name>` with `add_parser(subparsers)` and
+`run_<name>(arguments) -> int`. Only the one that was asked for is imported, so planning and
+simulating never load torch.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from lightning_hetero.core.errors import HeteroError
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "plan": "plan pipelines, layers and micro-batches for a cluster",
+    "simulate": "predict the iteration time of a plan and draw its timeline",
+    "profile": "measure layer times and memory on this machine",
+    "checkpoint": "list, verify and convert checkpoints",
+    "stragglers": "replay and explain a log of iteration times",
+}
+_EXIT_BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code; what the user can mend is one line, code 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="lightning-hetero",
+        description="Plan, simulate and look after training on unequal GPUs.",
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = words[0] if words and words[0] in _COMMANDS else None
+    module: ModuleType | None = None
+    for name, summary in _COMMANDS.items():
+        path = f"{__name__}.{name}"
+        if importlib.util.find_spec(path) is None:
+            continue
+        if name == chosen:
+            module = importlib.import_module(path)
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    parsed = parser.parse_args(words)
+    assert module is not None, "argparse accepts only the chosen command here"
+    try:
+        return int(getattr(module, f"run_{chosen}")(parsed))
+    except HeteroError as error:
+        message = " ".join(str(error).split())
+        print(f"lightning-hetero {chosen}: error: {message}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
