@@ -1,0 +1,43 @@
+"""Decide how packed logits become a loss: the mean over target tokens, summed in fp32.
+
+The runtime weighs micro-batches by their target tokens, so a mean over them is what makes any plan
+give one big device's gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["IGNORED_LABEL", "packed_cross_entropy"]
+
+IGNORED_LABEL = -100
+"""Label of tokens that are no target."""
+_CHUNK_TOKENS = 1024
+
+
+def packed_cross_entropy(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    """Return the mean cross entropy over labels that aren't ignored, in fp32; 0 if there are none.
+
+    16-bit logits are raised to fp32 a chunk of tokens at a time, and again in backward, so that no
+    fp32 copy of all logits ever exists.
+
+    Args:
+        logits_TV: Scores, (T, vocabulary).
+        labels_T: Targets already shifted, (T,), `IGNORED_LABEL` where there is none.
+    """
+    if logits_TV.dtype in (torch.float16, torch.bfloat16):
+        pieces = (torch.split(tensor, _CHUNK_TOKENS) for tensor in (logits_TV, labels_T))
+        parts = [
+            checkpoint(_sum_fp32, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(*pieces, strict=True)
+        ]
+        total = torch.stack(parts).sum()
+    else:
+        total = _sum_fp32(logits_TV, labels_T)
+    return total / (labels_T != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def _sum_fp32(logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    return F.cross_entropy(logits_TV, labels_T, reduction="sum", ignore_index=IGNORED_LABEL)

@@ -1,0 +1,195 @@
+"""Decide how samples become a packed batch, and how a batch is cut into micro-batches.
+
+Samples lie end to end; `cu_seqlens` says where each starts (a micro-batch of Hydraulis, §6.1).
+Cutting here is the plain one for ordinary DataLoaders: even cost by longest-processing-time first.
+The two-stage assignment that knows pipelines and devices lives in `assign` and `data`.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_hetero.core.errors import BatchError
+from lightning_hetero.models.loss import IGNORED_LABEL
+
+__all__ = ["PackedBatch", "PackedCollate", "pack_samples"]
+
+_QUADRATIC_WEIGHT = 1 / 12_288
+"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Samples end to end, T tokens in all; Lightning and DataLoader move it like a tensor."""
+
+    input_ids: Tensor
+    """Token ids, int64, (T,)."""
+    labels: Tensor
+    """The next token of the same sample, -100 where there is none; int64, (T,)."""
+    position_ids: Tensor
+    """Each token's place in its own sample, int64, (T,)."""
+    cu_seqlens: Tensor
+    """Where samples start and the last one ends, int32, (samples + 1,)."""
+    max_seqlen: int
+    """Tokens of the longest sample."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, targets or not."""
+        return len(self.input_ids)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Number of labels that count in the loss; reads the device if the batch is on one."""
+        return int((self.labels != IGNORED_LABEL).sum())
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample; reads the device if the batch is on one."""
+        lengths: list[int] = self.cu_seqlens.diff().tolist()
+        return lengths
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Self:
+        """Return the batch on `device`; keywords go to `Tensor.to`, such as `non_blocking`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, **kwargs),
+            labels=self.labels.to(device, **kwargs),
+            position_ids=self.position_ids.to(device, **kwargs),
+            cu_seqlens=self.cu_seqlens.to(device, **kwargs),
+        )
+
+    def pin_memory(self) -> Self:
+        """Return the batch in pinned memory, as DataLoader asks with `pin_memory=True`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.pin_memory(),
+            labels=self.labels.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+            cu_seqlens=self.cu_seqlens.pin_memory(),
+        )
+
+    def split(
+        self, num_microbatches: int, *, quadratic_weight: float = _QUADRATIC_WEIGHT
+    ) -> list[Self]:
+        """Return at most `num_microbatches` batches of whole samples, about equal in cost.
+
+        Longest first, each sample to the cheapest micro-batch so far; then samples keep their order
+        inside a micro-batch and micro-batches are ordered by their first sample. The same batch
+        always gives the same cut. With fewer samples there are fewer micro-batches.
+
+        Args:
+            num_microbatches: Wanted number, at least 1.
+            quadratic_weight: a in a sample's cost l + a · l²; for a LLaMA-like model about
+                1 / (12 · hidden_size).
+
+        Raises:
+            BatchError: `num_microbatches` is below 1.
+        """
+        if num_microbatches < 1:
+            raise BatchError(
+                f"A batch can't be cut into {num_microbatches} micro-batches. Ask for at least 1."
+            )
+        if num_microbatches == 1 or self.num_samples <= 1:
+            return [self]
+        costs = [length + quadratic_weight * length * length for length in self.lengths]
+        return [self._select(group) for group in _even_groups(costs, num_microbatches)]
+
+    def _select(self, samples: Sequence[int]) -> Self:
+        offsets: list[int] = self.cu_seqlens.tolist()
+        spans = [slice(offsets[index], offsets[index + 1]) for index in samples]
+        lengths = [span.stop - span.start for span in spans]
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids[span] for span in spans]),
+            labels=torch.cat([self.labels[span] for span in spans]),
+            position_ids=torch.cat([self.position_ids[span] for span in spans]),
+            cu_seqlens=_cumulative(lengths).to(self.cu_seqlens.device),
+            max_seqlen=max(lengths),
+        )
+
+
+class PackedCollate:
+    """Collate function for a DataLoader: samples in, one `PackedBatch` out."""
+
+    def __init__(self, max_length: int | None = None) -> None:
+        """Store the length to which longer samples are clipped; None keeps them whole."""
+        if max_length is not None and max_length < 1:
+            raise BatchError(f"max_length is {max_length}; it must be at least 1, or None.")
+        self.max_length = max_length
+
+    def __call__(self, samples: Sequence[Any]) -> PackedBatch:
+        """Pack what `pack_samples` takes."""
+        return pack_samples(samples, max_length=self.max_length)
+
+
+def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> PackedBatch:
+    """Pack samples end to end, with labels that never cross a sample's border.
+
+    Args:
+        samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
+            that holds one of these as "input_ids".
+        max_length: Tokens to keep of a longer sample.
+
+    Raises:
+        BatchError: There are no samples, or one is empty or not one-dimensional integers.
+    """
+    rows = [_token_ids(sample, index)[:max_length] for index, sample in enumerate(samples)]
+    if not rows:
+        raise BatchError("There are no samples to pack. Give at least one.")
+    lengths = [len(row) for row in rows]
+    cu_seqlens = _cumulative(lengths)
+    input_ids = torch.cat(rows)
+    labels = input_ids.roll(-1)
+    labels[cu_seqlens[1:] - 1] = IGNORED_LABEL
+    return PackedBatch(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
+    )
+
+
+def _token_ids(sample: Any, index: int) -> Tensor:
+    values = sample["input_ids"] if isinstance(sample, Mapping) else sample
+    if isinstance(values, Tensor):
+        row = values
+    else:
+        array = np.asarray(values)
+        if array.dtype.kind not in "iub":
+            raise BatchError(
+                f"Sample {index} holds {array.dtype} values, not token ids. Give integers."
+            )
+        row = torch.from_numpy(array.astype(np.int64))
+    if row.is_floating_point() or row.dim() != 1 or row.numel() == 0:
+        raise BatchError(
+            f"Sample {index} has shape {tuple(row.shape)} and dtype {row.dtype}; a sample must be "
+            "a row of at least one integer. Drop it or tokenise it."
+        )
+    return row.to(torch.int64)
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+
+
+def _even_groups(costs: Sequence[float], num_groups: int) -> list[list[int]]:
+    """Return indices in groups of about equal cost, no group empty, each group ascending."""
+    heap = [(0.0, group) for group in range(min(num_groups, len(costs)))]
+    groups: list[list[int]] = [[] for _ in heap]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        total, group = heapq.heappop(heap)
+        groups[group].append(index)
+        heapq.heappush(heap, (total + costs[index], group))
+    return sorted(sorted(group) for group in groups)

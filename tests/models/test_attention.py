@@ -1,0 +1,195 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.models import attention
+from lightning_hetero.models.attention import (
+    attention_backends,
+    choose_attention,
+    register_attention,
+    varlen_attention,
+)
+
+lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+
+
+def offsets(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def random_packed(lengths, *, heads=4, kv_heads=2, head_dim=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(lengths) * 31 + len(lengths))
+    return [
+        torch.randn(
+            sum(lengths), count, head_dim, generator=generator, dtype=dtype, requires_grad=True
+        )
+        for count in (heads, kv_heads, kv_heads)
+    ]
+
+
+def dense_reference(query, key, value, lengths, *, causal, scale=None):
+    """One (T, T) score matrix per head in float64, masked to blocks."""
+    heads = query.shape[1]
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = sample[:, None] == sample[None, :]
+    if causal:
+        visible &= torch.ones_like(visible).tril()
+    outputs = []
+    for head in range(heads):
+        shared = head // (heads // key.shape[1])
+        scores = query[:, head].double() @ key[:, shared].double().T
+        scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        outputs.append(weights @ value[:, shared].double())
+    return torch.stack(outputs, dim=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=lengths_lists, kv_heads=st.sampled_from([1, 2, 4]), causal=st.booleans())
+def test_output_and_gradients_equal_the_dense_masked_reference(lengths, kv_heads, causal):
+    packed = random_packed(lengths, kv_heads=kv_heads)
+    ours = varlen_attention(
+        *packed, offsets(lengths), max_seqlen=max(lengths), causal=causal, scale=0.3
+    )
+    reference = dense_reference(*packed, lengths, causal=causal, scale=0.3)
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+    weights = torch.linspace(-1, 1, ours.numel()).view_as(ours)
+    ours_grads = torch.autograd.grad((ours * weights).sum(), packed)
+    reference_grads = torch.autograd.grad((reference * weights).sum(), packed)
+    for ours_grad, reference_grad in zip(ours_grads, reference_grads, strict=True):
+        torch.testing.assert_close(ours_grad, reference_grad, rtol=1e-5, atol=3e-6)
+
+
+def test_default_scale_is_one_over_the_root_of_the_head_dim():
+    packed = random_packed([5, 3])
+    ours = varlen_attention(*packed, offsets([5, 3]), max_seqlen=5)
+    reference = dense_reference(*packed, [5, 3], causal=True)
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_lengths_take_the_same_values_as_the_loop():
+    lengths = [6] * 5
+    packed = random_packed(lengths)
+    together = varlen_attention(*packed, offsets(lengths), max_seqlen=6)
+    apart = [
+        varlen_attention(*(t[i : i + 6] for t in packed), offsets([6]), max_seqlen=6)
+        for i in range(0, 30, 6)
+    ]
+    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-6, atol=1e-6)
+
+
+def test_empty_sequences_change_nothing():
+    packed = random_packed([4, 3])
+    plain = varlen_attention(*packed, offsets([4, 3]), max_seqlen=4)
+    padded = varlen_attention(*packed, offsets([0, 4, 0, 3, 0]), max_seqlen=4)
+    torch.testing.assert_close(plain, padded, rtol=0, atol=0)
+    assert varlen_attention(*random_packed([0]), offsets([0]), max_seqlen=0).shape == (0, 4, 8)
+
+
+def test_cost_is_the_sum_of_squares_not_the_square_of_the_sum():
+    lengths = [64, 3, 40, 17, 80]
+    packed = random_packed(lengths)
+    pairs = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def counting(query, key, value, **options):
+        pairs.append(query.shape[0] * query.shape[-2] * key.shape[-2])
+        return original(query, key, value, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+        varlen_attention(*packed, offsets(lengths), max_seqlen=80)
+    assert sum(pairs) == sum(length * length for length in lengths)
+
+
+def test_cpu_and_fp32_choose_per_sequence_sdpa():
+    assert choose_attention(torch.zeros(3, 2, 64)) == "sdpa"
+    assert choose_attention(torch.zeros(3, 2, 64, dtype=torch.bfloat16)) == "sdpa"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_torch_varlen_equals_the_dense_reference_on_cuda():
+    lengths = [33, 1, 70]
+    packed = [t.detach().cuda().bfloat16() for t in random_packed(lengths, head_dim=64)]
+    ours = varlen_attention(*packed, offsets(lengths), max_seqlen=70, backend="torch_varlen")
+    reference = dense_reference(*(t.cpu() for t in packed), lengths, causal=True)
+    torch.testing.assert_close(ours.cpu().double(), reference, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_torch_varlen_passes_lengths_heads_and_causality_to_the_kernel(monkeypatch, grouped):
+    """The kernel runs on CUDA only; its contract is played by the SDPA backend here."""
+    seen = {}
+
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, **options):
+        seen.update(options, key_heads=key.shape[1], lengths=(max_q, max_k), dtype=cu_q.dtype)
+        mask = attention.SequenceMask(
+            cu_seqlens=cu_k, max_seqlen=max_k, causal=options["window_size"] == (-1, 0)
+        )
+        return attention._sdpa_attention(query, key, value, mask, scale=options["scale"])
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_VARLEN_ATTN_GROUPS_HEADS", grouped)
+    packed = random_packed([5, 2])
+    for causal in (True, False):
+        ours = varlen_attention(
+            *packed, offsets([5, 2]), max_seqlen=5, causal=causal, backend="torch_varlen"
+        )
+        reference = dense_reference(*packed, [5, 2], causal=causal)
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+    assert seen["lengths"] == (5, 5)
+    assert seen["dtype"] == torch.int32
+    assert seen["key_heads"] == (2 if grouped else 4)
+    assert seen.get("enable_gqa", False) is grouped
+
+
+def test_flash_attn_gets_lengths_scale_and_causality(monkeypatch):
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal):
+        assert (max_q, max_k) == (5, 5)
+        mask = attention.SequenceMask(cu_seqlens=cu_k, max_seqlen=max_k, causal=causal)
+        return attention._sdpa_attention(query, key, value, mask, scale=softmax_scale)
+
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", kernel)
+    monkeypatch.setitem(attention._BACKENDS, "flash_attn", attention._flash_attention)
+    packed = random_packed([5, 2])
+    ours = varlen_attention(
+        *packed, offsets([5, 2]), max_seqlen=5, causal=False, scale=0.2, backend="flash_attn"
+    )
+    reference = dense_reference(*packed, [5, 2], causal=False, scale=0.2)
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+
+
+def test_a_registered_backend_is_listed_and_runs(monkeypatch):
+    monkeypatch.setattr(attention, "_BACKENDS", dict(attention._BACKENDS))
+    register_attention("values", lambda query, key, value, mask, *, scale: value)
+    assert "values" in attention_backends()
+    query, key, value = random_packed([3], kv_heads=4)
+    assert (
+        varlen_attention(query, key, value, offsets([3]), max_seqlen=3, backend="values") is value
+    )
+
+
+def test_an_unknown_backend_is_refused_with_the_known_names():
+    with pytest.raises(ConfigurationError, match=r"'flush'.*sdpa, torch_varlen.*auto"):
+        varlen_attention(*random_packed([3]), offsets([3]), max_seqlen=3, backend="flush")
+
+
+@pytest.mark.parametrize("name", ["", "auto"])
+def test_reserved_names_cannot_be_registered(name):
+    with pytest.raises(ConfigurationError, match="automatic"):
+        register_attention(name, attention._sdpa_attention)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ModelError, match="4 query heads can't share 3"):
+        varlen_attention(*random_packed([3], kv_heads=3), offsets([3]), max_seqlen=3)
+
+
+def test_offsets_that_miss_tokens_are_refused():
+    with pytest.raises(BatchError, match="covers 5 tokens but the batch has 7"):
+        varlen_attention(*random_packed([7]), offsets([2, 3]), max_seqlen=3)
