@@ -8,13 +8,12 @@ sends about k·(D-1) messages and one stage's worth of bytes each way.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import (
     Holding,
-    Interval,
     OuterRole,
     ParameterSpec,
     Slice,
@@ -70,6 +69,7 @@ class TransferTable:
         self._holdings: dict[str, tuple[Holding, ...]] = {
             spec.name: tuple(holdings_of(spec, plan)) for spec in specs
         }
+        self._row_numels = {spec.name: spec.row_numel for spec in specs}
         self._names_at: dict[int, list[str]] = defaultdict(list)
         for spec in specs:
             ranks = {item.global_rank for item in self._holdings[spec.name]}
@@ -90,55 +90,46 @@ class TransferTable:
     def pull(self, global_rank: int, *, trainable_only: bool = False) -> list[Message]:
         """Return the weight messages that a rank sends, receives or copies, in global order."""
         moves = self._moves(global_rank, push=False, trainable_only=trainable_only)
-        return _as_messages(moves, descending=False)
+        return [
+            Message(unit, owner, holder, tuple(moves[unit, owner, holder]))
+            for unit, owner, holder in sorted(moves)
+        ]
 
     def push(self, global_rank: int) -> list[Message]:
         """Return the gradient messages that a rank sends, receives or copies, in global order."""
         moves = self._moves(global_rank, push=True, trainable_only=True)
-        return _as_messages(moves, descending=True)
+        return [
+            Message(unit, holder, owner, tuple(moves[unit, owner, holder]))
+            for unit, owner, holder in sorted(moves, key=lambda key: (-key[0], key[1], key[2]))
+        ]
 
     def numel(self, message: Message) -> int:
         """Return the number of elements of a message."""
         return sum(
-            (piece.stop - piece.start) * self._specs[piece.parameter].row_numel
+            (piece.stop - piece.start) * self._row_numels[piece.parameter]
             for piece in message.pieces
         )
 
     def _moves(
         self, rank: int, *, push: bool, trainable_only: bool
-    ) -> Iterator[tuple[int, int, int, Piece]]:
-        """Yield (unit, owner, holder, piece) of everything in which `rank` takes part."""
+    ) -> dict[tuple[int, int, int], list[Piece]]:
+        """Return by (unit, owner, holder) the pieces in which `rank` takes part."""
+        moves: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
         for name in self._names_at[rank]:
             spec = self._specs[name]
             if trainable_only and not spec.requires_grad:
                 continue
             unit = unit_of(spec, self._num_layers)
-            owned = [item for item in self._slices[name] if item.owner == rank]
+            slices = self._slices[name]
+            owned = [item for item in slices if item.owner == rank]
             for holding in self._holdings[name]:
+                holder = holding.global_rank
                 intervals = holding.pushes if push else holding.intervals
-                for item in self._slices[name] if holding.global_rank == rank else owned:
-                    for start, stop in _overlaps((item.start, item.stop), intervals):
-                        piece = Piece(name, start, stop)
-                        yield unit, item.owner, holding.global_rank, piece
-
-
-def _overlaps(interval: Interval, others: Sequence[Interval]) -> Iterator[Interval]:
-    for other_start, other_stop in others:
-        start, stop = max(interval[0], other_start), min(interval[1], other_stop)
-        if start < stop:
-            yield start, stop
-
-
-def _as_messages(
-    moves: Iterator[tuple[int, int, int, Piece]], *, descending: bool
-) -> list[Message]:
-    """Gather pieces into one message for each (unit, owner, holder); push runs holder → owner."""
-    grouped: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
-    for unit, owner, holder, piece in moves:
-        grouped[(-unit if descending else unit, owner, holder)].append(piece)
-    messages = []
-    for (signed_unit, owner, holder), pieces in sorted(grouped.items(), key=lambda item: item[0]):
-        unit = -signed_unit if descending else signed_unit
-        source, destination = (holder, owner) if descending else (owner, holder)
-        messages.append(Message(unit, source, destination, tuple(pieces)))
-    return messages
+                for item in slices if holder == rank else owned:
+                    # The innermost loop runs once for every piece there is: keep it flat.
+                    for start, stop in intervals:
+                        first = start if start > item.start else item.start
+                        last = stop if stop < item.stop else item.stop
+                        if first < last:
+                            moves[unit, item.owner, holder].append(Piece(name, first, last))
+        return moves
