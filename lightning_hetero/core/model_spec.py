@@ -56,13 +56,14 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
+            if item.type not in (int, int | None) or value is None:
+                continue
             lowest = 0 if item.name == "max_positions" else 1
-            if item.type in (int, int | None) and value is not None:
-                if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                    raise ModelError(
-                        f"Model {self.name!r} has {item.name} {value!r}; it must be a whole "
-                        f"number, {lowest} or more."
-                    )
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise ModelError(
+                    f"Model {self.name!r} has {item.name} {value!r}; it must be a whole number, "
+                    f"{lowest} or more."
+                )
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"Model {self.name!r} has {self.num_heads} heads and {self.num_kv_heads} key-value "
@@ -195,7 +196,7 @@ class ModelSpec:
         Raises:
             ModelError: Neither a known name nor a file or folder that describes a model.
         """
-        known = KNOWN_MODELS.get(str(name_or_path).lower())
+        known = KNOWN_MODELS.get(str(name_or_path).lower().replace(" ", "-"))
         if known is not None:
             return cls(**asdict(known))
         path = Path(name_or_path)

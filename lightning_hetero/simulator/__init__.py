@@ -1,1 +1,31 @@
-"""TODO."""
+"""Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
+
+from lightning_hetero.simulator.cost import (
+    CostModel,
+    MicroBatchShape,
+    StageShape,
+    StateLayout,
+)
+from lightning_hetero.simulator.profile_cost import ProfileCost
+from lightning_hetero.simulator.roofline import RooflineCost
+from lightning_hetero.simulator.simulate import (
+    Event,
+    Simulation,
+    iteration_time_closed_form,
+    simulate,
+    split_batch,
+)
+
+__all__ = [
+    "CostModel",
+    "Event",
+    "MicroBatchShape",
+    "ProfileCost",
+    "RooflineCost",
+    "Simulation",
+    "StageShape",
+    "StateLayout",
+    "iteration_time_closed_form",
+    "simulate",
+    "split_batch",
+]

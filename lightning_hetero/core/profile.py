@@ -1,0 +1,333 @@
+"""Measured times and memory of one model on some device types (AutoHet §III-D, Hydraulis B.2).
+
+Layers are measured in blocks of 1, 2, 4, 8, ... at some micro-batches and TP degrees. A stage of n
+layers costs the sum over the set bits of n (AutoHet Eq. 5); a micro-batch that wasn't measured
+costs what the least-squares fit `T = a·Σl² + b·Σl + c` over the measured ones says. A profile is
+JSON; one that is broken, too old, or of other versions or another model is refused.
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from lightning_hetero.core.errors import ModelError, ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
+
+__all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "Profile", "TimeFit", "binary_blocks"]
+
+FORMAT_VERSION = 1
+
+
+def binary_blocks(num_layers: int) -> tuple[int, ...]:
+    """Return the powers of two that add up to `num_layers`, ascending."""
+    return tuple(1 << bit for bit in range(num_layers.bit_length()) if num_layers >> bit & 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Seconds of everything at one TP degree and one micro-batch."""
+
+    tp_degree: int
+    """Ranks that share the layers."""
+    lengths: tuple[int, ...]
+    """The micro-batch: tokens of each of its sequences."""
+    blocks: Mapping[int, tuple[float, float]]
+    """Number of layers (1, 2, 4, ...) to forward and backward seconds."""
+    embedding: tuple[float, float] = (0.0, 0.0)
+    """Forward and backward seconds of what stands before the first layer."""
+    head: tuple[float, float] = (0.0, 0.0)
+    """Forward and backward seconds of final norm, head and loss."""
+
+    def __post_init__(self) -> None:
+        where = f"Times at TP {self.tp_degree}, lengths {list(self.lengths)}"
+        if self.tp_degree < 1 or not self.lengths or min(self.lengths) < 1:
+            raise ProfileError(f"{where}: TP degree and lengths must be 1 or more.")
+        if 1 not in self.blocks:
+            raise ProfileError(f"{where} lack the block of 1 layer; measured: {list(self.blocks)}.")
+        if any(size < 1 or size & (size - 1) for size in self.blocks):
+            raise ProfileError(f"{where} have blocks {list(self.blocks)}; use powers of two.")
+        times = [*self.blocks.values(), self.embedding, self.head]
+        if any(len(pair) != 2 for pair in times):
+            raise ProfileError(f"{where}: each must be a pair of forward and backward seconds.")
+        if not all(math.isfinite(t) and t >= 0 for pair in times for t in pair):
+            raise ProfileError(f"{where} hold a negative or infinite time. Measure again.")
+
+    def layers_s(self, num_layers: int) -> tuple[float, float]:
+        """Return forward and backward seconds of n layers: Eq. 5 over the measured blocks.
+
+        Where n exceeds twice the largest block, that block is repeated.
+        """
+        largest = max(self.blocks)
+        times, rest = num_layers // largest, num_layers % largest
+        forward = times * self.blocks[largest][0]
+        backward = times * self.blocks[largest][1]
+        for size in binary_blocks(rest):
+            # A power that wasn't measured counts as two of the next smaller.
+            measured, factor = size, 1
+            while measured not in self.blocks:
+                measured, factor = measured // 2, factor * 2
+            forward += factor * self.blocks[measured][0]
+            backward += factor * self.blocks[measured][1]
+        return forward, backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMemory:
+    """Measured memory of one rank at one TP degree."""
+
+    tp_degree: int
+    """Ranks that share the layer."""
+    layer_bytes_per_token: float
+    """Activations that one layer keeps for its backward, bytes per token of the micro-batch."""
+    head_bytes_per_token: float = 0.0
+    """The same of final norm, head and loss."""
+    embedding_bytes_per_token: float = 0.0
+    """The same of what stands before the first layer."""
+
+    def __post_init__(self) -> None:
+        values = (
+            self.layer_bytes_per_token,
+            self.head_bytes_per_token,
+            self.embedding_bytes_per_token,
+        )
+        if self.tp_degree < 1 or not all(math.isfinite(v) and v >= 0 for v in values):
+            raise ProfileError(f"Memory at TP {self.tp_degree} is {values}; measure again.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFit:
+    """T(l) = a·l² + b·l + c of one stage, forward and backward; c is paid once per micro-batch."""
+
+    a: float
+    """Seconds per squared token of a sequence."""
+    b: float
+    """Seconds per token."""
+    c: float
+    """Seconds per micro-batch."""
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        """Return the seconds of a micro-batch of sequences of these lengths."""
+        squares = sum(length * length for length in lengths)
+        return self.a * squares + self.b * sum(lengths) + self.c
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple[Sequence[int], float]]) -> Self:
+        """Fit measured (lengths, seconds) by least squares, weighted so that ratios count.
+
+        Coefficients that would be negative are left out, and so are those that the samples can't
+        tell apart: one measured length says nothing about the square.
+        """
+        features = np.array(
+            [[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths, _ in samples]
+        )
+        seconds = np.array([value for _, value in samples])
+        weights = 1.0 / np.maximum(seconds, 1e-12)
+        best, best_error = np.zeros(3), math.inf
+        for columns in _COLUMN_CHOICES:
+            chosen = features[:, columns]
+            scale = np.abs(chosen).max(axis=0)
+            system = chosen / scale * weights[:, None]
+            if np.linalg.matrix_rank(system, tol=1e-6 * np.linalg.norm(system)) < len(columns):
+                continue
+            solution = np.linalg.lstsq(system, seconds * weights, rcond=None)[0]
+            error = float(np.sum((system @ solution - seconds * weights) ** 2))
+            if np.all(solution >= 0) and error < best_error - 1e-12:
+                best, best_error = np.zeros(3), error
+                best[columns] = solution / scale
+        return cls(a=float(best[0]), b=float(best[1]), c=float(best[2]))
+
+
+# Non-negative least squares over three columns: the best of all supports.
+_COLUMN_CHOICES = ([1], [1, 2], [0, 1], [0, 1, 2], [0, 2], [0], [2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """All measurements on one device type."""
+
+    device: str
+    """Name of the device type, as cluster files use it."""
+    times: tuple[BlockTimes, ...]
+    """Times at each TP degree and micro-batch that was measured."""
+    memory: tuple[LayerMemory, ...] = ()
+    """Activation memory per TP degree; empty if it wasn't measured."""
+    step_s_per_param: float | None = None
+    """Optimizer seconds per parameter that the rank owns; None if it wasn't measured."""
+
+    def __post_init__(self) -> None:
+        if not self.times:
+            raise ProfileError(f"The profile of {self.device} holds no times. Measure it again.")
+
+    @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """TP degrees that were measured, ascending."""
+        return tuple(sorted({times.tp_degree for times in self.times}))
+
+    def at(self, tp_degree: int) -> tuple[BlockTimes, ...]:
+        """Return the times at a TP degree; ProfileError names the measured degrees."""
+        found = tuple(times for times in self.times if times.tp_degree == tp_degree)
+        if not found:
+            raise ProfileError(
+                f"The profile of {self.device} has TP degrees {list(self.tp_degrees)}, not "
+                f"{tp_degree}. Measure it with `lightning-hetero profile --tp-degrees {tp_degree}`."
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measurements of one model on one or more device types."""
+
+    model: ModelSpec
+    """The model that was measured."""
+    devices: tuple[DeviceProfile, ...]
+    """Measurements per device type."""
+    versions: Mapping[str, str]
+    """Versions of the packages that ran, such as {"torch": "2.13.0"}."""
+    date: datetime.datetime
+    """When it was measured, with its time zone."""
+
+    def __post_init__(self) -> None:
+        names = [device.device for device in self.devices]
+        if not names or len(set(names)) < len(names):
+            raise ProfileError(f"A profile has devices {names}; name each once, at least one.")
+        if self.date.tzinfo is None:
+            raise ProfileError(f"The profile's date {self.date} lacks its time zone.")
+
+    def device(self, name: str) -> DeviceProfile:
+        """Return the measurements on a device type; ProfileError names those there are."""
+        for device in self.devices:
+            if device.device == name:
+                return device
+        raise ProfileError(
+            f"The profile has devices {[device.device for device in self.devices]}, not {name!r}. "
+            "Run `lightning-hetero profile` on such a device and merge the files."
+        )
+
+    def check(
+        self,
+        *,
+        model: ModelSpec | None = None,
+        versions: Mapping[str, str] | None = None,
+        max_age: datetime.timedelta | None = None,
+        now: datetime.datetime | None = None,
+    ) -> None:
+        """Raise ProfileError if the profile is of another model, other versions or too old."""
+        if model is not None and dataclasses.replace(model, name="") != dataclasses.replace(
+            self.model, name=""
+        ):
+            raise ProfileError(
+                f"The profile is of {self.model.name!r} with other sizes than {model.name!r}. "
+                "Measure this model with `lightning-hetero profile`."
+            )
+        for package, version in (versions or {}).items():
+            if self.versions.get(package) != version:
+                raise ProfileError(
+                    f"The profile was measured with {package} {self.versions.get(package)} but "
+                    f"{version} runs. Measure again with `lightning-hetero profile`."
+                )
+        age = (now or datetime.datetime.now(datetime.UTC)) - self.date
+        if max_age is not None and age > max_age:
+            raise ProfileError(
+                f"The profile is {age.days} days old; {max_age.days} are allowed. Measure again "
+                "with `lightning-hetero profile`."
+            )
+
+    def merge(self, other: Self) -> Self:
+        """Return one profile with the device types of both; the other's win where both have one.
+
+        Raises:
+            ProfileError: They are of different models or versions.
+        """
+        other.check(model=self.model, versions=self.versions)
+        names = {device.device for device in other.devices}
+        kept = tuple(device for device in self.devices if device.device not in names)
+        return dataclasses.replace(
+            self, devices=kept + other.devices, date=min(self.date, other.date)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as JSON-ready dicts and lists."""
+        return {
+            "format": FORMAT_VERSION,
+            "model": self.model.to_dict(),
+            "versions": dict(self.versions),
+            "date": self.date.isoformat(),
+            "devices": [dataclasses.asdict(device) for device in self.devices],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Build a profile from what `to_dict` returns; ProfileError if it is broken."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT_VERSION:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise ProfileError(
+                f"The profile has format {found}; this version reads {FORMAT_VERSION}. Measure "
+                "again with `lightning-hetero profile`."
+            )
+        try:
+            return cls(
+                model=ModelSpec.from_dict(data["model"]),
+                versions=dict(data["versions"]),
+                date=datetime.datetime.fromisoformat(data["date"]),
+                devices=tuple(_parse_device(entry) for entry in data["devices"]),
+            )
+        except ModelError as error:
+            raise ProfileError(f"The profile's model is broken: {error}") from error
+        except ProfileError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProfileError(
+                f"The profile is broken ({type(error).__name__}: {error}). Measure again with "
+                "`lightning-hetero profile`."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a profile from a JSON file; ProfileError names the file that is wrong or missing."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ProfileError(f"Can't read the profile {path}: {error.strerror}.") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ProfileError(f"{path}: the profile is not valid JSON: {error}.") from error
+        try:
+            return cls.from_dict(data)
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
+
+
+def _parse_device(data: Mapping[str, Any]) -> DeviceProfile:
+    times = []
+    for entry in data["times"]:
+        blocks = {int(size): _pair(pair) for size, pair in entry["blocks"].items()}
+        times.append(
+            BlockTimes(
+                tp_degree=entry["tp_degree"],
+                lengths=tuple(entry["lengths"]),
+                blocks=blocks,
+                embedding=_pair(entry["embedding"]),
+                head=_pair(entry["head"]),
+            )
+        )
+    memory = tuple(LayerMemory(**entry) for entry in data["memory"])
+    step = data["step_s_per_param"]
+    return DeviceProfile(
+        device=data["device"], times=tuple(times), memory=memory, step_s_per_param=step
+    )
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    forward, backward = value
+    return float(forward), float(backward)

@@ -1,0 +1,242 @@
+"""What a stage costs in seconds and bytes, whatever tells it: the base of roofline and profile.
+
+A micro-batch is the tuple of its sequences' lengths. Memory follows the design's ownership: a
+layer's holders keep 16-bit weights and gradients, and its fp32 masters, optimizer states and summed
+gradients are spread over those holders; activations count once per micro-batch in flight under
+1F1B. The baseline systems, which keep everything on every replica and all-reduce gradients, are the
+other `StateLayout`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import DeviceSpec
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import StagePlan
+
+__all__ = ["CostModel", "MicroBatchShape", "StageShape", "StateLayout", "in_flight_tokens"]
+
+MicroBatchShape = tuple[int, ...]
+"""Tokens of each sequence of one micro-batch."""
+
+
+class StageShape(NamedTuple):
+    """All that a stage's cost depends on; stages of one shape cost the same."""
+
+    device: str
+    """Device type that bounds the stage: the slowest of its ranks'."""
+    tp_degree: int
+    """Ranks that share the stage's layers."""
+    num_layers: int
+    """Number of layers."""
+    has_embedding: bool = False
+    """Whether the embedding stands in front of its first layer."""
+    has_head: bool = False
+    """Whether final norm and head stand behind its last layer."""
+    link: tuple[float, float] | None = None
+    """(bytes/s, latency in seconds) inside the TP group; None is the device's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayout:
+    """Bytes per parameter, and who keeps which: by default this package's slices and owners."""
+
+    weight_bytes: int = 2
+    """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
+    gradient_bytes: int = 2
+    """Gradients a holder accumulates, bytes per parameter; this is what a push moves."""
+    owned_bytes: int = 16
+    """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
+    sharded: bool = True
+    """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
+    are all-reduced around a ring and no weights are pulled."""
+    overlap: bool = True
+    """Whether gradients leave layer by layer during the last backward, or all after it."""
+
+    @classmethod
+    def replicated(cls, *, overlap: bool = False) -> "StateLayout":
+        """Return the layout of mixed-precision data parallelism without sharding."""
+        return cls(sharded=False, overlap=overlap)
+
+
+def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
+    """Return the most tokens that any `num_in_flight` consecutive micro-batches hold together."""
+    tokens = [sum(microbatch) for microbatch in microbatches]
+    window = sum(tokens[:num_in_flight])
+    most = window
+    for index in range(num_in_flight, len(tokens)):
+        window += tokens[index] - tokens[index - num_in_flight]
+        most = max(most, window)
+    return most
+
+
+class CostModel(ABC):
+    """Times and bytes of stages and transfers on one cluster for one model.
+
+    Subclasses say what computing costs; everything else follows from cluster, model and layout.
+    Answers are cached, so one object should judge many plans.
+    """
+
+    def __init__(
+        self, cluster: Cluster, model: ModelSpec, *, layout: StateLayout | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.model = model
+        self.layout = layout or StateLayout()
+        self.node_of_rank = [
+            index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
+        ]
+        self._specs = {n.device: cluster.device_of_node(i) for i, n in enumerate(cluster.nodes)}
+        self._links: dict[tuple[int, int], tuple[float, float]] = {}
+        self._shapes: dict[tuple[tuple[int, ...], int, int], StageShape] = {}
+        self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
+
+    @abstractmethod
+    def measure_stage_s(
+        self, shape: StageShape, microbatch: MicroBatchShape
+    ) -> tuple[float, float]:
+        """Return forward and backward seconds of one micro-batch on a stage, TP traffic included.
+
+        Transfers between stages don't count here.
+        """
+
+    @abstractmethod
+    def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the bytes that one rank keeps between a micro-batch's forward and backward."""
+
+    @abstractmethod
+    def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the bytes that live only while one micro-batch runs: logits and their like."""
+
+    @abstractmethod
+    def step_s(self, shape: StageShape, num_owned: float) -> float:
+        """Return the seconds in which a rank updates the parameters it owns."""
+
+    def device(self, name: str) -> DeviceSpec:
+        """Return a device type of the cluster."""
+        return self._specs[name]
+
+    def shape_of(self, stage: StagePlan) -> StageShape:
+        """Return the shape of a plan's stage: its slowest device and its slowest link."""
+        key = (stage.ranks, stage.layers.start, stage.layers.stop)
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = self._find_shape(stage)
+        return shape
+
+    def compute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
+        """Return forward and backward seconds of one micro-batch on a stage."""
+        key = (shape, microbatch)
+        times = self._compute.get(key)
+        if times is None:
+            times = self._compute[key] = self.measure_stage_s(shape, microbatch)
+        return times
+
+    def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:
+        """Return (bytes/s, latency in seconds) of one direction between two ranks."""
+        key = (self.node_of_rank[rank_a], self.node_of_rank[rank_b])
+        found = self._links.get(key)
+        if found is None:
+            found = self._links[key] = self.cluster.link_between_nodes(*key)
+        return found
+
+    def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
+        """Return the seconds of one message between two ranks."""
+        bytes_per_s, latency_s = self.link(sender, receiver)
+        return latency_s + num_bytes / bytes_per_s
+
+    def hidden_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
+        """Return the seconds in which a hidden state or its gradient goes to the next stage.
+
+        Each rank sends to its counterpart. With unequal TP degrees the smaller group bounds it.
+        """
+        return self.transfer_s(
+            sender.ranks[0], receiver.ranks[0], self.model.hidden_bytes(num_tokens)
+        )
+
+    def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """Return the seconds of a ring all-reduce: 2(n-1) messages of 1/n over the slowest link."""
+        count = len(ranks)
+        if count < 2:
+            return 0.0
+        pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+        slowest = max(self.transfer_s(a, b, num_bytes / count) for a, b in pairs)
+        return 2 * (count - 1) * slowest
+
+    def num_stage_params(self, shape: StageShape) -> float:
+        """Return the parameters that one rank of a stage holds."""
+        params = shape.num_layers * self.model.params_per_layer
+        if shape.has_embedding:
+            params += self.model.embedding_params
+        if shape.has_head:
+            params += self.model.head_params
+        if shape.has_embedding and shape.has_head and self.model.tied_embeddings:
+            params -= self.model.vocab_size * self.model.hidden_size
+        return params / shape.tp_degree
+
+    def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
+        """Return the parameters whose optimizer states one rank of a stage keeps."""
+        held = self.num_stage_params(shape)
+        return held / num_pipelines if self.layout.sharded else held
+
+    def fixed_bytes(self, shape: StageShape, num_pipelines: int) -> float:
+        """Return the bytes of weights, gradients and optimizer states on one rank."""
+        layout = self.layout
+        held = self.num_stage_params(shape) * (layout.weight_bytes + layout.gradient_bytes)
+        return held + self.num_owned_params(shape, num_pipelines) * layout.owned_bytes
+
+    def stage_bytes(
+        self,
+        shape: StageShape,
+        num_pipelines: int,
+        microbatches: Sequence[MicroBatchShape],
+        num_in_flight: int,
+    ) -> float:
+        """Return the peak bytes of one rank with so many micro-batches in flight."""
+        if not microbatches:
+            return self.fixed_bytes(shape, num_pipelines)
+        held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
+        longest = max(sum(microbatch) for microbatch in microbatches)
+        return (
+            self.fixed_bytes(shape, num_pipelines)
+            + self.activation_bytes(shape, held)
+            + self.transient_bytes(shape, longest)
+        )
+
+    def usable_bytes(self, device: str) -> float:
+        """Return the memory of a device that a plan may fill.
+
+        One GiB goes to the CUDA context and communication buffers and 4 % to fragmentation; small
+        (emulated) devices give 10 % at most.
+        """
+        total = self.device(device).memory_bytes
+        return total - min(2**30 + 0.04 * total, 0.1 * total)
+
+    def _find_shape(self, stage: StagePlan) -> StageShape:
+        if stage.ranks[-1] >= len(self.node_of_rank) or max(stage.ranks) >= len(self.node_of_rank):
+            raise PlanError(
+                f"The plan names rank {max(stage.ranks)} but the cluster has "
+                f"{len(self.node_of_rank)} devices. Give the plan's own cluster file."
+            )
+        if stage.layers.stop > self.model.num_layers:
+            raise PlanError(
+                f"The plan has layer {stage.layers.stop - 1} but {self.model.name} has "
+                f"{self.model.num_layers} layers. Name the model that the plan was made for."
+            )
+        names = {self.cluster.nodes[self.node_of_rank[rank]].device for rank in stage.ranks}
+        links = [self.link(stage.ranks[0], rank) for rank in stage.ranks[1:]]
+        return StageShape(
+            device=min(names, key=self._speed),
+            tp_degree=stage.tp_degree,
+            num_layers=len(stage.layers),
+            has_embedding=stage.layers.start == 0,
+            has_head=stage.layers.stop == self.model.num_layers,
+            link=min(links, default=None),
+        )
+
+    def _speed(self, device: str) -> float:
+        return self._specs[device].peak_flops_per_s

@@ -1,0 +1,99 @@
+"""Times from a measured profile (AutoHet §III-D): blocks by binary decomposition, fits between.
+
+What a profile doesn't say is taken from the roofline: memory that wasn't measured, the optimizer's
+step, and the links.
+"""
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.errors import ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile, TimeFit
+from lightning_hetero.simulator.cost import MicroBatchShape, StageShape, StateLayout
+from lightning_hetero.simulator.roofline import RooflineCost
+
+__all__ = ["ProfileCost"]
+
+
+class ProfileCost(RooflineCost):
+    """Costs as measured on the cluster's device types.
+
+    Raises:
+        ProfileError: The profile is of another model or lacks a device type of the cluster.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        profile: Profile,
+        *,
+        layout: StateLayout | None = None,
+    ) -> None:
+        super().__init__(cluster, model, layout=layout)
+        profile.check(model=model)
+        self.profile = profile
+        for node in cluster.nodes:
+            profile.device(node.device)
+        self._fits: dict[StageShape, tuple[TimeFit, TimeFit]] = {}
+
+    def measure_stage_s(
+        self, shape: StageShape, microbatch: MicroBatchShape
+    ) -> tuple[float, float]:
+        """Return the measured times of just this micro-batch, else what the fit says."""
+        times = self.profile.device(shape.device).at(shape.tp_degree)
+        lengths = tuple(sorted(microbatch))
+        for measured in times:
+            if tuple(sorted(measured.lengths)) == lengths:
+                return _stage_s(measured, shape)
+        fits = self._fits.get(shape)
+        if fits is None:
+            samples = [(measured.lengths, _stage_s(measured, shape)) for measured in times]
+            fits = self._fits[shape] = (
+                TimeFit.of([(lengths, pair[0]) for lengths, pair in samples]),
+                TimeFit.of([(lengths, pair[1]) for lengths, pair in samples]),
+            )
+        return fits[0](microbatch), fits[1](microbatch)
+
+    def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the measured bytes, the estimate of the roofline where none were measured."""
+        memory = self._memory(shape)
+        if memory is None:
+            return super().activation_bytes(shape, num_tokens)
+        per_token = shape.num_layers * memory.layer_bytes_per_token
+        if shape.has_embedding:
+            per_token += memory.embedding_bytes_per_token
+        return per_token * num_tokens
+
+    def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the measured bytes of the head, or the roofline's estimate."""
+        memory = self._memory(shape)
+        if memory is None:
+            return super().transient_bytes(shape, num_tokens)
+        return memory.head_bytes_per_token * num_tokens if shape.has_head else 0.0
+
+    def step_s(self, shape: StageShape, num_owned: float) -> float:
+        """Return the measured seconds of the optimizer, or the roofline's estimate."""
+        per_param = self.profile.device(shape.device).step_s_per_param
+        return super().step_s(shape, num_owned) if per_param is None else num_owned * per_param
+
+    def _memory(self, shape: StageShape) -> LayerMemory | None:
+        found = self.profile.device(shape.device).memory
+        return next((entry for entry in found if entry.tp_degree == shape.tp_degree), None)
+
+    def _speed(self, device: str) -> float:
+        """Return how fast a device ran one layer, so that mixed TP groups take the slowest."""
+        times = self.profile.device(device).times
+        if not times:
+            raise ProfileError(f"The profile of {device} holds no times. Measure it again.")
+        first = min(times, key=lambda entry: (entry.tp_degree, sum(entry.lengths)))
+        seconds = sum(first.blocks[1])
+        return sum(first.lengths) / seconds if seconds else float("inf")
+
+
+def _stage_s(times: BlockTimes, shape: StageShape) -> tuple[float, float]:
+    forward, backward = times.layers_s(shape.num_layers)
+    if shape.has_embedding:
+        forward, backward = forward + times.embedding[0], backward + times.embedding[1]
+    if shape.has_head:
+        forward, backward = forward + times.head[0], backward + times.head[1]
+    return forward, backward

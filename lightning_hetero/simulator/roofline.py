@@ -1,0 +1,122 @@
+"""Times from data sheets: work over reachable peak, or bytes over bandwidth, whichever is longer.
+
+The model is deliberately coarse, for planning before anything was measured. What its constants rest
+on is said beside them; a measured profile is always better.
+"""
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape, StateLayout
+
+__all__ = ["RooflineCost"]
+
+# Share of the data sheet's peak that large 16-bit matrix products reach. Ampere sustains about
+# three quarters; Hopper's figure is at a clock that its power limit does not hold; H20 has the same
+# memory and power for a seventh of the peak and so gets close to it.
+_MATMUL_EFFICIENCY = {
+    "H100-80GB": 0.6,
+    "H800-80GB": 0.6,
+    "H200-141GB": 0.6,
+    "GH200-96GB": 0.6,
+    "B200-180GB": 0.6,
+    "H20-96GB": 0.85,
+}
+_DEFAULT_MATMUL_EFFICIENCY = 0.7
+# Fused attention reaches about two thirds of what matrix products do.
+_ATTENTION_EFFICIENCY = 0.65
+# Its backward recomputes the scores: 5 matrix products where the forward has 2.
+_ATTENTION_BACKWARD = 2.5
+# Reads and writes of the hidden state by norms, residuals, rotations and activations of one layer's
+# forward, in widths of the hidden state; what the MLP adds is counted apart.
+_POINTWISE_PASSES = 14
+# Kernel launches of one layer's forward that don't hide behind others, seconds.
+_LAUNCH_S = 30e-6
+_STEP_BYTES_PER_PARAM = 34  # Adam: reads 4 and writes 3 fp32 values, then a 16-bit weight and more.
+
+
+class RooflineCost(CostModel):
+    """Costs of a transformer in 16 bits on known devices."""
+
+    def __init__(
+        self, cluster: Cluster, model: ModelSpec, *, layout: StateLayout | None = None
+    ) -> None:
+        super().__init__(cluster, model, layout=layout)
+        if layout is None:
+            self.layout = StateLayout()
+
+    def measure_stage_s(
+        self, shape: StageShape, microbatch: MicroBatchShape
+    ) -> tuple[float, float]:
+        """Return forward and backward seconds, TP traffic included."""
+        tokens = sum(microbatch)
+        forward, backward = self._layer_s(shape, microbatch)
+        times = [shape.num_layers * forward, shape.num_layers * backward]
+        if shape.has_head:
+            rate = self._matmul_flops_per_s(shape)
+            head = self.model.head_flops(tokens) / rate
+            # Softmax and its gradient pass over the logits, in 16 and 32 bits.
+            softmax = 12 * tokens * self.model.vocab_size / self._memory_rate(shape)
+            times[0] += head + softmax
+            times[1] += 2 * head + softmax
+        if shape.has_embedding:
+            lookup = 2 * self.model.hidden_bytes(tokens) / self._memory_rate(shape)
+            times[0] += lookup
+            times[1] += lookup
+        return times[0], times[1]
+
+    def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return what fused attention and plain autograd keep, in 16 bits.
+
+        Around the TP region: input and output of both norms; inside it: query, key, value before
+        and after rotation, attention's output, and the MLP's pre- and post-activations.
+        """
+        model = self.model
+        outside = 4 * model.hidden_size
+        mlp = (4 if model.gated_mlp else 2) * model.intermediate_size
+        inside = 3 * model.query_size + 3 * model.key_size + mlp
+        layer = outside + inside / shape.tp_degree
+        kept = 2.0 * shape.num_layers * layer
+        if shape.has_embedding:
+            kept += 2 * model.hidden_size
+        return kept * num_tokens
+
+    def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the logits in 16 bits, their softmax and its gradient in 32."""
+        if not shape.has_head:
+            return 0.0
+        return 10.0 * self.model.vocab_size / shape.tp_degree * num_tokens
+
+    def step_s(self, shape: StageShape, num_owned: float) -> float:
+        """Return Adam's time by the bytes it touches."""
+        return num_owned * _STEP_BYTES_PER_PARAM / self.device(shape.device).memory_bytes_per_s
+
+    def _layer_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
+        model, tokens = self.model, sum(microbatch)
+        rate = self._matmul_flops_per_s(shape)
+        matmul_s = model.linear_flops_per_layer(tokens) / rate
+        weights = 2 * model.matrix_params_per_layer
+        matmul_s = max(matmul_s, weights / self._memory_rate(shape))
+        attention_s = model.attention_flops_per_layer(microbatch) / (rate * _ATTENTION_EFFICIENCY)
+        mlp = (4 if model.gated_mlp else 2) * model.intermediate_size / shape.tp_degree
+        touched = 2 * tokens * (_POINTWISE_PASSES * model.hidden_size + mlp)
+        pointwise_s = touched / self.device(shape.device).memory_bytes_per_s
+        # Two all-reduces of the hidden state each way (Megatron-LM's f and g).
+        traffic_s = 2 * self._tp_all_reduce_s(shape, model.hidden_bytes(tokens))
+        forward = matmul_s + attention_s + pointwise_s + traffic_s
+        backward = 2 * matmul_s + _ATTENTION_BACKWARD * attention_s + 1.5 * pointwise_s + traffic_s
+        return forward + _LAUNCH_S, backward + _LAUNCH_S
+
+    def _matmul_flops_per_s(self, shape: StageShape) -> float:
+        efficiency = _MATMUL_EFFICIENCY.get(shape.device, _DEFAULT_MATMUL_EFFICIENCY)
+        return self.device(shape.device).peak_flops_per_s * efficiency * shape.tp_degree
+
+    def _memory_rate(self, shape: StageShape) -> float:
+        return self.device(shape.device).memory_bytes_per_s * shape.tp_degree
+
+    def _tp_all_reduce_s(self, shape: StageShape, num_bytes: float) -> float:
+        count = shape.tp_degree
+        if count == 1:
+            return 0.0
+        own = self.device(shape.device).intra_node_bytes_per_s, self.cluster.intra_node_latency_s
+        bytes_per_s, latency_s = shape.link or own
+        return 2 * (count - 1) * (latency_s + num_bytes / count / bytes_per_s)

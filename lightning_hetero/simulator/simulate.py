@@ -1,0 +1,323 @@
+"""Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
+
+An iteration is pull → 1F1B of every pipeline → push → optimizer step, as the runtime does it and
+from the runtime's own action lists. Pulls hide in the warm-up bubble, pushes behind the last
+backward. `iteration_time_closed_form` is AutoHet's Eq. 1 beside it.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape
+from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
+
+__all__ = [
+    "Event",
+    "Simulation",
+    "iteration_time_closed_form",
+    "simulate",
+    "split_batch",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took time on one stage."""
+
+    pipeline_index: int
+    stage_index: int
+    kind: str
+    """"F" or "B" (compute), "SF" or "SB" (a message to the next or previous stage), "pull", "push"
+    or "step"."""
+    microbatch_index: int
+    """The micro-batch; -1 where none is meant."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What one iteration of a plan takes."""
+
+    iteration_time_s: float
+    """From the first pull to the last optimizer step."""
+    pipeline_time_s: tuple[float, ...]
+    """For each pipeline the end of its last backward."""
+    stage_busy: tuple[tuple[float, ...], ...]
+    """[pipeline][stage] share of the iteration spent computing, 0 to 1."""
+    stage_memory_bytes: tuple[tuple[float, ...], ...]
+    """[pipeline][stage] peak bytes of each of the stage's ranks."""
+    memory_bytes: tuple[float, ...]
+    """Peak bytes per global rank; 0 for idle ranks."""
+    exchange_s: float
+    """Exposed seconds of pull, push and optimizer step: all that no backward or forward hides."""
+    step_s: float
+    """The longest optimizer step, part of `exchange_s`."""
+    bottleneck: str
+    """What limits the iteration, in words."""
+    events: tuple[Event, ...] = ()
+    """Everything that happened, if it was recorded."""
+
+    def tokens_per_s(self, num_tokens: int) -> float:
+        """Return the throughput, given the tokens of the iteration."""
+        return num_tokens / self.iteration_time_s
+
+
+def split_batch(
+    plan: ParallelPlan, *, global_batch_size: int, sequence_length: int, microbatch_size: int = 1
+) -> list[list[MicroBatchShape]]:
+    """Return equal micro-batches per pipeline: the plan's own numbers, or shares one apart.
+
+    Raises:
+        PlanError: The plan's numbers of micro-batches don't add up to the global batch, or the
+            batch isn't a multiple of the micro-batch.
+    """
+    total, rest = divmod(global_batch_size, microbatch_size)
+    if global_batch_size < 1 or microbatch_size < 1 or sequence_length < 1 or rest:
+        raise PlanError(
+            f"A global batch of {global_batch_size} sequences of {sequence_length} tokens can't be "
+            f"cut into micro-batches of {microbatch_size}. Choose a multiple, all 1 or more."
+        )
+    given = [pipeline.num_microbatches for pipeline in plan.pipelines]
+    open_pipelines = [index for index, count in enumerate(given) if count is None]
+    counts = [count or 0 for count in given]
+    left = total - sum(counts)
+    if left < 0 or (left and not open_pipelines):
+        raise PlanError(
+            f"The plan's pipelines run {sum(counts)} micro-batches of {microbatch_size} but the "
+            f"global batch is {global_batch_size}, which makes {total}. Pass "
+            f"--global-batch-size {sum(counts) * microbatch_size} or change the plan."
+        )
+    for position, index in enumerate(open_pipelines):
+        share, extra = divmod(left, len(open_pipelines))
+        counts[index] = share + (position < extra)
+    return [[(sequence_length,) * microbatch_size] * count for count in counts]
+
+
+def simulate(
+    plan: ParallelPlan,
+    cost: CostModel,
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+    *,
+    record_events: bool = False,
+) -> Simulation:
+    """Run one iteration against the clock.
+
+    Args:
+        plan: The plan; its own `num_microbatches` are not looked at.
+        cost: What computing and sending cost; it caches, so pass the same one for every plan.
+        microbatches: For each pipeline its micro-batches; a pipeline may have none.
+        record_events: Keep every event, for traces and pictures; slower.
+
+    Raises:
+        PlanError: Plan, model, cluster and micro-batches don't belong together.
+    """
+    _check(plan, cost, microbatches)
+    shapes = [[cost.shape_of(stage) for stage in p.stages] for p in plan.pipelines]
+    exchange = ExchangeTable(plan, cost)
+    compute = [
+        _compute_times(pipeline, shapes[index], cost, microbatches[index])
+        for index, pipeline in enumerate(plan.pipelines)
+    ]
+    starts = exchange.pull_start_s(
+        [[row[0] if row else 0.0 for row in times.forward_s] for times in compute]
+    )
+    timelines = _run_pipelines(compute, starts, microbatches, record=record_events)
+    ends = [timeline.end_s for timeline in timelines]
+    has_work = [bool(batches) for batches in microbatches]
+    spans = [[row[-1] if row else 0.0 for row in times.backward_s] for times in compute]
+    pushed = exchange.push_end_s(ends, spans, has_work)
+    steps = [
+        [cost.step_s(shape, cost.num_owned_params(shape, plan.num_pipelines)) for shape in row]
+        for row in shapes
+    ]
+    finish = [
+        [end + step for end, step in zip(*rows, strict=True)]
+        for rows in zip(pushed, steps, strict=True)
+    ]
+    iteration_s = max(map(max, finish))
+    propagation_s = max(max(row) for row, work in zip(ends, has_work, strict=True) if work)
+    first_start = min(row[0] for row, work in zip(starts, has_work, strict=True) if work)
+    busy = tuple(
+        tuple(seconds / iteration_s for seconds in timeline.busy_s) for timeline in timelines
+    )
+    memory = _stage_memory(plan, cost, shapes, microbatches)
+    exchange_s = iteration_s - propagation_s + first_start
+    return Simulation(
+        iteration_time_s=iteration_s,
+        pipeline_time_s=tuple(max(row) for row in ends),
+        stage_busy=busy,
+        stage_memory_bytes=memory,
+        memory_bytes=_rank_memory(plan, memory, len(cost.node_of_rank)),
+        exchange_s=exchange_s,
+        step_s=max(map(max, steps)),
+        bottleneck=_bottleneck(shapes, busy, exchange_s / iteration_s),
+        events=_events(timelines, starts, ends, pushed, finish) if record_events else (),
+    )
+
+
+def iteration_time_closed_form(
+    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+) -> float:
+    """Return AutoHet's Eq. 1: max over pipelines of Σ t_i + (K-1)·max t_i, plus T_sync.
+
+    t_i is forward and backward of stage i with the message to the next stage and back. Where the
+    micro-batches of a pipeline differ, the longest stands for all.
+    """
+    _check(plan, cost, microbatches)
+    slowest = 0.0
+    for pipeline, batches in zip(plan.pipelines, microbatches, strict=True):
+        if not batches:
+            continue
+        stage_s = []
+        for index, stage in enumerate(pipeline.stages):
+            times = [sum(cost.compute_s(cost.shape_of(stage), batch)) for batch in batches]
+            if index + 1 < pipeline.num_stages:
+                after = pipeline.stages[index + 1]
+                longest = max(sum(batch) for batch in batches)
+                there, back = (
+                    cost.hidden_s(stage, after, longest),
+                    cost.hidden_s(after, stage, longest),
+                )
+                stage_s.append(max(times) + there + back)
+            else:
+                stage_s.append(max(times))
+        slowest = max(slowest, sum(stage_s) + (len(batches) - 1) * max(stage_s))
+    table = ExchangeTable(plan, cost)
+    sync_s = 0.0
+    for index, pipeline in enumerate(plan.pipelines):
+        per_stage = [0.0] * pipeline.num_stages
+        for segment, push, pull in zip(table.segments, table.push_s, table.pull_s, strict=True):
+            per_stage[segment.stages[index]] += segment.num_units * (push[index] + pull[index])
+        sync_s = max(sync_s, *per_stage)
+    return slowest + sync_s
+
+
+def _check(
+    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+) -> None:
+    if len(microbatches) != plan.num_pipelines:
+        raise PlanError(
+            f"Micro-batches are given for {len(microbatches)} pipelines but the plan has "
+            f"{plan.num_pipelines}. Give one list for each pipeline, empty if it has no work."
+        )
+    if not any(microbatches):
+        raise PlanError("No pipeline has a micro-batch. Give at least one pipeline some work.")
+    plan.check_num_layers(cost.model.num_layers)
+
+
+def _compute_times(
+    pipeline: PipelinePlan,
+    shapes: Sequence[StageShape],
+    cost: CostModel,
+    microbatches: Sequence[MicroBatchShape],
+) -> PipelineTimes:
+    """Return the seconds of every action; equal micro-batches are looked up once."""
+    distinct = {batch: position for position, batch in enumerate(dict.fromkeys(microbatches))}
+    order = [distinct[batch] for batch in microbatches]
+    tokens = [sum(batch) for batch in distinct]
+    stages = pipeline.stages
+
+    def spread(values: Sequence[float]) -> list[float]:
+        return [values[position] for position in order]
+
+    pairs = [[cost.compute_s(shape, batch) for batch in distinct] for shape in shapes]
+    return PipelineTimes(
+        forward_s=[spread([pair[0] for pair in row]) for row in pairs],
+        backward_s=[spread([pair[1] for pair in row]) for row in pairs],
+        forward_message_s=[
+            spread([cost.hidden_s(a, b, count) for count in tokens])
+            for a, b in itertools.pairwise(stages)
+        ],
+        backward_message_s=[
+            spread([cost.hidden_s(b, a, count) for count in tokens])
+            for a, b in itertools.pairwise(stages)
+        ],
+    )
+
+
+def _run_pipelines(
+    compute: Sequence[PipelineTimes],
+    starts: Sequence[Sequence[float]],
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+    *,
+    record: bool,
+) -> list[Timeline]:
+    """Propagate every pipeline, equal ones only once."""
+    timelines: list[Timeline] = []
+    known: dict[tuple[object, ...], Timeline] = {}
+    for times, start, batches in zip(compute, starts, microbatches, strict=True):
+        key = (
+            tuple(start),
+            tuple(map(tuple, times.forward_s)),
+            tuple(map(tuple, times.backward_s)),
+            tuple(map(tuple, times.forward_message_s)),
+            tuple(map(tuple, times.backward_message_s)),
+        )
+        if key not in known:
+            known[key] = propagate(times, start, len(batches), record=record)
+        timelines.append(known[key])
+    return timelines
+
+
+def _stage_memory(
+    plan: ParallelPlan,
+    cost: CostModel,
+    shapes: Sequence[Sequence[StageShape]],
+    microbatches: Sequence[Sequence[MicroBatchShape]],
+) -> tuple[tuple[float, ...], ...]:
+    return tuple(
+        tuple(
+            cost.stage_bytes(shape, plan.num_pipelines, batches, len(row) - stage_index)
+            for stage_index, shape in enumerate(row)
+        )
+        for row, batches in zip(shapes, microbatches, strict=True)
+    )
+
+
+def _rank_memory(
+    plan: ParallelPlan, memory: Sequence[Sequence[float]], num_ranks: int
+) -> tuple[float, ...]:
+    per_rank = [0.0] * num_ranks
+    for pipeline, row in zip(plan.pipelines, memory, strict=True):
+        for stage, num_bytes in zip(pipeline.stages, row, strict=True):
+            for rank in stage.ranks:
+                per_rank[rank] = num_bytes
+    return tuple(per_rank)
+
+
+def _bottleneck(
+    shapes: Sequence[Sequence[StageShape]], busy: Sequence[Sequence[float]], exchange_share: float
+) -> str:
+    share, pipeline_index, stage_index = max(
+        (share, -p, -s) for p, row in enumerate(busy) for s, share in enumerate(row)
+    )
+    if exchange_share > share:
+        return f"weight and gradient exchange ({exchange_share:.0%} of the iteration)"
+    shape = shapes[-pipeline_index][-stage_index]
+    where = f"pipeline {-pipeline_index} stage {-stage_index}"
+    return f"{where} ({shape.tp_degree} × {shape.device}, busy {share:.0%})"
+
+
+def _events(
+    timelines: Sequence[Timeline],
+    starts: Sequence[Sequence[float]],
+    ends: Sequence[Sequence[float]],
+    pushed: Sequence[Sequence[float]],
+    finish: Sequence[Sequence[float]],
+) -> tuple[Event, ...]:
+    events = []
+    for p, timeline in enumerate(timelines):
+        for s in range(len(timeline.end_s)):
+            if starts[p][s]:
+                events.append(Event(p, s, "pull", -1, 0.0, starts[p][s]))
+        events += [Event(p, s, kind, m, a, b) for kind, s, m, a, b in timeline.events]
+        for s in range(len(timeline.end_s)):
+            if pushed[p][s] > ends[p][s]:
+                events.append(Event(p, s, "push", -1, ends[p][s], pushed[p][s]))
+            events.append(Event(p, s, "step", -1, pushed[p][s], finish[p][s]))
+    return tuple(events)
