@@ -37,15 +37,15 @@ class Node:
     """Price of the whole node for an hour, in any one currency; None if unknown."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or self.count < 1:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ClusterError(
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
                 "more. Leave a node without devices out."
             )
-        if self.price_per_hour is not None and self.price_per_hour < 0:
+        if self.price_per_hour is not None and not self.price_per_hour >= 0:
             raise ClusterError(
-                f"Node of {self.device} has price_per_hour {self.price_per_hour}; it can't be "
-                "negative."
+                f"Node of {self.device} has price_per_hour {self.price_per_hour}; it must be 0 or "
+                "more, or left out."
             )
 
 
@@ -61,12 +61,19 @@ class Link:
     """Latency of a message, seconds; None takes the cluster's."""
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != 2:
-            raise ClusterError(f"A link has nodes {list(self.nodes)}; name exactly two.")
+        if len(self.nodes) != 2 or not all(isinstance(node, int) for node in self.nodes):
+            raise ClusterError(
+                f"A link has nodes {list(self.nodes)}; name exactly two nodes by their index."
+            )
         if not self.bytes_per_s > 0:
             raise ClusterError(
                 f"Link between nodes {list(self.nodes)} has bytes_per_s {self.bytes_per_s}; it "
                 "must be above 0."
+            )
+        if self.latency_s is not None and not self.latency_s >= 0:
+            raise ClusterError(
+                f"Link between nodes {list(self.nodes)} has latency_s {self.latency_s}; it must "
+                "be 0 or more, or left out."
             )
 
 
@@ -100,6 +107,12 @@ class Cluster:
             raise ClusterError(
                 f"inter_node_bytes_per_s is {self.inter_node_bytes_per_s}; it must be above 0."
             )
+        for name in ("inter_node_latency_s", "intra_node_latency_s"):
+            if not getattr(self, name) >= 0:
+                raise ClusterError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
+        self._check_links()
+
+    def _check_links(self) -> None:
         seen: dict[tuple[int, int], Link] = {}
         for link in self.links:
             low, high = sorted(link.nodes)
@@ -112,7 +125,8 @@ class Cluster:
             if (first.bytes_per_s, first.latency_s) != (link.bytes_per_s, link.latency_s):
                 raise ClusterError(
                     f"Two links between nodes {low} and {high} contradict each other: "
-                    f"{first.bytes_per_s:g} and {link.bytes_per_s:g} bytes/s. Keep one."
+                    f"({first.bytes_per_s:g} bytes/s, latency_s {first.latency_s}) and "
+                    f"({link.bytes_per_s:g} bytes/s, latency_s {link.latency_s}). Keep one."
                 )
 
     @property
@@ -173,7 +187,7 @@ class Cluster:
             value = getattr(self, item.name)
             if item.name in ("links", "devices") and value:
                 data[item.name] = [_without_none(asdict(entry)) for entry in value]
-            elif isinstance(value, float) and value != item.default:
+            elif isinstance(value, float | int) and value != item.default:
                 data[item.name] = value
         for link in data.get("links", ()):
             link["nodes"] = list(link["nodes"])
@@ -218,8 +232,8 @@ class Cluster:
         """Read a cluster from a YAML file; ClusterError names the file if it is wrong."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ClusterError(f"Can't read the cluster {path}: {error.strerror}.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ClusterError(f"Can't read the cluster {path}: {error}.") from error
         try:
             return cls.from_yaml(text)
         except ClusterError as error:
@@ -266,8 +280,8 @@ def _checked(data: Any, schema: type, where: str) -> dict[str, Any]:
     missing, unknown = required - data.keys(), data.keys() - known.keys()
     if missing or unknown:
         raise ClusterError(
-            f"The {where} has keys {sorted(data)}; needed: {sorted(required)}, allowed besides: "
-            f"{sorted(known.keys() - required)}."
+            f"The {where} has keys {sorted(map(str, data))}; needed: {sorted(required)}, allowed "
+            f"besides: {sorted(known.keys() - required)}."
         )
     return {
         key: _as_typed(value, str(known[key].type), f"{key} of the {where}")

@@ -285,8 +285,8 @@ class ParallelPlan:
         """Read a plan from a JSON file; PlanError names the file that is wrong or missing."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"Can't read the plan {path}: {error.strerror}.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"Can't read the plan {path}: {error}.") from error
         try:
             return cls.from_json(text)
         except PlanError as error:
@@ -321,7 +321,7 @@ def _fields(
     missing, unknown = required - data.keys(), data.keys() - required - optional
     if missing or unknown:
         raise PlanError(
-            f"The {where} has keys {sorted(data)}; needed: {sorted(required)}, "
+            f"The {where} has keys {sorted(map(str, data))}; needed: {sorted(required)}, "
             f"allowed besides: {sorted(optional)}."
         )
     return data

@@ -6,10 +6,11 @@ intervals along the cut dim, so what must move between them is the overlap of in
 the plans' layer splits and TP degrees are (Hydraulis §5.2, "mutual slices").
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
+from math import inf, prod
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
@@ -172,16 +173,22 @@ def assign_owners(
 
     Args:
         specs: The parameters; names are unique.
-        plan: The plan whose holders own (HOLDERS), ignored otherwise.
+        plan: The plan whose holders own; EVEN ignores it.
         world_size: Number of ranks, idle ones included.
         ownership: The rule; AUTO must have been resolved by the caller.
-        weights: Share of each rank, such as its memory in bytes; equal if None.
+        weights: Share of each rank, such as its memory in bytes; if None, ranks (EVEN, PARAMETER)
+            or pipelines (HOLDERS) count alike.
 
     Returns:
         For each parameter its slices in ascending order, empty ones left out.
+
+    Raises:
+        ConfigurationError: There isn't one weight of 0 or more for each rank, or all are 0.
+        ModelError: Holders shall own, but no stage uses a parameter.
     """
     share = [1.0] * world_size if weights is None else list(weights)
-    if len(share) != world_size or min(share) < 0 or not any(share):
+    valid = len(share) == world_size and all(0 <= value < inf for value in share)
+    if not valid or not any(share):
         raise ConfigurationError(
             f"Ownership weights {share} must be {world_size} numbers of 0 or more, one above 0."
         )
@@ -192,34 +199,42 @@ def assign_owners(
         if ownership is Ownership.EVEN:
             claims = [(rank, share[rank]) for rank in range(world_size)]
         else:
-            claims = _claims_of_holders(spec, plan, share)
+            claims = _claims_of_holders(spec, plan, weights)
         slices[spec.name] = tuple(_cut(spec.cut_length, claims))
     return slices
 
 
 def _claims_of_holders(
-    spec: ParameterSpec, plan: ParallelPlan, share: Sequence[float]
+    spec: ParameterSpec, plan: ParallelPlan, weights: Sequence[float] | None
 ) -> list[tuple[int, float]]:
     """Return (rank, share) in the order that keeps each owner's slice within what it holds.
 
-    Every pipeline claims the same share. Sorting by the middle of what is held puts the whole-width
-    holder of a TP-1 pipeline between the two halves of a TP-2 pipeline, where its slice overlaps
-    neither rank's shard more than needed.
+    Without weights every pipeline claims the same share, however many ranks it holds it with.
+    Sorting by the middle of what is held puts the whole-width holder of a TP-1 pipeline between the
+    two halves of a TP-2 pipeline, where its slice overlaps neither rank's shard more than needed.
     """
-    holdings = list(holdings_of(spec, plan))
-    members: dict[int, float] = {}
-    for holding in holdings:
-        members.setdefault(holding.pipeline_index, 0.0)
-        members[holding.pipeline_index] += share[holding.global_rank]
+    holdings = _holders(spec, plan)
+    members = Counter(holding.pipeline_index for holding in holdings)
 
     def middle(holding: Holding) -> tuple[float, int]:
         rows = [start + stop for start, stop in holding.pushes]
         return sum(rows) / len(rows), holding.global_rank
 
-    return [
-        (holding.global_rank, share[holding.global_rank] / (members[holding.pipeline_index] or 1.0))
-        for holding in sorted(holdings, key=middle)
-    ]
+    holdings.sort(key=middle)
+    if weights is not None and any(weights[holding.global_rank] for holding in holdings):
+        return [(holding.global_rank, weights[holding.global_rank]) for holding in holdings]
+    return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
+
+
+def _holders(spec: ParameterSpec, plan: ParallelPlan) -> list[Holding]:
+    holdings = list(holdings_of(spec, plan))
+    if not holdings:
+        raise ModelError(
+            f"Parameter {spec.name} (layer {spec.layer}, roles {sorted(spec.roles)}) is used by no "
+            f"stage of a plan of {plan.num_layers} layers, so no holder can own it. Give it a "
+            "layer of the plan or a role."
+        )
+    return holdings
 
 
 def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
@@ -240,7 +255,7 @@ def _own_whole_parameters(
     loads = dict.fromkeys(range(len(share)), 0.0)
     slices: dict[str, tuple[Slice, ...]] = {}
     for spec in sorted(specs, key=lambda item: (-item.numel, item.name)):
-        ranks = sorted({holding.global_rank for holding in holdings_of(spec, plan)})
+        ranks = sorted(holding.global_rank for holding in _holders(spec, plan))
         able = [rank for rank in ranks if share[rank] > 0] or ranks
         owner = min(
             able, key=lambda rank: ((loads[rank] + spec.numel) / (share[rank] or 1.0), rank)
