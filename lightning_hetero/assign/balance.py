@@ -1,0 +1,182 @@
+"""Spread items over bins so that the fullest is as empty as possible, for many problems at once.
+
+A row is one problem: its items, its number of bins and the most tokens a bin holds. Longest first
+(LPT) gives a start, then each step moves or swaps one item out of the fullest bin, in all rows
+together. With R rows, U items and V bins a step costs about 25 NumPy calls on [R, U, U + V] arrays.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetero.assign.cost import FloatArray, IntArray
+
+__all__ = ["BinRows", "balance", "improve_balance"]
+
+_BLOCKED = 1e30
+_GAIN = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinRows:
+    """R problems and where their items are."""
+
+    times_s: FloatArray
+    """[R, U] seconds of each item, descending, 0 where a row has fewer items."""
+    tokens: FloatArray
+    """[R, U] tokens of each item, 0 where a row has fewer."""
+    num_bins: IntArray
+    """[R]."""
+    max_tokens: FloatArray
+    """[R] most tokens in a bin."""
+    bin_of: IntArray
+    """[R, U] bin of each item."""
+    is_valid: NDArray[np.bool_]
+    """[R] whether every item found room."""
+
+    def loads_s(self) -> FloatArray:
+        """Return the seconds in each bin, [R, V]; -1 for bins that a row doesn't have."""
+        loads_s = _bin_sums(self.times_s, self.bin_of, int(self.num_bins.max()))
+        loads_s[_missing_bins(self.num_bins)] = -1.0
+        return loads_s
+
+    def fullest_s(self) -> FloatArray:
+        """Return the seconds of the fullest bin, [R]; infinite for rows without room."""
+        return np.where(self.is_valid, self.loads_s().max(axis=1), np.inf)
+
+
+def balance(
+    times_s: FloatArray, tokens: FloatArray, num_bins: IntArray, max_tokens: FloatArray
+) -> BinRows:
+    """Return each row's items spread longest first, each into the emptiest bin with room."""
+    num_rows, num_items = times_s.shape
+    rows = np.arange(num_rows)
+    loads_s = np.where(_missing_bins(num_bins), _BLOCKED, 0.0)
+    room = np.repeat(max_tokens[:, None], loads_s.shape[1], axis=1)
+    bin_of = np.zeros((num_rows, num_items), dtype=np.int64)
+    is_valid = np.ones(num_rows, dtype=bool)
+    for item in range(num_items):
+        blocked = np.where(room < tokens[:, item, None], _BLOCKED, 0.0)
+        keys = loads_s + blocked
+        chosen = keys.argmin(axis=1)
+        is_valid &= keys[rows, chosen] < _BLOCKED
+        bin_of[:, item] = chosen
+        loads_s[rows, chosen] += times_s[:, item]
+        room[rows, chosen] -= tokens[:, item]
+    return BinRows(
+        times_s=times_s,
+        tokens=tokens,
+        num_bins=num_bins,
+        max_tokens=max_tokens,
+        bin_of=bin_of,
+        is_valid=is_valid,
+    )
+
+
+def improve_balance(rows: BinRows, *, stop_at_s: FloatArray, max_steps: int = 60) -> BinRows:
+    """Return the rows after moves and swaps out of the fullest bin; never a worse row.
+
+    Args:
+        rows: The problems; invalid ones are left as they are.
+        stop_at_s: [R] lower bounds; a row that meets its own is finished.
+        max_steps: Most changes of a row.
+    """
+    bin_of = rows.bin_of.copy()
+    active = np.flatnonzero(rows.is_valid)
+    for _ in range(max_steps):
+        if not len(active):
+            break
+        part = BinRows(
+            times_s=rows.times_s[active],
+            tokens=rows.tokens[active],
+            num_bins=rows.num_bins[active],
+            max_tokens=rows.max_tokens[active],
+            bin_of=bin_of[active],
+            is_valid=rows.is_valid[active],
+        )
+        changed, improved = _step(part, stop_at_s[active])
+        active = active[improved]
+        bin_of[active] = changed[improved]
+    return BinRows(
+        times_s=rows.times_s,
+        tokens=rows.tokens,
+        num_bins=rows.num_bins,
+        max_tokens=rows.max_tokens,
+        bin_of=bin_of,
+        is_valid=rows.is_valid,
+    )
+
+
+def _step(part: BinRows, stop_at_s: FloatArray) -> tuple[IntArray, NDArray[np.bool_]]:
+    """Return the bins after the best change of each row, and which rows changed."""
+    num_rows, num_items = part.times_s.shape
+    rows = np.arange(num_rows)
+    loads_s = part.loads_s()
+    used = _bin_sums(part.tokens, part.bin_of, loads_s.shape[1])
+    fullest = loads_s.argmax(axis=1)
+    peak_s = loads_s[rows, fullest]
+    ends_s = np.concatenate(
+        [_swap_ends(part, loads_s, used, fullest), _move_ends(part, loads_s, used, fullest)], axis=2
+    )
+    width = ends_s.shape[2]
+    flat = ends_s.reshape(num_rows, -1)
+    best = flat.argmin(axis=1)
+    improved = flat[rows, best] < peak_s * (1 - _GAIN)
+    improved &= peak_s > stop_at_s * (1 + _GAIN)
+    item, target = np.divmod(best, width)
+    bin_of = part.bin_of.copy()
+    is_swap = improved & (target < num_items)
+    swapped, partner = rows[is_swap], target[is_swap]
+    bin_of[swapped, item[is_swap]] = part.bin_of[swapped, partner]
+    bin_of[swapped, partner] = fullest[is_swap]
+    is_move = improved & (target >= num_items)
+    bin_of[rows[is_move], item[is_move]] = target[is_move] - num_items
+    return bin_of, improved
+
+
+def _swap_ends(
+    part: BinRows, loads_s: FloatArray, used: FloatArray, fullest: IntArray
+) -> FloatArray:
+    """Return the fuller of the two bins [R, U, U] after item 1 leaves the fullest for item 2's."""
+    rows = np.arange(len(fullest))
+    own_s = loads_s[rows, fullest][:, None, None]
+    there_s = np.take_along_axis(loads_s, part.bin_of, axis=1)[:, None, :]
+    delta_s = part.times_s[:, :, None] - part.times_s[:, None, :]
+    ends_s = np.maximum(own_s - delta_s, there_s + delta_s)
+    delta = part.tokens[:, :, None] - part.tokens[:, None, :]
+    limit = part.max_tokens[:, None, None]
+    inside = part.bin_of == fullest[:, None]
+    is_possible = inside[:, :, None] & ~inside[:, None, :] & (part.times_s > 0)[:, None, :]
+    is_possible &= np.take_along_axis(used, part.bin_of, axis=1)[:, None, :] + delta <= limit
+    is_possible &= used[rows, fullest][:, None, None] - delta <= limit
+    return np.where(is_possible, ends_s, _BLOCKED)
+
+
+def _move_ends(
+    part: BinRows, loads_s: FloatArray, used: FloatArray, fullest: IntArray
+) -> FloatArray:
+    """Return the fuller of the two bins [R, U, V] after an item leaves the fullest for another."""
+    rows = np.arange(len(fullest))
+    own_s = loads_s[rows, fullest][:, None, None]
+    ends_s = np.maximum(
+        own_s - part.times_s[:, :, None], loads_s[:, None, :] + part.times_s[:, :, None]
+    )
+    is_possible = (part.bin_of == fullest[:, None])[:, :, None] & (loads_s >= 0)[:, None, :]
+    is_possible &= (part.times_s > 0)[:, :, None]
+    is_possible &= used[:, None, :] + part.tokens[:, :, None] <= part.max_tokens[:, None, None]
+    ends_s = np.where(is_possible, ends_s, _BLOCKED)
+    ends_s[rows, :, fullest] = _BLOCKED
+    return ends_s
+
+
+def _missing_bins(num_bins: IntArray) -> NDArray[np.bool_]:
+    return np.arange(int(num_bins.max()))[None, :] >= num_bins[:, None]
+
+
+def _bin_sums(values: FloatArray, bin_of: IntArray, num_bins: int) -> FloatArray:
+    """Return the sums [R, V] of values [R, U] by bin."""
+    num_rows = len(values)
+    cells = bin_of + np.arange(num_rows)[:, None] * num_bins
+    sums = np.bincount(cells.ravel(), weights=values.ravel(), minlength=num_rows * num_bins)
+    return sums.reshape(num_rows, num_bins).astype(np.float64, copy=False)

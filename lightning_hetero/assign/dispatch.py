@@ -1,0 +1,99 @@
+"""Which pipeline gets which sequence (Hydraulis §6.2, Eq. 3, Algorithm 1).
+
+The objective is the largest lower bound of a pipeline's latency over the pipelines,
+`Σ T(l_i) + T(longest)·(PP - 1) + c·(PP - 1 + V)` with the fewest micro-batches V that hold its
+tokens. Many orders are tried at once, each greedily: longest first, the same with noise of several
+strengths on the lengths, and plain shuffles as in the paper. The best few are then improved by
+moves and swaps. Noisy orders matter: on real lengths the best of 100 plain shuffles ends up to 60 %
+later than longest first, and mild noise a few per cent earlier.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_hetero.assign.bounds import fast_lower_bound_s
+from lightning_hetero.assign.cost import CostTable, IntArray, PipelineCost, as_lengths
+from lightning_hetero.assign.greedy import fitting_times_s, place_greedily
+from lightning_hetero.assign.improve import improve_dispatch
+from lightning_hetero.core.errors import AssignmentError
+
+__all__ = ["Dispatch", "dispatch"]
+
+_NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
+_MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
+_MAX_IMPROVE_CELLS = 2e6  # Most sequences x pipelines improved: about 0.1 s.
+_NUM_IMPROVED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """The sequences' pipelines and how late the last pipeline ends."""
+
+    pipeline_of: tuple[int, ...]
+    """Index of the pipeline of each sequence."""
+    latency_s: float
+    """Largest Eq. 2 (with c) over the pipelines."""
+    lower_bound_s: float
+    """No dispatch of these sequences has a smaller latency."""
+
+
+def dispatch(
+    lengths: ArrayLike, pipelines: Sequence[PipelineCost], num_trials: int = 100, seed: int = 0
+) -> Dispatch:
+    """Return the best dispatch found; the same one for the same arguments.
+
+    It is never worse than longest-first (LPT), which is one of the trials. Where `num_trials`
+    orders would take more than a fraction of a second (thousands of sequences on hundreds of
+    pipelines), fewer are tried.
+
+    Raises:
+        AssignmentError: A sequence fits into no pipeline.
+    """
+    sizes = as_lengths(lengths)
+    table = CostTable.of(pipelines)
+    check_fit(sizes, table)
+    if not len(sizes):
+        return Dispatch(pipeline_of=(), latency_s=0.0, lower_bound_s=0.0)
+    times_s = fitting_times_s(sizes, table)
+    bound_s = fast_lower_bound_s(sizes, times_s, table)
+    cells = len(sizes) * len(pipelines)
+    num_rows = max(1, min(num_trials, int(_MAX_CELLS / cells)))
+    placement = place_greedily(sizes, times_s, table, _orders(sizes, num_rows, seed))
+    ranking = np.argsort(placement.latencies_s, kind="stable")
+    best_of, best_s = placement.pipeline_of[ranking[0]], float(placement.latencies_s[ranking[0]])
+    num_improved = max(1, min(_NUM_IMPROVED, int(_MAX_IMPROVE_CELLS / cells)))
+    for row in ranking[:num_improved]:
+        if best_s <= bound_s * (1 + 1e-9):
+            break
+        improved_of, improved_s = improve_dispatch(
+            sizes, times_s, table, placement.pipeline_of[row], stop_at_s=bound_s
+        )
+        if improved_s < best_s:
+            best_of, best_s = improved_of, improved_s
+    return Dispatch(
+        pipeline_of=tuple(best_of.tolist()), latency_s=best_s, lower_bound_s=min(bound_s, best_s)
+    )
+
+
+def check_fit(lengths: IntArray, table: CostTable) -> None:
+    """Raise AssignmentError unless every sequence fits into some pipeline."""
+    limit = int(table.max_len.max())
+    if len(lengths) and int(lengths.max()) > limit:
+        index = int(lengths.argmax())
+        raise AssignmentError(
+            f"Sequence {index} has {int(lengths[index])} tokens but the roomiest of "
+            f"{len(table.max_len)} pipelines takes {limit}. Cut or split sequences at {limit} "
+            "tokens, or add a plan with more memory per token (more tensor parallelism or stages)."
+        )
+
+
+def _orders(lengths: IntArray, num_rows: int, seed: int) -> IntArray:
+    """Return [rows, B] orders: longest first, then ever noisier ones."""
+    generator = np.random.default_rng(seed)
+    noises = np.zeros(num_rows)
+    noises[1:] = np.resize(np.array(_NOISES), num_rows - 1)
+    keys = np.log(lengths) + noises[:, None] * generator.standard_normal((num_rows, len(lengths)))
+    return np.argsort(-keys, axis=1, kind="stable").astype(np.int64)

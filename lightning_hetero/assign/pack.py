@@ -1,0 +1,310 @@
+"""How a pipeline's sequences are packed into micro-batches (Hydraulis §6.1, Eq. 1, Appendix C).
+
+Minimise `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the number V of micro-batches and over
+what each holds, no micro-batch above MaxLen tokens. V runs from `⌈Σl / MaxLen⌉` to `Σl / UtilLen`
+or the number of sequences, and always to `2·⌈Σl / MaxLen⌉ - 1`, with which any order of filling
+succeeds. Up to eight sequences are packed exactly by looking at every partition. More are spread
+longest first and improved by swaps, all V and all pipelines of the iteration at once. Where a gap
+to the lower bound remains, an integer programme may use what is left of a time budget.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_hetero.assign.balance import BinRows, balance, improve_balance
+from lightning_hetero.assign.cost import (
+    FloatArray,
+    IntArray,
+    PipelineCost,
+    as_lengths,
+    sequence_times_s,
+)
+from lightning_hetero.assign.exact import pack_into
+from lightning_hetero.assign.partitions import MAX_ENUMERATED, partition_sums, partitions
+from lightning_hetero.core.errors import AssignmentError
+
+__all__ = ["Packing", "microbatch_range", "pack", "pack_all", "packing_lower_bound_s"]
+
+_TOLERANCE = 1e-3  # Relative gap to the lower bound that is worth no integer programme.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """One pipeline's micro-batches and the time they take."""
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    """For each micro-batch the indices of its sequences; none is empty."""
+    latency_s: float
+    """Eq. 1 with c; 0 for a pipeline without sequences."""
+    lower_bound_s: float
+    """No packing with a number of micro-batches in the range has a smaller latency."""
+
+
+@dataclass(kw_only=True)
+class _Problem:
+    """One pipeline's sequences, longest first, and the best packing so far."""
+
+    cost: PipelineCost
+    order: IntArray
+    """Indices of the caller's sequences, longest first."""
+    lengths: IntArray
+    times_s: FloatArray
+    counts: IntArray
+    """Numbers of micro-batches that are tried."""
+    row_bounds_s: FloatArray
+    """Lower bound of Eq. 1 for each of them."""
+    bin_of: IntArray
+    latency_s: float = float("inf")
+
+    @property
+    def bound_s(self) -> float:
+        return float(self.row_bounds_s.min())
+
+    @property
+    def has_gap(self) -> bool:
+        return self.latency_s > self.bound_s * (1 + _TOLERANCE)
+
+    def offer(self, bin_of: IntArray) -> None:
+        """Keep a packing, micro-batch by sequence, if it is better than the best so far."""
+        used, bins = np.unique(bin_of, return_inverse=True)
+        fullest_s = float(np.bincount(bins, weights=self.times_s).max())
+        latency_s = self.cost.latency_s(fullest_s, len(used))
+        if latency_s < self.latency_s:
+            self.bin_of, self.latency_s = bins, latency_s
+
+    def packing(self) -> Packing:
+        """Return the best packing, the longest micro-batch first."""
+        loads_s = np.bincount(self.bin_of, weights=self.times_s)
+        batches = tuple(
+            tuple(sorted(self.order[self.bin_of == batch].tolist()))
+            for batch in np.argsort(-loads_s, kind="stable")
+        )
+        return Packing(
+            micro_batches=batches,
+            latency_s=self.latency_s,
+            lower_bound_s=min(self.bound_s, self.latency_s),
+        )
+
+
+def pack(lengths: ArrayLike, cost: PipelineCost, *, time_budget_s: float = 0.05) -> Packing:
+    """Return the best packing found for one pipeline.
+
+    Args:
+        lengths: Tokens of each sequence.
+        cost: The pipeline.
+        time_budget_s: Seconds that integer programmes may use if a gap remains. With 0 the answer
+            depends on nothing but the other arguments; otherwise on the machine's speed too.
+
+    Raises:
+        AssignmentError: A sequence is longer than MaxLen.
+    """
+    return pack_all([lengths], [cost], time_budget_s=time_budget_s)[0]
+
+
+def pack_all(
+    lengths: Sequence[ArrayLike], costs: Sequence[PipelineCost], *, time_budget_s: float = 0.0
+) -> tuple[Packing, ...]:
+    """Pack every pipeline's sequences; see `pack`.
+
+    Pipelines are worked on together, and integer programmes go to the one that ends last, as only
+    that one decides the iteration.
+
+    Raises:
+        AssignmentError: A sequence is longer than its pipeline's MaxLen.
+    """
+    deadline_s = time.monotonic() + time_budget_s
+    problems = [_problem(item, cost) for item, cost in zip(lengths, costs, strict=True)]
+    work = [problem for problem in problems if problem is not None]
+    for problem in work:
+        if problem.counts[0] == 1:
+            problem.offer(np.zeros(len(problem.order), dtype=np.int64))
+    rest = [problem for problem in work if problem.latency_s > problem.bound_s * (1 + 1e-9)]
+    _enumerate_small([p for p in rest if len(p.order) <= MAX_ENUMERATED])
+    _spread_large([p for p in rest if len(p.order) > MAX_ENUMERATED])
+    if time_budget_s > 0:
+        _close_gaps(work, deadline_s)
+    empty = Packing(micro_batches=(), latency_s=0.0, lower_bound_s=0.0)
+    return tuple(empty if problem is None else problem.packing() for problem in problems)
+
+
+def microbatch_range(lengths: IntArray, cost: PipelineCost) -> range:
+    """Return the numbers of micro-batches that are tried (Appendix C)."""
+    total, count = int(lengths.sum()), len(lengths)
+    fewest = max(1, -(-total // cost.max_len))
+    most = max(total // cost.util_len, 2 * fewest - 1)
+    return range(fewest, min(most, count) + 1)
+
+
+def packing_lower_bound_s(times_s: FloatArray, num_microbatches: int) -> float:
+    """Return a lower bound of the longest of V micro-batches, without c.
+
+    The mean, the longest sequence, and for each k the k + 1 shortest of the kV + 1 longest
+    sequences, since some micro-batch holds k + 1 of those.
+
+    Args:
+        times_s: [U] descending.
+        num_microbatches: V.
+    """
+    count = num_microbatches
+    bound_s = max(float(times_s[0]), float(times_s.sum()) / count)
+    sums_s = np.concatenate([[0.0], np.cumsum(times_s)])
+    ks = np.arange(1, (len(times_s) - 1) // count + 1)
+    if len(ks):
+        ends = ks * count + 1
+        bound_s = max(bound_s, float((sums_s[ends] - sums_s[ends - ks - 1]).max()))
+    return bound_s
+
+
+def _problem(lengths: ArrayLike, cost: PipelineCost) -> _Problem | None:
+    sizes = as_lengths(lengths)
+    if not len(sizes):
+        return None
+    if int(sizes.max()) > cost.max_len:
+        raise AssignmentError(
+            f"Sequence {int(sizes.argmax())} has {int(sizes.max())} tokens but the pipeline takes "
+            f"{cost.max_len}. Dispatch it to a roomier pipeline, or cut it."
+        )
+    order = np.argsort(-sizes, kind="stable").astype(np.int64)
+    ordered = sizes[order]
+    times_s = sequence_times_s(ordered, cost)
+    counts = np.array(microbatch_range(ordered, cost), dtype=np.int64)
+    bounds_s = [cost.latency_s(packing_lower_bound_s(times_s, int(v)), int(v)) for v in counts]
+    return _Problem(
+        cost=cost,
+        order=order,
+        lengths=ordered,
+        times_s=times_s,
+        counts=counts,
+        row_bounds_s=np.array(bounds_s),
+        bin_of=np.zeros(0, dtype=np.int64),
+    )
+
+
+def _enumerate_small(problems: list[_Problem]) -> None:
+    """Pack exactly, problems of one size at a time."""
+    for size in sorted({len(problem.order) for problem in problems}):
+        group = [problem for problem in problems if len(problem.order) == size]
+        groups, counts = partitions(size)
+        fullest_s = partition_sums(np.stack([problem.times_s for problem in group]))
+        fullest = partition_sums(np.stack([problem.lengths.astype(float) for problem in group]))
+        for problem, seconds, tokens in zip(group, fullest_s, fullest, strict=True):
+            cost = problem.cost
+            latencies_s = (seconds + cost.c) * (cost.num_stages - 1 + counts)
+            is_allowed = (tokens <= cost.max_len) & (counts >= problem.counts[0])
+            is_allowed &= counts <= problem.counts[-1]
+            best = int(np.where(is_allowed, latencies_s, np.inf).argmin())
+            problem.offer(groups[best])
+            problem.row_bounds_s = np.array([problem.latency_s])
+
+
+def _spread_large(problems: list[_Problem]) -> None:
+    """Pack by longest first and swaps, all numbers of micro-batches of all problems together."""
+    if not problems:
+        return
+    for problem in problems:
+        problem.offer(_first_fit(problem))
+    owners, rows = _rows_of(problems)
+    _offer_rows(problems, owners, rows)
+    bounds_s = np.array([problems[o].row_bounds_s[v] for o, v in owners])
+    hopeful = [
+        index
+        for index, (owner, _) in enumerate(owners)
+        if rows.is_valid[index] and bounds_s[index] < problems[owner].latency_s * (1 - 1e-9)
+    ]
+    if not hopeful:
+        return
+    kept = [owners[index] for index in hopeful]
+    part = BinRows(
+        times_s=rows.times_s[hopeful],
+        tokens=rows.tokens[hopeful],
+        num_bins=rows.num_bins[hopeful],
+        max_tokens=rows.max_tokens[hopeful],
+        bin_of=rows.bin_of[hopeful],
+        is_valid=rows.is_valid[hopeful],
+    )
+    stop_at_s = np.array(
+        [packing_lower_bound_s(problems[o].times_s, int(problems[o].counts[v])) for o, v in kept]
+    )
+    _offer_rows(problems, kept, improve_balance(part, stop_at_s=stop_at_s))
+
+
+def _rows_of(problems: list[_Problem]) -> tuple[list[tuple[int, int]], BinRows]:
+    """Return (problem, number of micro-batches) of each row, and the rows, spread longest first."""
+    owners = [
+        (index, row)
+        for index, problem in enumerate(problems)
+        for row in range(len(problem.counts))
+        if problem.row_bounds_s[row] < problem.latency_s
+    ]
+    if not owners:
+        owners = [(0, 0)]
+    width = max(len(problem.order) for problem in problems)
+    times_s, tokens = np.zeros((len(owners), width)), np.zeros((len(owners), width))
+    for row, (owner, _) in enumerate(owners):
+        count = len(problems[owner].order)
+        times_s[row, :count] = problems[owner].times_s
+        tokens[row, :count] = problems[owner].lengths
+    num_bins = np.array([problems[owner].counts[row] for owner, row in owners])
+    max_tokens = np.array([float(problems[owner].cost.max_len) for owner, _ in owners])
+    return owners, balance(times_s, tokens, num_bins, max_tokens)
+
+
+def _offer_rows(problems: list[_Problem], owners: list[tuple[int, int]], rows: BinRows) -> None:
+    fullest_s = rows.fullest_s()
+    for row, (owner, _) in enumerate(owners):
+        problem = problems[owner]
+        latency_s = problem.cost.latency_s(float(fullest_s[row]), int(rows.num_bins[row]))
+        if latency_s < problem.latency_s:
+            problem.offer(rows.bin_of[row, : len(problem.order)])
+
+
+def _first_fit(problem: _Problem) -> IntArray:
+    """Return the first micro-batch with room for each sequence, longest first."""
+    room = [problem.cost.max_len]
+    bin_of = np.zeros(len(problem.lengths), dtype=np.int64)
+    for index, length in enumerate(problem.lengths.tolist()):
+        chosen = next((b for b, left in enumerate(room) if left >= length), len(room))
+        if chosen == len(room):
+            room.append(problem.cost.max_len)
+        room[chosen] -= length
+        bin_of[index] = chosen
+    return bin_of
+
+
+def _close_gaps(problems: list[_Problem], deadline_s: float) -> None:
+    """Let integer programmes work on the pipeline that ends last until it can't end earlier."""
+    open_rows = {
+        id(p): sorted(range(len(p.counts)), key=p.row_bounds_s.__getitem__)
+        for p in problems
+        if p.has_gap
+    }
+    while open_rows and time.monotonic() < deadline_s:
+        last = max(problems, key=lambda p: p.latency_s)
+        rows = open_rows.get(id(last), [])
+        if not last.has_gap or not rows:
+            return
+        row = rows.pop(0)
+        if last.row_bounds_s[row] >= last.latency_s:
+            rows.clear()
+            continue
+        _solve_row(last, row, deadline_s - time.monotonic())
+
+
+def _solve_row(problem: _Problem, row: int, time_limit_s: float) -> None:
+    count = int(problem.counts[row])
+    stages = problem.cost.num_stages - 1 + count
+    result = pack_into(
+        problem.lengths,
+        problem.cost,
+        count,
+        below_s=problem.latency_s / stages - problem.cost.c,
+        time_limit_s=time_limit_s,
+    )
+    if result.bin_of is not None:
+        problem.offer(result.bin_of)
+    bound_s = problem.cost.latency_s(result.lower_bound_s, count)
+    problem.row_bounds_s[row] = max(problem.row_bounds_s[row], bound_s)

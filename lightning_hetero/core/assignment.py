@@ -1,0 +1,94 @@
+"""One iteration's work as data: which plan runs, and which samples make up which micro-batch.
+
+Assignments are made ahead of time by planning processes, cross process boundaries as JSON and are
+read by the runtime, which looks up the plan by its index and runs its own pipeline's micro-batches.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lightning_hetero.core.errors import AssignmentError
+
+__all__ = ["Assignment"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What an iteration runs.
+
+    Raises:
+        AssignmentError: A sample stands in two micro-batches, or a micro-batch is empty.
+    """
+
+    plan_index: int
+    """Index of the plan among the candidates."""
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    """For each pipeline of the plan its micro-batches, each the indices of its samples."""
+    latency_s: float
+    """Estimated seconds of propagation."""
+    lower_bound_s: float
+    """Seconds below which no candidate could finish."""
+
+    def __post_init__(self) -> None:
+        seen: set[int] = set()
+        for pipeline_index, batches in enumerate(self.micro_batches):
+            for batch_index, batch in enumerate(batches):
+                if not batch:
+                    raise AssignmentError(
+                        f"Micro-batch {batch_index} of pipeline {pipeline_index} is empty; leave "
+                        "it out."
+                    )
+                for sample in batch:
+                    if sample in seen:
+                        raise AssignmentError(
+                            f"Sample {sample} is assigned twice, the second time to micro-batch "
+                            f"{batch_index} of pipeline {pipeline_index}."
+                        )
+                    seen.add(sample)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in all micro-batches."""
+        return sum(len(batch) for batches in self.micro_batches for batch in batches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the assignment as JSON-ready dicts and lists."""
+        return {
+            "plan_index": self.plan_index,
+            "micro_batches": [[list(batch) for batch in item] for item in self.micro_batches],
+            "latency_s": self.latency_s,
+            "lower_bound_s": self.lower_bound_s,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build an assignment from what `to_dict` returns; AssignmentError if it isn't that."""
+        try:
+            return cls(
+                plan_index=int(data["plan_index"]),
+                micro_batches=tuple(
+                    tuple(tuple(int(i) for i in batch) for batch in item)
+                    for item in data["micro_batches"]
+                ),
+                latency_s=float(data["latency_s"]),
+                lower_bound_s=float(data["lower_bound_s"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise AssignmentError(f"The data is no assignment: {error!r}.") from error
+
+    def to_json(self) -> str:
+        """Return the assignment as a JSON text."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse what `to_json` returns; AssignmentError if it isn't that."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise AssignmentError(f"The assignment is not valid JSON: {error}.") from error
+        if not isinstance(data, dict):
+            raise AssignmentError(f"The assignment is a {type(data).__name__}; it must be a dict.")
+        return cls.from_dict(data)
