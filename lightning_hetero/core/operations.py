@@ -13,7 +13,7 @@ NCCL's rules and what messages and bytes are counted from. The rules that they r
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
@@ -25,6 +25,7 @@ __all__ = [
     "CONTROL",
     "EXCHANGE",
     "FORWARD",
+    "Iteration",
     "Operation",
     "OperationKind",
     "Traffic",
@@ -94,55 +95,63 @@ class Traffic:
     received_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What one iteration runs through a plan."""
+
+    world_size: int
+    """Number of ranks, idle ones included."""
+    num_microbatches: tuple[int, ...]
+    """Micro-batches of each pipeline; 0 leaves a pipeline without work."""
+    activation_bytes: int
+    """Size of one micro-batch's hidden state and of its gradient."""
+    value_bytes: int = 4
+    """Size of one weight or gradient value in an exchange."""
+    early_gradients: bool = True
+    """Whether a stage begins to receive a gradient while the action before still computes."""
+
+
 def iteration_operations(
-    plan: ParallelPlan,
-    table: TransferTable,
-    *,
-    world_size: int,
-    num_microbatches: Sequence[int],
-    activation_bytes: int,
-    value_bytes: int = 4,
+    plan: ParallelPlan, table: TransferTable, iteration: Iteration
 ) -> dict[int, tuple[Operation, ...]]:
     """Return the operations of every rank in the order in which it issues them.
 
-    Args:
-        plan: The plan that runs.
-        table: What the plan pulls and pushes.
-        world_size: Number of ranks, idle ones included.
-        num_microbatches: Micro-batches of each pipeline; 0 leaves a pipeline without work.
-        activation_bytes: Size of one micro-batch's hidden state and of its gradient.
-        value_bytes: Size of one weight or gradient value in an exchange.
+    The runtime may issue a unit's push earlier, once the rank's last backward has passed the unit:
+    that changes no order on a communicator and makes no rank wait longer, so what doesn't block
+    here doesn't block there.
 
     Raises:
         PlanError: The plan needs more ranks, or there isn't one number for each pipeline.
     """
-    plan.check_world_size(world_size)
-    if len(num_microbatches) != plan.num_pipelines or min(num_microbatches) < 0:
+    plan.check_world_size(iteration.world_size)
+    counts = iteration.num_microbatches
+    if len(counts) != plan.num_pipelines or min(counts) < 0:
         raise PlanError(
-            f"num_microbatches is {list(num_microbatches)}; give each of the {plan.num_pipelines} "
-            "pipelines a number of 0 or more."
+            f"num_microbatches is {list(counts)}; give each of the {plan.num_pipelines} pipelines "
+            "a number of 0 or more."
         )
     operations = {}
-    for global_rank in range(world_size):
-        program = _Program(global_rank, table, value_bytes)
+    for global_rank in range(iteration.world_size):
+        program = _Program(global_rank, table, iteration.value_bytes)
         pulls = program.exchange("pull", table.pull(global_rank))
         place = plan.place(global_rank)
         if place is not None:
             stages = plan.pipelines[place.pipeline_index].stages
-            steps = _Steps(program, stages, place, activation_bytes, pulls)
-            for action in schedule_1f1b(
+            actions = schedule_1f1b(
                 stage_index=place.stage_index,
                 num_stages=len(stages),
-                num_microbatches=num_microbatches[place.pipeline_index],
-            ):
-                steps.run(action)
+                num_microbatches=counts[place.pipeline_index],
+            )
+            _Steps(program, stages, place, iteration, pulls).run(actions)
         program.exchange("push", table.push(global_rank), waits_for=program.last_step)
-        program.issue(
-            kind=OperationKind.COLLECTIVE,
-            label="end of the iteration",
-            communicator=CONTROL,
-            ranks=tuple(range(world_size)),
-            waits_for=tuple(range(len(program.operations))),
+        program.append(
+            Operation(
+                kind=OperationKind.COLLECTIVE,
+                label="end of the iteration",
+                communicator=CONTROL,
+                ranks=tuple(range(iteration.world_size)),
+                waits_for=tuple(range(len(program.operations))),
+            )
         )
         operations[global_rank] = tuple(program.operations)
     return operations
@@ -174,48 +183,13 @@ class _Program:
         self._table = table
         self._value_bytes = value_bytes
 
-    def issue(
-        self,
-        *,
-        kind: OperationKind,
-        label: str,
-        communicator: str = "",
-        ranks: tuple[int, ...] = (),
-        num_bytes: int = 0,
-        waits_for: tuple[int, ...] = (),
-    ) -> int:
-        """Append a compute step or collective and return its position."""
-        self.operations.append(
-            Operation(
-                kind=kind,
-                label=label,
-                communicator=communicator,
-                ranks=ranks,
-                num_bytes=num_bytes,
-                waits_for=waits_for,
-            )
-        )
-        self.last_step = (len(self.operations) - 1,)
-        return len(self.operations) - 1
-
-    def transfer(
-        self,
-        label: str,
-        communicator: str,
-        transfers: tuple[Transfer, ...],
-        waits_for: tuple[int, ...] = (),
-    ) -> int:
-        """Append a transfer and return its position."""
-        self.operations.append(
-            Operation(
-                kind=OperationKind.TRANSFER,
-                label=label,
-                communicator=communicator,
-                transfers=transfers,
-                waits_for=waits_for,
-            )
-        )
-        return len(self.operations) - 1
+    def append(self, operation: Operation) -> int:
+        """Issue an operation and return its position."""
+        position = len(self.operations)
+        self.operations.append(operation)
+        if operation.kind is not OperationKind.TRANSFER:
+            self.last_step = (position,)
+        return position
 
     def exchange(
         self, verb: str, messages: Sequence[Message], waits_for: tuple[int, ...] = ()
@@ -227,7 +201,15 @@ class _Program:
             transfers = tuple(self._as_transfers(members, tag))
             if not transfers:
                 continue
-            position = self.transfer(f"{verb} of unit {unit}", EXCHANGE, transfers, waits_for)
+            position = self.append(
+                Operation(
+                    kind=OperationKind.TRANSFER,
+                    label=f"{verb} of unit {unit}",
+                    communicator=EXCHANGE,
+                    transfers=transfers,
+                    waits_for=waits_for,
+                )
+            )
             if any(item.destination == self.global_rank for item in transfers):
                 positions.append(position)
         return tuple(positions)
@@ -248,42 +230,72 @@ class _Steps:
         program: _Program,
         stages: Sequence[StagePlan],
         place: RankPlace,
-        activation_bytes: int,
+        iteration: Iteration,
         pulls: tuple[int, ...],
     ) -> None:
         self._program = program
         self._group = stages[place.stage_index].ranks
         self._tensor = f"tensor {place.pipeline_index}.{place.stage_index}"
-        self._bytes = activation_bytes
+        self._iteration = iteration
         self._pulls = pulls
-        neighbours = [
+        self._receives: dict[Action, int] = {}
+        self._previous, self._next = (
             stages[index].ranks[place.tp_rank] if 0 <= index < len(stages) else None
             for index in (place.stage_index - 1, place.stage_index + 1)
-        ]
-        self._previous, self._next = neighbours
+        )
 
-    def run(self, action: Action) -> None:
-        """Append one action."""
-        program, rank, name = self._program, self._program.global_rank, str(action)
-        if action.kind is ActionKind.FORWARD:
-            communicator, source, destination = FORWARD, self._previous, self._next
-            needs = self._pulls
-        else:
-            communicator, source, destination = BACKWARD, self._next, self._previous
-            needs = ()
-        if source is not None:
-            received = Transfer(source, rank, self._bytes, name)
-            needs = (*needs, program.transfer(f"receive {name}", communicator, (received,)))
-        done = program.issue(kind=OperationKind.COMPUTE, label=name, waits_for=needs)
-        if len(self._group) > 1:
-            done = program.issue(
-                kind=OperationKind.COLLECTIVE,
-                label=f"reduce {name}",
-                communicator=self._tensor,
-                ranks=self._group,
-                num_bytes=self._bytes,
-                waits_for=(done,),
+    def run(self, actions: Sequence[Action]) -> None:
+        """Append all actions of the rank."""
+        started: set[int] = set()
+        for action, following in zip_longest(actions, actions[1:]):
+            self._receive(action)
+            if self._iteration.early_gradients and following is not None:
+                # The hidden state that was sent says how large the gradient will be.
+                backward = following.kind is ActionKind.BACKWARD
+                if backward and following.microbatch_index in started:
+                    self._receive(following)
+            started.add(action.microbatch_index)
+            self._compute_and_send(action)
+
+    def _receive(self, action: Action) -> None:
+        source = self._previous if action.kind is ActionKind.FORWARD else self._next
+        if source is not None and action not in self._receives:
+            rank = self._program.global_rank
+            self._receives[action] = self._transfer("receive", action, source, rank)
+
+    def _transfer(
+        self, verb: str, action: Action, source: int, destination: int, *waits_for: int
+    ) -> int:
+        num_bytes = self._iteration.activation_bytes
+        return self._program.append(
+            Operation(
+                kind=OperationKind.TRANSFER,
+                label=f"{verb} {action}",
+                communicator=FORWARD if action.kind is ActionKind.FORWARD else BACKWARD,
+                transfers=(Transfer(source, destination, num_bytes, str(action)),),
+                waits_for=waits_for,
             )
+        )
+
+    def _compute_and_send(self, action: Action) -> None:
+        forward = action.kind is ActionKind.FORWARD
+        needs = self._pulls if forward else ()
+        if action in self._receives:
+            needs = (*needs, self._receives[action])
+        done = self._program.append(
+            Operation(kind=OperationKind.COMPUTE, label=str(action), waits_for=needs)
+        )
+        if len(self._group) > 1:
+            done = self._program.append(
+                Operation(
+                    kind=OperationKind.COLLECTIVE,
+                    label=f"reduce {action}",
+                    communicator=self._tensor,
+                    ranks=self._group,
+                    num_bytes=self._iteration.activation_bytes,
+                    waits_for=(done,),
+                )
+            )
+        destination = self._next if forward else self._previous
         if destination is not None:
-            sent = Transfer(rank, destination, self._bytes, name)
-            program.transfer(f"send {name}", communicator, (sent,), (done,))
+            self._transfer("send", action, self._program.global_rank, destination, done)
