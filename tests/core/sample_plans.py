@@ -1,0 +1,47 @@
+"""Random plans and a small model's parameters, shared by the tests of plain data."""
+
+from itertools import pairwise
+from random import Random
+
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.slices import OuterRole, ParameterSpec
+
+
+def random_plan(
+    rng: Random, *, max_ranks: int = 12, max_layers: int = 6, degrees: tuple[int, ...] = (1, 2, 4)
+) -> tuple[ParallelPlan, int]:
+    """Return a plan of any shape and a world size that may leave ranks idle."""
+    num_layers, world_size = rng.randint(1, max_layers), rng.randint(1, max_ranks)
+    free = list(range(world_size))
+    rng.shuffle(free)
+    pipelines: list[PipelinePlan] = []
+    while free and (not pipelines or rng.random() < 0.85):
+        degree = rng.choice([d for d in degrees if d <= len(free)])
+        num_stages = rng.randint(1, min(num_layers, len(free) // degree))
+        cuts = [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
+        stages = []
+        for start, stop in pairwise(cuts):
+            ranks, free = free[:degree], free[degree:]
+            stages.append(StagePlan(ranks=tuple(ranks), layers=range(start, stop)))
+        pipelines.append(PipelinePlan(stages=tuple(stages)))
+    return ParallelPlan(pipelines=tuple(pipelines)), world_size
+
+
+def small_model(num_layers: int, *, tied: bool) -> list[ParameterSpec]:
+    """Return parameters of every kind: fused, row- and column-parallel, whole, scalar, frozen."""
+    first, last = OuterRole.FIRST, OuterRole.LAST
+    roles = frozenset({first, last} if tied else {first})
+    specs = [ParameterSpec(name="embedding", shape=(20, 3), roles=roles, tp_dim=0)]
+    for layer in range(num_layers):
+        specs += [
+            ParameterSpec(name=f"{layer}.qkv", shape=(24, 2), layer=layer, tp_dim=0, tp_blocks=3),
+            ParameterSpec(name=f"{layer}.out", shape=(2, 12), layer=layer, tp_dim=1),
+            ParameterSpec(name=f"{layer}.norm", shape=(7,), layer=layer),
+            ParameterSpec(name=f"{layer}.scale", shape=(), layer=layer),
+            ParameterSpec(name=f"{layer}.old", shape=(5, 2), layer=layer, requires_grad=False),
+        ]
+    specs.append(ParameterSpec(name="norm", shape=(9,), roles=frozenset({last})))
+    if not tied:
+        head = ParameterSpec(name="head", shape=(20, 3), roles=frozenset({last}), tp_dim=0)
+        specs.append(head)
+    return specs

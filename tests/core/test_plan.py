@@ -1,0 +1,224 @@
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import HeteroError, PlanError
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, RankPlace, StagePlan
+from tests.core.sample_plans import random_plan
+
+ASYMMETRIC = {
+    "pipelines": [
+        {"stages": [{"ranks": [0], "layers": [0, 4]}]},
+        {
+            "stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}],
+            "num_microbatches": 3,
+        },
+    ]
+}
+
+
+def stage(ranks: tuple[int, ...], start: int, stop: int) -> StagePlan:
+    return StagePlan(ranks=ranks, layers=range(start, stop))
+
+
+def pipeline(*stages: StagePlan, num_microbatches: int | None = None) -> PipelinePlan:
+    return PipelinePlan(stages=stages, num_microbatches=num_microbatches)
+
+
+@given(rng=st.randoms(use_true_random=False), data=st.data())
+def test_every_plan_survives_json(rng, data):
+    plan, world_size = random_plan(rng, max_ranks=24)
+    counts = data.draw(
+        st.lists(
+            st.none() | st.integers(1, 9),
+            min_size=plan.num_pipelines,
+            max_size=plan.num_pipelines,
+        )
+    )
+    plan = ParallelPlan(
+        pipelines=tuple(
+            PipelinePlan(stages=item.stages, num_microbatches=count)
+            for item, count in zip(plan.pipelines, counts, strict=True)
+        )
+    )
+    again = ParallelPlan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert json.loads(plan.to_json()) == plan.to_dict()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    plan.check_world_size(world_size)
+
+
+@given(rng=st.randoms(use_true_random=False))
+def test_place_finds_each_rank_where_the_plan_names_it(rng):
+    plan, world_size = random_plan(rng, max_ranks=24)
+    named = set()
+    for pipeline_index, stage_index, item in plan.iter_stages():
+        for tp_rank, rank in enumerate(item.ranks):
+            named.add(rank)
+            assert plan.place(rank) == RankPlace(
+                pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
+            )
+    assert plan.ranks == tuple(sorted(named))
+    assert all(plan.place(rank) is None for rank in set(range(world_size)) - named)
+
+
+@given(
+    num_pipelines=st.integers(1, 5),
+    num_stages=st.integers(1, 6),
+    tp_degree=st.integers(1, 4),
+    extra_layers=st.integers(0, 20),
+)
+def test_even_splits_ranks_once_and_layers_to_within_one(
+    num_pipelines, num_stages, tp_degree, extra_layers
+):
+    world_size = num_pipelines * num_stages * tp_degree
+    num_layers = num_stages + extra_layers
+    plan = ParallelPlan.even(
+        world_size=world_size, num_layers=num_layers, num_stages=num_stages, tp_degree=tp_degree
+    )
+    assert plan.num_pipelines == num_pipelines
+    assert plan.max_stages == num_stages
+    assert plan.ranks == tuple(range(world_size))
+    assert plan.num_layers == num_layers
+    counts = [len(item.layers) for _, _, item in plan.iter_stages()]
+    assert max(counts) - min(counts) <= 1
+    assert {item.tp_degree for item in plan.pipelines} == {tp_degree}
+
+
+def test_the_example_of_the_manual_loads_and_prints_as_a_table(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(ASYMMETRIC))
+    plan = ParallelPlan.load(path)
+    assert str(plan).splitlines() == [
+        "pipeline  stage  ranks  tp  layers  count  micro-batches",
+        "0         0      0      1   0-3     4      -",
+        "1         0      1      1   0-0     1      3",
+        "1         1      2      1   1-3     3      3",
+    ]
+    plan.save(tmp_path / "again.json")
+    assert ParallelPlan.load(tmp_path / "again.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: stage((), 0, 1), ["no ranks", "Give it at least one rank"]),
+        (lambda: stage((3, -1), 0, 1), ["[3, -1]", "start at 0"]),
+        (lambda: stage((4,), 2, 2), ["[4]", "[2, 2)", "at least one layer"]),
+        (lambda: stage((4,), -1, 2), ["[4]", "[-1, 2)"]),
+        (lambda: StagePlan(ranks=(4,), layers=range(0, 4, 2)), ["[4]", "[0, 4)"]),
+        (lambda: pipeline(), ["no stages", "at least one stage"]),
+        (lambda: pipeline(stage((0,), 0, 1), num_microbatches=-2), ["-2", "0 or more"]),
+        (lambda: pipeline(stage((7,), 1, 2)), ["[7]", "layer 1", "skips", "at layer 0"]),
+        (
+            lambda: pipeline(stage((0,), 0, 2), stage((1,), 3, 4)),
+            ["Stage 1", "[1]", "layer 3", "end at 2", "skips", "start at layer 2"],
+        ),
+        (
+            lambda: pipeline(stage((0,), 0, 2), stage((1,), 1, 4)),
+            ["Stage 1", "layer 1", "end at 2", "repeats", "start at layer 2"],
+        ),
+        (
+            lambda: pipeline(stage((0,), 0, 2), stage((1, 2), 2, 4)),
+            ["degrees [1, 2]", "one degree"],
+        ),
+        (lambda: ParallelPlan(pipelines=()), ["no pipelines", "at least one"]),
+        (
+            lambda: ParallelPlan(
+                pipelines=(pipeline(stage((0,), 0, 2)), pipeline(stage((1,), 0, 3)))
+            ),
+            ["[2, 3] layers", "end at layer 3"],
+        ),
+        (
+            lambda: ParallelPlan(pipelines=(pipeline(stage((0,), 0, 2), num_microbatches=0),)),
+            ["num_microbatches 0", "at least one must have work"],
+        ),
+        (
+            lambda: ParallelPlan(
+                pipelines=(pipeline(stage((5,), 0, 2)), pipeline(stage((5,), 0, 2)))
+            ),
+            ["Rank 5", "pipeline 0 stage 0", "pipeline 1 stage 0", "once"],
+        ),
+        (
+            lambda: ParallelPlan.from_dict(ASYMMETRIC).check_world_size(2),
+            ["rank 2", "2 processes", "ranks 0 to 1", "Start 3 processes"],
+        ),
+        (
+            lambda: ParallelPlan.from_dict(ASYMMETRIC).check_num_layers(6),
+            ["4 layers", "has 6", "end at layer 6"],
+        ),
+        (
+            lambda: ParallelPlan.even(world_size=6, num_layers=8, num_stages=4),
+            ["6 processes", "4 stages", "divides 6"],
+        ),
+        (
+            lambda: ParallelPlan.even(world_size=4, num_layers=3, num_stages=4),
+            ["3 layers", "4 stages", "at most 3"],
+        ),
+        (
+            lambda: ParallelPlan.even(world_size=4, num_layers=3, num_stages=0),
+            ["4 processes", "0 stages"],
+        ),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_its_values_and_a_remedy(build, said):
+    with pytest.raises(PlanError) as caught:
+        build()
+    assert isinstance(caught.value, HeteroError)
+    for part in said:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], ["[]", "object", "pipelines"]),
+        ({"pipes": []}, ["pipes", "pipelines"]),
+        ({"pipelines": [], 3: 0}, ["'3'", "pipelines"]),
+        ({"pipelines": {}}, ["pipelines is {}", "list"]),
+        ({"pipelines": [{"stage": []}]}, ["pipeline 0", "stages"]),
+        ({"pipelines": [{"stages": 3}]}, ["stages of pipeline 0", "3", "list"]),
+        (
+            {"pipelines": [{"stages": [], "num_microbatches": True}]},
+            ["num_microbatches of pipeline 0", "True", "integer"],
+        ),
+        (
+            {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1], "tp": 1}]}]},
+            ["stage 0 of pipeline 0", "tp"],
+        ),
+        (
+            {"pipelines": [{"stages": [{"ranks": ["0"], "layers": [0, 1]}]}]},
+            ["ranks of stage 0 of pipeline 0", "['0']", "integers"],
+        ),
+        (
+            {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1, 2]}]}]},
+            ["layers of stage 0 of pipeline 0", "[0, 1, 2]", "[first, last + 1]"],
+        ),
+        (
+            {"pipelines": [{"stages": [{"ranks": [0], "layers": [1, 2]}]}]},
+            ["In pipeline 0", "starts at layer 1"],
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_place_and_value(data, said):
+    with pytest.raises(PlanError) as caught:
+        ParallelPlan.from_dict(data)
+    for part in said:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"pipelines": []}'])
+def test_a_file_that_is_no_plan_is_named_in_the_error(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        ParallelPlan.load(path)
+
+
+def test_a_missing_file_is_named_in_the_error(tmp_path):
+    with pytest.raises(PlanError, match=r"nowhere\.json.*No such file"):
+        ParallelPlan.load(tmp_path / "nowhere.json")
