@@ -1,0 +1,237 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster, Link, Node
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec, find_device
+from lightning_hetero.core.errors import ClusterError
+
+TEXT = """
+nodes:
+  - {device: A100-80GB, count: 4, price_per_hour: 16}
+  - {device: mine, count: 2, price_per_hour: 2.5}
+inter_node_bytes_per_s: 50e9
+links:
+  - {nodes: [1, 0], bytes_per_s: 12.5e9, latency_s: 20e-6}
+  - {nodes: [1, 1], bytes_per_s: 8e9}
+devices:
+  - name: mine
+    peak_flops_per_s: 1e14
+    memory_bytes: 17179869184
+    memory_bytes_per_s: 5e11
+    intra_node_bytes_per_s: 2e10
+"""
+MINE = DeviceSpec(
+    name="mine",
+    peak_flops_per_s=1e14,
+    memory_bytes=2**34,
+    memory_bytes_per_s=5e11,
+    intra_node_bytes_per_s=2e10,
+)
+
+positive = st.floats(1e3, 1e15)
+latencies = st.floats(0, 1)
+nodes = st.builds(
+    Node,
+    device=st.sampled_from([*KNOWN_DEVICES, "mine"]),
+    count=st.integers(1, 16),
+    price_per_hour=st.none() | st.floats(0, 1e4),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    members = tuple(draw(st.lists(nodes, min_size=1, max_size=5)))
+    index = st.integers(0, len(members) - 1)
+    pairs = draw(st.sets(st.tuples(index, index).map(lambda pair: tuple(sorted(pair)))))
+    links = [
+        Link(nodes=pair, bytes_per_s=draw(positive), latency_s=draw(st.none() | latencies))
+        for pair in pairs
+    ]
+    return Cluster(
+        nodes=members,
+        inter_node_bytes_per_s=draw(positive),
+        inter_node_latency_s=draw(latencies),
+        intra_node_latency_s=draw(latencies),
+        links=tuple(links),
+        devices=(MINE,),
+    )
+
+
+@given(cluster=clusters())
+def test_every_cluster_survives_yaml(cluster):
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+
+
+def test_whole_numbers_survive_yaml_too():
+    cluster = Cluster(nodes=(Node(device="A10", count=1),), inter_node_bytes_per_s=10**9)
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+
+
+@given(cluster=clusters())
+def test_ranks_are_numbered_node_by_node(cluster):
+    ranks = [rank for index in range(len(cluster.nodes)) for rank in cluster.ranks_of(index)]
+    assert ranks == list(range(cluster.num_ranks))
+    for index in range(len(cluster.nodes)):
+        for rank in cluster.ranks_of(index):
+            assert cluster.node_of(rank) == index
+            assert cluster.device_of(rank) == cluster.device_of_node(index)
+    for rank in (-1, cluster.num_ranks):
+        with pytest.raises(ClusterError, match=rf"Rank {rank} .*{cluster.num_ranks} devices"):
+            cluster.node_of(rank)
+
+
+@given(cluster=clusters(), data=st.data())
+def test_links_are_the_same_both_ways_and_named_ones_win(cluster, data):
+    ranks = st.integers(0, cluster.num_ranks - 1)
+    a, b = data.draw(ranks), data.draw(ranks)
+    bandwidth, latency_s = cluster.link_between(a, b)
+    assert cluster.link_between(b, a) == (bandwidth, latency_s)
+    pair = tuple(sorted((cluster.node_of(a), cluster.node_of(b))))
+    inside = pair[0] == pair[1]
+    default = cluster.intra_node_latency_s if inside else cluster.inter_node_latency_s
+    named = [link for link in cluster.links if tuple(sorted(link.nodes)) == pair]
+    if named:
+        assert bandwidth == named[0].bytes_per_s
+        assert latency_s == (default if named[0].latency_s is None else named[0].latency_s)
+    else:
+        inner = cluster.device_of(a).intra_node_bytes_per_s
+        assert bandwidth == (inner if inside else cluster.inter_node_bytes_per_s)
+        assert latency_s == default
+
+
+def test_a_cluster_file_means_what_the_manual_says(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TEXT)
+    cluster = Cluster.load(path)
+    assert cluster.num_ranks == 6
+    assert cluster.price_per_hour == 18.5
+    assert cluster.device_of(5) == MINE
+    assert cluster.link_between(0, 5) == (12.5e9, 20e-6)
+    assert cluster.link_between(4, 5) == (8e9, 3e-6)
+    assert cluster.link_between(0, 3) == (300e9, 3e-6)
+    assert str(cluster).splitlines() == [
+        "node  devices        ranks  memory  TFLOP/s",
+        "0     4 × A100-80GB  0-3    80 GiB  312",
+        "1     2 × mine       4-5    16 GiB  100",
+    ]
+    cluster.save(tmp_path / "again.yaml")
+    assert Cluster.load(tmp_path / "again.yaml") == cluster
+
+
+def test_a_price_is_known_only_if_every_node_has_one():
+    priced, free = Node(device="T4", count=1, price_per_hour=0.5), Node(device="T4", count=1)
+    assert Cluster(nodes=(priced, priced)).price_per_hour == 1.0
+    assert Cluster(nodes=(priced, free)).price_per_hour is None
+
+
+def test_custom_devices_come_before_known_ones():
+    corrected = DeviceSpec(
+        name="T4",
+        peak_flops_per_s=1.0,
+        memory_bytes=1,
+        memory_bytes_per_s=1.0,
+        intra_node_bytes_per_s=1.0,
+    )
+    assert find_device("T4", (corrected,)) is corrected
+    assert find_device("T4") is KNOWN_DEVICES["T4"]
+    with pytest.raises(ClusterError, match=r"'T5'.*Known: .*T4.*`devices:`"):
+        find_device("T5")
+
+
+NODE = Node(device="A10", count=2)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Node(device="A10", count=0), ["A10", "count 0", "1 or more"]),
+        (lambda: Node(device="A10", count=True), ["count True", "whole number"]),
+        (lambda: Node(device="A10", count=1, price_per_hour=-1), ["-1", "0 or more"]),
+        (lambda: Node(device="A10", count=1, price_per_hour=float("nan")), ["nan"]),
+        (lambda: Link(nodes=(0, 1, 2), bytes_per_s=1), ["[0, 1, 2]", "exactly two"]),
+        (lambda: Link(nodes=("a", 1), bytes_per_s=1), ["['a', 1]", "index"]),
+        (lambda: Link(nodes=(0, 1), bytes_per_s=0), ["[0, 1]", "bytes_per_s 0", "above 0"]),
+        (lambda: Link(nodes=(0, 1), bytes_per_s=1, latency_s=-2), ["latency_s -2", "0 or more"]),
+        (lambda: Cluster(nodes=()), ["no nodes", "at least one"]),
+        (lambda: Cluster(nodes=(Node(device="A11", count=1),)), ["'A11'", "A100-80GB"]),
+        (
+            lambda: Cluster(nodes=(NODE,), inter_node_bytes_per_s=0),
+            ["inter_node_bytes_per_s is 0", "above 0"],
+        ),
+        (
+            lambda: Cluster(nodes=(NODE,), intra_node_latency_s=-1),
+            ["intra_node_latency_s is -1", "0 or more"],
+        ),
+        (
+            lambda: Cluster(nodes=(NODE,), links=(Link(nodes=(0, 3), bytes_per_s=1),)),
+            ["[0, 3]", "nodes 0 to 0"],
+        ),
+        (
+            lambda: Cluster(
+                nodes=(NODE, NODE),
+                links=(
+                    Link(nodes=(0, 1), bytes_per_s=5, latency_s=1),
+                    Link(nodes=(1, 0), bytes_per_s=5, latency_s=2),
+                ),
+            ),
+            ["nodes 0 and 1", "latency_s 1", "latency_s 2", "Keep one"],
+        ),
+        (
+            lambda: DeviceSpec(
+                name="x",
+                peak_flops_per_s=1,
+                memory_bytes=0,
+                memory_bytes_per_s=1,
+                intra_node_bytes_per_s=1,
+            ),
+            ["'x'", "memory_bytes 0", "above 0"],
+        ),
+    ],
+)
+def test_a_wrong_cluster_is_refused_with_its_values_and_a_remedy(build, said):
+    with pytest.raises(ClusterError) as caught:
+        build()
+    for part in said:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes: [", ["valid YAML"]),
+        ("", ["None", "mapping"]),
+        ("hosts: []", ["hosts", "needed: ['nodes']"]),
+        ("nodes: 3", ["`nodes` is 3", "list"]),
+        ("nodes: [A10]", ["The node is 'A10'", "mapping"]),
+        ("nodes: [{device: A10, count: two}]", ["count of the node is 'two'", "whole number"]),
+        ("nodes: [{device: A10, count: 1, price: 2}]", ["price", "price_per_hour"]),
+        (
+            "{nodes: [{device: A10, count: 1}], inter_node_latency_s: fast}",
+            ["inter_node_latency_s of the cluster is 'fast'", "number"],
+        ),
+        (
+            "{nodes: [{device: A10, count: 1}], links: [{nodes: 0, bytes_per_s: 1}]}",
+            ["nodes 0", "list of two"],
+        ),
+        (
+            "{nodes: [{device: A10, count: 1}], links: [{nodes: [0, x], bytes_per_s: 1}]}",
+            ["[0, 'x']", "index"],
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name_and_value(tmp_path, text, said):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError) as caught:
+        Cluster.load(path)
+    for part in ["cluster.yaml", *said]:
+        assert part in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ClusterError, match=r"gone\.yaml.*No such file"):
+        Cluster.load(tmp_path / "gone.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match=r"binary\.yaml"):
+        Cluster.load(tmp_path / "binary.yaml")

@@ -1,0 +1,173 @@
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import (
+    OuterRole,
+    Ownership,
+    ParameterSpec,
+    Slice,
+    assign_owners,
+    holdings_of,
+)
+from tests.core.sample_plans import random_plan, small_model
+
+RULES = [Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER]
+random = st.randoms(use_true_random=False)
+shares = st.sampled_from([0.0, 0.5, 1.0, 3.0, 8e10])
+
+
+def weights_of(data: st.DataObject, world_size: int) -> list[float] | None:
+    some = st.lists(shares, min_size=world_size, max_size=world_size)
+    return data.draw(st.none() | some.filter(any))
+
+
+@given(rng=random, tied=st.booleans(), rule=st.sampled_from(RULES), data=st.data())
+def test_slices_cover_each_parameter_exactly_once(rng, tied, rule, data):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    weights = weights_of(data, world_size)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule, weights=weights)
+    assert list(slices) == [spec.name for spec in specs]
+    for spec in specs:
+        pieces = slices[spec.name]
+        assert [0, *(piece.stop for piece in pieces)] == [
+            *(piece.start for piece in pieces),
+            spec.cut_length,
+        ]
+        assert all(piece.start < piece.stop for piece in pieces)
+        owners = [piece.owner for piece in pieces]
+        assert len(set(owners)) == len(owners), "one slice for each owner"
+        assert set(owners) <= set(range(world_size))
+        if rule is not Ownership.EVEN:
+            assert set(owners) <= {item.global_rank for item in holdings_of(spec, plan)}
+        if rule is Ownership.PARAMETER:
+            assert len(pieces) == 1
+
+
+@given(rng=random, tied=st.booleans(), rule=st.sampled_from(RULES[:2]), data=st.data())
+def test_a_slice_is_as_large_as_its_owners_weight_to_within_a_row(rng, tied, rule, data):
+    plan, world_size = random_plan(rng)
+    weights = data.draw(
+        st.lists(st.floats(0.5, 100), min_size=world_size, max_size=world_size), label="weights"
+    )
+    specs = small_model(plan.num_layers, tied=tied)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule, weights=weights)
+    for spec in specs:
+        ranks = {item.global_rank for item in holdings_of(spec, plan)}
+        candidates = ranks if rule is Ownership.HOLDERS else set(range(world_size))
+        total = sum(weights[rank] for rank in candidates)
+        rows = dict.fromkeys(candidates, 0)
+        rows |= {piece.owner: piece.stop - piece.start for piece in slices[spec.name]}
+        for rank in candidates:
+            assert abs(rows[rank] - spec.cut_length * weights[rank] / total) <= 1.0001
+
+
+@given(rng=random, rule=st.sampled_from(RULES), data=st.data())
+def test_a_rank_of_weight_zero_owns_nothing_that_another_can(rng, rule, data):
+    plan, world_size = random_plan(rng)
+    weights = data.draw(
+        st.lists(shares, min_size=world_size, max_size=world_size).filter(any), label="weights"
+    )
+    specs = small_model(plan.num_layers, tied=True)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule, weights=weights)
+    for spec in specs:
+        able = {item.global_rank for item in holdings_of(spec, plan)}
+        if rule is Ownership.EVEN:
+            able = set(range(world_size))
+        if any(weights[rank] for rank in able):
+            assert all(weights[piece.owner] > 0 for piece in slices[spec.name])
+
+
+def test_without_weights_pipelines_own_alike_whatever_their_tp_degree():
+    plan = ParallelPlan.from_dict(
+        {
+            "pipelines": [
+                {"stages": [{"ranks": [0, 1], "layers": [0, 1]}]},
+                {"stages": [{"ranks": [2], "layers": [0, 1]}]},
+            ]
+        }
+    )
+    spec = ParameterSpec(name="w", shape=(8, 2), layer=0, tp_dim=0)
+    owners = assign_owners([spec], plan, world_size=3, ownership=Ownership.HOLDERS)
+    # Rank 2 holds all rows and stands in the middle, so nobody's slice leaves what it holds.
+    assert owners["w"] == (Slice(0, 0, 2), Slice(2, 2, 6), Slice(1, 6, 8))
+
+
+@given(rng=random, data=st.data())
+def test_whole_parameters_are_spread_so_that_no_owner_can_be_relieved(rng, data):
+    """Giving the last parameter that the fullest rank got to another holder wouldn't help."""
+    plan, world_size = random_plan(rng, degrees=(1,))
+    specs = small_model(plan.num_layers, tied=False)
+    weights = data.draw(
+        st.lists(st.floats(1, 8), min_size=world_size, max_size=world_size), label="weights"
+    )
+    slices = assign_owners(
+        specs, plan, world_size=world_size, ownership=Ownership.PARAMETER, weights=weights
+    )
+    loads: dict[int, float] = defaultdict(float)
+    for spec in sorted(specs, key=lambda item: (-item.numel, item.name)):
+        owner = slices[spec.name][0].owner
+        loads[owner] += spec.numel
+        for item in holdings_of(spec, plan):
+            if item.global_rank != owner:
+                other = (loads[item.global_rank] + spec.numel) / weights[item.global_rank]
+                assert loads[owner] / weights[owner] <= other
+
+
+@given(rng=random, tied=st.booleans())
+def test_the_shards_of_a_tensor_parallel_group_make_up_the_parameter(rng, tied):
+    plan, _ = random_plan(rng)
+    for spec in small_model(plan.num_layers, tied=tied):
+        held: dict[tuple[int, int], list[int]] = defaultdict(list)
+        pushed: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for item in holdings_of(spec, plan):
+            place = plan.place(item.global_rank)
+            assert place is not None
+            assert place.pipeline_index == item.pipeline_index
+            key = place.pipeline_index, place.stage_index
+            held[key] += [row for start, stop in item.intervals for row in range(start, stop)]
+            pushed[key] += [row for start, stop in item.pushes for row in range(start, stop)]
+        for (pipeline_index, stage_index), rows in pushed.items():
+            assert sorted(rows) == list(range(spec.cut_length))
+            copies = 1 if spec.tp_dim is not None else plan.pipelines[pipeline_index].tp_degree
+            whole = [row for row in range(spec.cut_length) for _ in range(copies)]
+            assert sorted(held[pipeline_index, stage_index]) == whole
+        stages = [
+            {s for p, s in pushed if p == pipeline_index}
+            for pipeline_index in range(plan.num_pipelines)
+        ]
+        for pipeline_index, found in enumerate(stages):
+            pipeline = plan.pipelines[pipeline_index]
+            expected = {s for s, stage in enumerate(pipeline.stages) if spec.layer in stage.layers}
+            expected |= {0} if OuterRole.FIRST in spec.roles else set()
+            expected |= {pipeline.num_stages - 1} if OuterRole.LAST in spec.roles else set()
+            assert found == expected
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("nan")]])
+def test_wrong_weights_are_refused_by_value(weights):
+    plan = ParallelPlan.even(world_size=2, num_layers=1)
+    with pytest.raises(ConfigurationError, match="2 numbers of 0 or more") as caught:
+        assign_owners([], plan, world_size=2, ownership=Ownership.EVEN, weights=weights)
+    assert str(weights) in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", [Ownership.HOLDERS, Ownership.PARAMETER])
+@pytest.mark.parametrize("layer", [None, 3])
+def test_a_parameter_that_no_stage_uses_is_refused_by_name(rule, layer):
+    plan = ParallelPlan.even(world_size=2, num_layers=3)
+    spec = ParameterSpec(name="lost", shape=(4,), layer=layer)
+    with pytest.raises(ModelError, match=r"lost .*no stage .*3 layers"):
+        assign_owners([spec], plan, world_size=2, ownership=rule)
+
+
+def test_a_shard_that_does_not_divide_is_refused_with_a_degree_that_would():
+    plan = ParallelPlan.even(world_size=4, num_layers=1, tp_degree=4)
+    spec = ParameterSpec(name="qkv", shape=(18, 2), layer=0, tp_dim=0, tp_blocks=3)
+    with pytest.raises(ModelError, match=r"qkv .*\(18, 2\).* 4 equal .*divides 6"):
+        list(holdings_of(spec, plan))
