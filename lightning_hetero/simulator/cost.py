@@ -10,7 +10,7 @@ other `StateLayout`.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec
@@ -56,11 +56,14 @@ class StateLayout:
     are all-reduced around a ring and no weights are pulled."""
     overlap: bool = True
     """Whether gradients leave layer by layer during the last backward, or all after it."""
+    blocking_messages: bool = False
+    """Whether both stages stand still while a hidden state travels, as in frameworks that send and
+    receive on the stream that computes."""
 
     @classmethod
-    def replicated(cls, *, overlap: bool = False) -> "StateLayout":
+    def replicated(cls, *, overlap: bool = False, blocking_messages: bool = False) -> Self:
         """Return the layout of mixed-precision data parallelism without sharding."""
-        return cls(sharded=False, overlap=overlap)
+        return cls(sharded=False, overlap=overlap, blocking_messages=blocking_messages)
 
 
 def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:

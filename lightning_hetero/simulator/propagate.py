@@ -74,52 +74,55 @@ def dependency_order(num_stages: int, num_microbatches: int) -> tuple[tuple[int,
 
 
 def propagate(
-    times: PipelineTimes, start_s: Sequence[float], num_microbatches: int, *, record: bool = False
+    times: PipelineTimes,
+    start_s: Sequence[float],
+    *,
+    blocking: bool = False,
+    record: bool = False,
 ) -> Timeline:
     """Return when each stage ends and how long it computed.
 
     Args:
         times: Seconds of every action and message.
         start_s: When each stage may start its first forward.
-        num_microbatches: Number of micro-batches, 0 or more.
+        blocking: Whether a message keeps both its ends from computing.
         record: Whether to keep the events.
     """
-    num_stages, last = len(start_s), len(start_s) - 1
-    free = list(start_s)
-    busy = [0.0] * num_stages
-    # Link s joins stages s and s + 1; each direction is busy on its own.
-    forward_free, backward_free = [0.0] * num_stages, [0.0] * num_stages
-    forward_arrival = [[0.0] * num_microbatches for _ in range(num_stages)]
-    backward_arrival = [[0.0] * num_microbatches for _ in range(num_stages)]
-    forward_s, backward_s = times.forward_s, times.backward_s
-    forward_message_s, backward_message_s = times.forward_message_s, times.backward_message_s
+    num_stages, num_microbatches = len(start_s), len(times.forward_s[0])
+    free, busy = list(start_s), [0.0] * num_stages
+    # All indexed by direction (forward, backward), then stage, then micro-batch.
+    seconds = (times.forward_s, times.backward_s)
+    messages = ((*times.forward_message_s, ()), ((), *times.backward_message_s))
+    link_free = ([0.0] * num_stages, [0.0] * num_stages)
+    arrival, receive_s = (
+        tuple([[0.0] * num_microbatches for _ in range(num_stages)] for _ in range(2))
+        for _ in range(2)
+    )
     events: list[tuple[str, int, int, float, float]] = []
-    for stage, is_backward, microbatch in dependency_order(num_stages, num_microbatches):
-        if is_backward:
-            seconds, arrival = backward_s[stage][microbatch], backward_arrival[stage][microbatch]
-        else:
-            seconds, arrival = forward_s[stage][microbatch], forward_arrival[stage][microbatch]
-        start = free[stage]
-        if arrival > start:
-            start = arrival
-        end = free[stage] = start + seconds
-        busy[stage] += seconds
+    for stage, backward, microbatch in dependency_order(num_stages, num_microbatches):
+        ready = arrival[backward][stage][microbatch]
+        start = free[stage] if free[stage] > ready else ready
+        start += receive_s[backward][stage][microbatch]
+        end = free[stage] = start + seconds[backward][stage][microbatch]
+        busy[stage] += end - start
         if record:
-            events.append(("B" if is_backward else "F", stage, microbatch, start, end))
-        if is_backward:
-            if stage:
-                link = stage - 1
-                sent = backward_free[link] if backward_free[link] > end else end
-                landed = sent + backward_message_s[link][microbatch]
-                backward_free[link] = backward_arrival[link][microbatch] = landed
-                if record:
-                    events.append(("SB", stage, microbatch, sent, landed))
-        elif stage < last:
-            sent = forward_free[stage] if forward_free[stage] > end else end
-            landed = sent + forward_message_s[stage][microbatch]
-            forward_free[stage] = forward_arrival[stage + 1][microbatch] = landed
-            if record:
-                events.append(("SF", stage, microbatch, sent, landed))
+            events.append(("FB"[backward], stage, microbatch, start, end))
+        row = messages[backward][stage]
+        if not row:
+            continue
+        sent = link_free[backward][stage]
+        if end > sent:
+            sent = end
+        landed = link_free[backward][stage] = sent + row[microbatch]
+        target = stage - 1 if backward else stage + 1
+        if blocking:
+            # The sender waits for the message to go, the receiver for it to come once it is idle.
+            free[stage], arrival[backward][target][microbatch] = landed, sent
+            receive_s[backward][target][microbatch] = row[microbatch]
+        else:
+            arrival[backward][target][microbatch] = landed
+        if record:
+            events.append((("SF", "SB")[backward], stage, microbatch, sent, landed))
     return Timeline(end_s=tuple(free), busy_s=tuple(busy), events=tuple(events))
 
 

@@ -126,7 +126,9 @@ def simulate(
     starts = exchange.pull_start_s(
         [[row[0] if row else 0.0 for row in times.forward_s] for times in compute]
     )
-    timelines = _run_pipelines(compute, starts, microbatches, record=record_events)
+    timelines = _run_pipelines(
+        compute, starts, blocking=cost.layout.blocking_messages, record=record_events
+    )
     ends = [timeline.end_s for timeline in timelines]
     has_work = [bool(batches) for batches in microbatches]
     spans = [[row[-1] if row else 0.0 for row in times.backward_s] for times in compute]
@@ -243,14 +245,14 @@ def _compute_times(
 def _run_pipelines(
     compute: Sequence[PipelineTimes],
     starts: Sequence[Sequence[float]],
-    microbatches: Sequence[Sequence[MicroBatchShape]],
     *,
+    blocking: bool,
     record: bool,
 ) -> list[Timeline]:
     """Propagate every pipeline, equal ones only once."""
     timelines: list[Timeline] = []
     known: dict[tuple[object, ...], Timeline] = {}
-    for times, start, batches in zip(compute, starts, microbatches, strict=True):
+    for times, start in zip(compute, starts, strict=True):
         key = (
             tuple(start),
             tuple(map(tuple, times.forward_s)),
@@ -259,7 +261,7 @@ def _run_pipelines(
             tuple(map(tuple, times.backward_message_s)),
         )
         if key not in known:
-            known[key] = propagate(times, start, len(batches), record=record)
+            known[key] = propagate(times, start, blocking=blocking, record=record)
         timelines.append(known[key])
     return timelines
 
