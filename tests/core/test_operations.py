@@ -1,0 +1,145 @@
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.actions import schedule_1f1b
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.operations import (
+    CONTROL,
+    EXCHANGE,
+    Iteration,
+    Operation,
+    OperationKind,
+    Traffic,
+    iteration_operations,
+    summarise,
+)
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, assign_owners
+from lightning_hetero.core.transfers import TransferTable
+from tests.core.sample_plans import random_plan, small_model
+
+RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])
+
+
+def table_of(plan: ParallelPlan, world_size: int, rule: Ownership) -> TransferTable:
+    specs = small_model(plan.num_layers, tied=True)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    return TransferTable(specs, slices, plan)
+
+
+def random_iteration(
+    rng: Random, rule: Ownership
+) -> tuple[ParallelPlan, TransferTable, Iteration, dict[int, tuple[Operation, ...]]]:
+    plan, world_size = random_plan(rng)
+    iteration = Iteration(
+        world_size=world_size,
+        num_microbatches=tuple(rng.randint(0, 5) for _ in plan.pipelines),
+        activation_bytes=100,
+        value_bytes=2,
+        early_gradients=rng.random() < 0.5,
+    )
+    table = table_of(plan, world_size, rule)
+    return plan, table, iteration, iteration_operations(plan, table, iteration)
+
+
+@given(rng=st.randoms(use_true_random=False), rule=RULES)
+def test_every_rank_pulls_computes_pushes_and_ends_in_that_order(rng, rule):
+    plan, _, iteration, operations = random_iteration(rng, rule)
+    assert list(operations) == list(range(iteration.world_size))
+    for rank, items in operations.items():
+        assert items[-1].communicator == CONTROL
+        assert items[-1].ranks == tuple(range(iteration.world_size))
+        verbs = [item.label.split()[0] for item in items[:-1]]
+        order = [{"pull": 0, "push": 2}.get(verb, 1) for verb in verbs]
+        assert order == sorted(order)
+        units = [int(x.label.split()[-1]) for x in items if x.label.startswith("pull")]
+        assert units == sorted(set(units))
+        units = [int(x.label.split()[-1]) for x in items if x.label.startswith("push")]
+        assert units == sorted(set(units), reverse=True)
+        steps = [item.label for item in items if item.kind is OperationKind.COMPUTE]
+        place = plan.place(rank)
+        expected = (
+            ()
+            if place is None
+            else schedule_1f1b(
+                stage_index=place.stage_index,
+                num_stages=plan.pipelines[place.pipeline_index].num_stages,
+                num_microbatches=iteration.num_microbatches[place.pipeline_index],
+            )
+        )
+        assert steps == [str(action) for action in expected]
+
+
+@given(rng=st.randoms(use_true_random=False), rule=RULES)
+def test_a_step_waits_for_what_it_receives_and_a_send_for_what_it_sends(rng, rule):
+    _, _, _, operations = random_iteration(rng, rule)
+    for rank, items in operations.items():
+        position = {item.label: index for index, item in enumerate(items)}
+        pulled = {
+            index
+            for index, item in enumerate(items)
+            if item.label.startswith("pull")
+            and any(transfer.destination == rank for transfer in item.transfers)
+        }
+        for item in items:
+            if item.kind is OperationKind.COMPUTE:
+                needs = set(pulled) if item.label.startswith("F") else set()
+                if f"receive {item.label}" in position:
+                    needs.add(position[f"receive {item.label}"])
+                assert set(item.waits_for) == needs
+            elif item.label.startswith("send "):
+                step = item.label.removeprefix("send ")
+                assert item.waits_for == (position.get(f"reduce {step}", position[step]),)
+
+
+@given(rng=st.randoms(use_true_random=False), rule=RULES)
+def test_traffic_is_the_tables_messages_and_one_activation_for_each_border(rng, rule):
+    plan, table, iteration, operations = random_iteration(rng, rule)
+    for rank, traffic in summarise(operations).items():
+        messages = [m for m in [*table.pull(rank), *table.push(rank)] if m.source != m.destination]
+        sent = [table.numel(m) * 2 for m in messages if m.source == rank]
+        received = [table.numel(m) * 2 for m in messages if m.destination == rank]
+        borders = 0
+        if place := plan.place(rank):
+            last = plan.pipelines[place.pipeline_index].num_stages - 1
+            count = iteration.num_microbatches[place.pipeline_index]
+            borders = count * ((place.stage_index > 0) + (place.stage_index < last))
+        assert traffic == Traffic(
+            num_sent=len(sent) + borders,
+            num_received=len(received) + borders,
+            sent_bytes=sum(sent) + 100 * borders,
+            received_bytes=sum(received) + 100 * borders,
+        )
+
+
+def test_a_rank_without_work_pushes_at_once_and_an_idle_owner_only_exchanges():
+    plan = ParallelPlan.even(world_size=2, num_layers=1)
+    iteration = Iteration(world_size=3, num_microbatches=(0, 2), activation_bytes=8)
+    operations = iteration_operations(plan, table_of(plan, 3, Ownership.EVEN), iteration)
+    for rank in (0, 2):
+        assert {item.communicator for item in operations[rank]} == {EXCHANGE, CONTROL}
+        pushes = [item for item in operations[rank] if item.label.startswith("push")]
+        assert pushes
+        assert all(item.waits_for == () for item in pushes)
+    last_backward = [item.label for item in operations[1]].index("B1")
+    pushes = [item for item in operations[1] if item.label.startswith("push")]
+    assert all(item.waits_for == (last_backward,) for item in pushes)
+
+
+@pytest.mark.parametrize("counts", [(), (1,), (1, 2, 3), (1, -1)])
+def test_wrong_numbers_of_microbatches_are_refused_by_value(counts):
+    plan = ParallelPlan.even(world_size=2, num_layers=1)
+    iteration = Iteration(world_size=2, num_microbatches=counts, activation_bytes=8)
+    with pytest.raises(PlanError, match="each of the 2 pipelines") as caught:
+        iteration_operations(plan, table_of(plan, 2, Ownership.HOLDERS), iteration)
+    assert str(list(counts)) in str(caught.value)
+
+
+def test_too_few_ranks_are_refused():
+    plan = ParallelPlan.even(world_size=2, num_layers=1)
+    iteration = Iteration(world_size=1, num_microbatches=(1, 1), activation_bytes=8)
+    with pytest.raises(PlanError, match="1 processes run"):
+        iteration_operations(plan, table_of(plan, 2, Ownership.HOLDERS), iteration)

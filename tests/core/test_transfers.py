@@ -1,0 +1,190 @@
+from collections import Counter, defaultdict
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.slices import (
+    OuterRole,
+    Ownership,
+    ParameterSpec,
+    assign_owners,
+    holdings_of,
+)
+from lightning_hetero.core.transfers import Message, TransferTable, unit_of
+from tests.core.sample_plans import random_plan, small_model
+
+RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])
+random = st.randoms(use_true_random=False)
+
+
+def rows_of(message: Message) -> Counter[tuple[str, int]]:
+    return Counter((p.parameter, row) for p in message.pieces for row in range(p.start, p.stop))
+
+
+@given(rng=random, tied=st.booleans(), rule=RULES, trainable_only=st.booleans())
+def test_pull_brings_every_holder_all_it_holds_exactly_once(rng, tied, rule, trainable_only):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    table = TransferTable(specs, slices, plan)
+    expected: dict[int, Counter[tuple[str, int]]] = defaultdict(Counter)
+    for spec in specs:
+        if trainable_only and not spec.requires_grad:
+            continue
+        for holding in holdings_of(spec, plan):
+            for start, stop in holding.intervals:
+                expected[holding.global_rank].update((spec.name, i) for i in range(start, stop))
+    owner = {
+        (name, row): item.owner
+        for name, items in slices.items()
+        for item in items
+        for row in range(item.start, item.stop)
+    }
+    for rank in range(world_size):
+        arrived: Counter[tuple[str, int]] = Counter()
+        for message in table.pull(rank, trainable_only=trainable_only):
+            rows = rows_of(message)
+            assert {owner[row] for row in rows} == {message.source}
+            if message.destination == rank:
+                arrived += rows
+        assert arrived == expected[rank]
+
+
+@given(rng=random, tied=st.booleans(), rule=RULES)
+def test_push_brings_every_owner_each_stages_gradient_exactly_once(rng, tied, rule):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    table = TransferTable(specs, slices, plan)
+    # A tied weight has a gradient from both ends of a pipeline, so count by stage.
+    users = {
+        (spec.name, place.pipeline_index, place.stage_index)
+        for spec in specs
+        for holding in holdings_of(spec, plan)
+        if spec.requires_grad and (place := plan.place(holding.global_rank))
+    }
+    for rank in range(world_size):
+        arrived: Counter[tuple[str, int, int, int]] = Counter()
+        for message in table.push(rank):
+            if message.destination == rank:
+                place = plan.place(message.source)
+                assert place is not None
+                for (name, row), count in rows_of(message).items():
+                    arrived[name, row, place.pipeline_index, place.stage_index] += count
+        expected = {
+            (name, row, pipeline_index, stage_index)
+            for name, pipeline_index, stage_index in users
+            for item in slices[name]
+            if item.owner == rank
+            for row in range(item.start, item.stop)
+        }
+        assert arrived == dict.fromkeys(expected, 1)
+
+
+@given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans())
+def test_all_ranks_agree_on_messages_and_their_order(rng, tied, rule, push):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    # Every rank computes the table by itself.
+    seen = [
+        (table.push if push else table.pull)(rank)
+        for rank in range(world_size)
+        for table in [TransferTable(specs, slices, plan)]
+    ]
+    for a in range(world_size):
+        for message in seen[a]:
+            assert a in (message.source, message.destination)
+        units = [message.unit for message in seen[a]]
+        assert units == sorted(units, reverse=push)
+        keys = Counter((m.unit, m.source, m.destination) for m in seen[a])
+        assert set(keys.values()) <= {1}, "one message for each unit and peer"
+        for b in range(a):
+            common = [{m.source, m.destination} == {a, b} for m in seen[a]]
+            shared = [m for m, joint in zip(seen[a], common, strict=True) if joint]
+            assert shared == [m for m in seen[b] if {m.source, m.destination} == {a, b}]
+
+
+def test_the_table_tells_holders_and_sizes():
+    plan = ParallelPlan.even(world_size=2, num_layers=2, num_stages=2)
+    specs = small_model(2, tied=True)
+    slices = assign_owners(specs, plan, world_size=2, ownership=Ownership.EVEN)
+    table = TransferTable(specs, slices, plan)
+    assert [item.global_rank for item in table.holdings("embedding")] == [0, 1]
+    assert table.holding("1.qkv", 0) is None
+    holding = table.holding("1.qkv", 1)
+    assert holding is not None
+    assert holding.intervals == ((0, 24),)
+    received = sum(table.numel(m) for m in table.pull(1) if m.destination == 1)
+    held = [spec for spec in specs if table.holding(spec.name, 1)]
+    assert received == sum(spec.numel for spec in held)
+    assert [unit_of(spec, 2) for spec in specs] == [-1, *[0] * 5, *[1] * 5, 2]
+
+
+def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: int) -> ParallelPlan:
+    """Return TP-1 pipelines of `num_stages` stages, each with a layer split of its own."""
+    pipelines = []
+    for index in range(num_pipelines):
+        cuts = [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
+        stages = [
+            StagePlan(ranks=(index * num_stages + s,), layers=range(cuts[s], cuts[s + 1]))
+            for s in range(num_stages)
+        ]
+        pipelines.append(PipelinePlan(stages=tuple(stages)))
+    return ParallelPlan(pipelines=tuple(pipelines))
+
+
+@pytest.mark.parametrize(
+    ("num_pipelines", "num_stages", "num_layers"),
+    [(1, 4, 8), (2, 1, 3), (2, 3, 7), (16, 4, 12), (5, 13, 40), (16, 64, 96), (48, 21, 24)],
+)
+def test_messages_and_bytes_equal_the_formula(num_pipelines, num_stages, num_layers):
+    """Traffic of a rank with D pipelines, TP 1 and owners among the holders.
+
+    A rank whose stage holds U units (its layers; one more at either end of the pipeline) of S
+    bytes sends and receives U·(D-1) messages and S·(D-1)/D bytes in a pull, and the same in a
+    push, however the pipelines split the layers, if D divides every parameter's cut dim.
+    """
+    num_peers = num_pipelines - 1
+    plan = uneven_plan(Random(7), num_pipelines, num_stages, num_layers)
+    specs = [
+        ParameterSpec(name=f"{layer}.weight", shape=(num_pipelines, 6), layer=layer, tp_dim=0)
+        for layer in range(num_layers)
+    ]
+    for role in OuterRole:
+        shape = (3 * num_pipelines, 2)
+        specs.append(ParameterSpec(name=role.value, shape=shape, roles=frozenset({role})))
+    world_size = num_pipelines * num_stages
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=Ownership.HOLDERS)
+    table = TransferTable(specs, slices, plan)
+    for rank in range(world_size):
+        place = plan.place(rank)
+        assert place is not None
+        units = len(plan.pipelines[place.pipeline_index].stages[place.stage_index].layers)
+        units += (place.stage_index == 0) + (place.stage_index == num_stages - 1)
+        stage_numel = 6 * num_pipelines * units
+        for messages in (table.pull(rank), table.push(rank)):
+            sent = [m for m in messages if m.source == rank != m.destination]
+            received = [m for m in messages if m.destination == rank != m.source]
+            for side in (sent, received):
+                assert len(side) == units * num_peers
+                numel = sum(table.numel(message) for message in side)
+                assert numel * num_pipelines == stage_numel * num_peers
+
+
+@pytest.mark.parametrize("rank", [0, 511, 1023])
+def test_the_formula_holds_for_1024_replicas(rank):
+    plan = ParallelPlan.even(world_size=1024, num_layers=4)
+    specs = [
+        ParameterSpec(name=str(layer), shape=(2048, 5), layer=layer, tp_dim=0) for layer in range(4)
+    ]
+    slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
+    table = TransferTable(specs, slices, plan)
+    for messages in (table.pull(rank), table.push(rank)):
+        sent = [m for m in messages if m.source == rank != m.destination]
+        received = [m for m in messages if m.destination == rank != m.source]
+        assert len(sent) == len(received) == 4 * 1023
+        assert {table.numel(message) for message in sent + received} == {2 * 5}
