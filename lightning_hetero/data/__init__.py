@@ -1,1 +1,1 @@
-"""TODO."""
+"""Batches and how they reach the ranks."""

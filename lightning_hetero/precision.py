@@ -1,0 +1,87 @@
+"""The precision plugin of `HeteroStrategy`: which dtype propagates, and clipping over all slices.
+
+A backward runs inside the strategy's step, so Lightning's own `backward` only hands the finished
+gradients over to the slices. Clipping by norm needs the norm over every rank's slices, each counted
+once, which is one all-reduce of one number.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["HeteroPrecision", "PrecisionName"]
+
+PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true"]
+
+_DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "32-true": (torch.float32, None),
+    "bf16-mixed": (torch.bfloat16, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16),
+}
+
+_REASONS = {
+    "16-mixed": "its GradScaler would skip steps on some ranks and not on others",
+    "16-true": "gradients would underflow without a scaler, and a scaler can't agree across stages",
+    "64-true": "propagation in float64 isn't supported",
+    "transformer-engine": "its modules aren't supported",
+    "transformer-engine-float16": "its modules aren't supported",
+}
+
+
+class HeteroPrecision(Precision):
+    """Propagate in `propagation_dtype`, keep and update slices in `master_dtype`.
+
+    Args:
+        precision: "32-true"; "bf16-mixed" (bf16 propagation, fp32 slices, no autocast) or
+            "bf16-true" (both bf16).
+    """
+
+    def __init__(self, precision: PrecisionName = "32-true") -> None:
+        if precision not in _DTYPES:
+            reason = _REASONS.get(str(precision), "it isn't supported")
+            raise ConfigurationError(
+                f"precision={precision!r} can't be used with HeteroStrategy: {reason}. Choose one "
+                f"of {', '.join(_DTYPES)}."
+            )
+        self.precision = precision
+        self.propagation_dtype, self.master_dtype = _DTYPES[precision]
+        self.deposit_gradients: Callable[[], None] | None = None
+        """Set by the strategy: moves the iteration's gradients into the slices."""
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+        """Set by the strategy: the sum of a tensor over all ranks."""
+
+    @override
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: LightningModule,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        assert self.deposit_gradients is not None
+        self.deposit_gradients()
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self.sum_over_ranks is not None
+        gradients = [g for p in self.main_params(optimizer) if (g := p.grad) is not None]
+        squares = [
+            torch.linalg.vector_norm(g, dtype=torch.float32).double() ** 2 for g in gradients
+        ]
+        device = gradients[0].device if gradients else None
+        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        norm = self.sum_over_ranks(own if device is None else own.to(device)).sqrt()
+        factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))

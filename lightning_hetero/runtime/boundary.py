@@ -1,0 +1,273 @@
+"""Turn the user's whole model into one stage of it, micro-batch by micro-batch.
+
+Every layer's `forward` is wrapped once. While a stage propagates, layers before it hand their input
+on, its first layer takes the hidden state received from the previous stage, and its last layer ends
+the user's step with `StageEnd`, unless it is the model's last layer: then the step goes on, and the
+user's own code makes the loss. Nothing of the model's own forward is replaced, so whatever it
+computes before the layers (masks, rotary tables) is there on every stage.
+
+Random numbers are seeded before the step, at each layer and behind the last one, from the iteration
+and the micro-batch, so that they don't depend on which stage draws them.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hetero.core.errors import ModelError, StepError
+
+__all__ = ["MicrobatchRun", "StageBoundary", "StageEnd", "preserved_random_state", "seed_of"]
+
+_BEHIND_LAYERS = -1
+"""Stands for the code behind the layers where a layer index seeds the generators."""
+
+
+class StageEnd(BaseException):
+    """Leaves the user's step at the end of a stage that isn't the last.
+
+    It is no error, and no `except Exception` of the user's may stop it.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def seed_of(*parts: int) -> int:
+    """Return a 63-bit seed that depends on every part and on their order."""
+    text = ",".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@dataclass
+class MicrobatchRun:
+    """One pass of one micro-batch through the user's step on this stage."""
+
+    layers: range
+    """Layers of the stage."""
+    num_layers: int
+    """Layers of the model."""
+    seed: tuple[int, ...]
+    """What the micro-batch's random numbers depend on."""
+    receive: Callable[[Tensor], Tensor] | None
+    """Given a hidden state of the right shape, returns the one received; None on first stages."""
+    before_layer: Callable[[int], None]
+    """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
+    behind_layers: TorchFunctionMode
+    """Watches the torch functions called behind the last layer, or all if there are no layers."""
+    entered: bool = False
+    finished: bool = False
+    watching: bool = False
+    hidden_in: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the stage holds the model's last layer."""
+        return self.layers.stop == self.num_layers
+
+
+class StageBoundary:
+    """The wrapped layers of one module.
+
+    Args:
+        layers: The model's layers in order.
+        wrap_layer: Applied to each layer's forward once, such as checkpointing or compilation.
+
+    Must be made while the layers' parameters are whole.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        wrap_layer: Callable[[int, Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
+        self._layers = tuple(layers)
+        self._shapes = [
+            {name: tuple(item.shape) for name, item in layer.named_parameters()}
+            for layer in self._layers
+        ]
+        self._templates: dict[int, tuple[Any, ...] | None] = {}
+        self._run: MicrobatchRun | None = None
+        for index, layer in enumerate(self._layers):
+            forward = layer.forward
+            if wrap_layer is not None:
+                forward = wrap_layer(index, forward)
+            layer.forward = _LayerForward(self, index, forward)
+
+    def remove(self) -> None:
+        """Give the layers their own forward back."""
+        for layer in self._layers:
+            del layer.forward
+
+    @contextmanager
+    def running(self, run: MicrobatchRun) -> Iterator[None]:
+        """Run the user's step inside this context; checks that it called the model once."""
+        self._run = run
+        _seed_everything(seed_of(*run.seed))
+        if not self._layers:
+            _watch(run)
+        try:
+            yield
+        finally:
+            if run.watching:
+                run.behind_layers.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._run = None
+
+    def call(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what the current micro-batch asks of layer `index`; plain forward without one."""
+        run = self._run
+        if run is None:
+            return forward(*args, **kwargs)
+        if index < run.layers.start:
+            return self._pass_through(index, args, kwargs)
+        if index == run.layers.start:
+            args, kwargs = self._enter(run, args, kwargs)
+        _seed_torch(seed_of(*run.seed, index))
+        run.before_layer(index)
+        output = forward(*args, **kwargs)
+        if index + 1 == run.layers.stop:
+            return self._leave(run, index, output)
+        return output
+
+    def _enter(
+        self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if run.entered:
+            raise StepError(
+                "The step calls the model twice. A pipeline carries one pass of each micro-batch: "
+                "call the model once, for instance on the concatenation of both inputs."
+            )
+        run.entered = True
+        if run.receive is None:
+            return args, kwargs
+        hidden, replace = _hidden_argument(args, kwargs)
+        run.hidden_in = run.receive(hidden)
+        return replace(run.hidden_in)
+
+    def _leave(self, run: MicrobatchRun, index: int, output: Any) -> Any:
+        hidden = _hidden_output(output, index)
+        run.finished = True
+        if not run.is_last_stage:
+            raise StageEnd(hidden)
+        _seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
+        run.before_layer(run.num_layers)
+        _watch(run)
+        return output
+
+    def _pass_through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the layer's input in the form of its output, without computing it."""
+        hidden, _ = _hidden_argument(args, kwargs)
+        if index not in self._templates:
+            self._templates[index] = self._probe(index, args, kwargs)
+        rest = self._templates[index]
+        return hidden if rest is None else (hidden, *rest)
+
+    def _probe(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Return what the layer's output holds besides the hidden state; None for a bare tensor.
+
+        Runs the layer once on weights of zeros, which take no memory, without gradients.
+        """
+        hidden, _ = _hidden_argument(args, kwargs)
+        zeros = {
+            name: torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(shape)
+            for name, shape in self._shapes[index].items()
+        }
+        run, self._run = self._run, None
+        try:
+            with torch.no_grad():
+                output = torch.func.functional_call(self._layers[index], zeros, args, kwargs)
+        finally:
+            self._run = run
+        if isinstance(output, Tensor):
+            return None
+        _hidden_output(output, index)
+        return tuple(output[1:])
+
+
+class _LayerForward:
+    """Stands in for a layer's `forward`; an object, so that the layer can still be pickled."""
+
+    def __init__(self, boundary: StageBoundary, index: int, forward: Callable[..., Any]) -> None:
+        self._boundary = boundary
+        self._index = index
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._boundary.call(self._index, self._forward, args, kwargs)
+
+
+def _watch(run: MicrobatchRun) -> None:
+    run.watching = True
+    run.behind_layers.__enter__()  # type: ignore[no-untyped-call]
+
+
+def _hidden_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Return the layer's hidden state and a function that puts another one in its place."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], lambda hidden: ((hidden, *args[1:]), kwargs)
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value, lambda hidden, name=name: (args, {**kwargs, name: hidden})
+    raise ModelError(
+        f"A layer is called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}; its "
+        "first argument must be the hidden state, one tensor."
+    )
+
+
+def _hidden_output(output: Any, index: int) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        extra = [item for item in output[1:] if isinstance(item, Tensor) and item.requires_grad]
+        if not extra:
+            return output[0]
+        raise ModelError(
+            f"Layer {index} returns {len(extra)} more tensors with gradients besides the hidden "
+            "state, which later stages would never see. Return the hidden state alone."
+        )
+    raise ModelError(
+        f"Layer {index} returns {type(output).__name__}; it must return the hidden state, a "
+        "tensor, or a tuple that begins with it."
+    )
+
+
+def _seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+
+
+def _seed_everything(seed: int) -> None:
+    _seed_torch(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leave the generators of torch, NumPy and Python as they were found."""
+    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state() if has_cuda else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)

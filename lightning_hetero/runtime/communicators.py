@@ -1,0 +1,53 @@
+"""The process groups of one run, each for one kind of traffic, and what to do when a peer fails.
+
+Forward, backward and exchange traffic run on communicators of their own, so that the order of one
+never blocks another; control messages travel on CPU (gloo) whatever the device is.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Communicators"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicators:
+    """The communicators of a run; all None when there is only one rank."""
+
+    global_rank: int
+    world_size: int
+    forward: dist.ProcessGroup | None = None
+    """Hidden states."""
+    backward: dist.ProcessGroup | None = None
+    """Gradients of hidden states."""
+    exchange: dist.ProcessGroup | None = None
+    """Pull and push."""
+    values: dist.ProcessGroup | None = None
+    """Losses and logged values, on the device."""
+    control: dist.ProcessGroup | None = None
+    """Reports and objects, on CPU."""
+
+    @classmethod
+    def create(cls, *, device: torch.device, timeout: timedelta) -> "Communicators":
+        """Make all communicators; collective over all ranks."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(global_rank=0, world_size=1)
+
+        def group(backend: str | None = None) -> dist.ProcessGroup:
+            made = dist.new_group(backend=backend, timeout=timeout)
+            assert isinstance(made, dist.ProcessGroup)
+            return made
+
+        control = group("gloo")
+        return cls(
+            global_rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            forward=group(),
+            backward=group(),
+            exchange=group(),
+            values=control if device.type == "cpu" else group(),
+            control=control,
+        )

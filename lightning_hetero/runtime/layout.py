@@ -1,0 +1,184 @@
+"""Find in the user's module what a plan talks about: the layers, and the parameters around them.
+
+The layer list is the `ModuleList` (or `Sequential`) of like modules that holds the most parameters,
+or the one the user names. Everything outside it is *outer*: what was registered before the layers
+is taken to run before them, what was registered after them to run after them. That guess decides
+only who owns outer slices; who computes with them is observed in the first iteration.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.slices import OuterRole, ParameterSpec
+
+__all__ = ["ModelLayout", "Slot", "find_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in a module where a parameter is registered; a tied parameter has several."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+    @property
+    def current(self) -> nn.Parameter:
+        """What is registered here now."""
+        parameter = self.module._parameters[self.attribute]
+        assert parameter is not None
+        return parameter
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Register another parameter here."""
+        self.module._parameters[self.attribute] = parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayout:
+    """The layers and parameters of one module."""
+
+    layers_name: str | None
+    """Name of the layer list, None if the module has none."""
+    layers: tuple[nn.Module, ...]
+    """The layers in order."""
+    specs: tuple[ParameterSpec, ...]
+    """All parameters in registration order; a tied one appears once."""
+    slots: Mapping[str, tuple[Slot, ...]]
+    """Where each parameter is registered."""
+
+    @classmethod
+    def of(cls, module: nn.Module, *, layers: str | None = None) -> "ModelLayout":
+        """Examine a module.
+
+        Raises:
+            ModelError: `layers` names no list of modules, or layers share a parameter.
+        """
+        layers_name, modules = find_layers(module, layers)
+        slots: dict[str, list[Slot]] = defaultdict(list)
+        order: list[str] = []
+        names: dict[int, str] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        for prefix, owner in module.named_modules():
+            for attribute, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                full = f"{prefix}.{attribute}" if prefix else attribute
+                order.append(full)
+                name = names.setdefault(id(parameter), full)
+                parameters.setdefault(name, parameter)
+                slots[name].append(Slot(owner, attribute, full))
+        specs = tuple(
+            _spec(name, parameters[name], [slot.name for slot in slots[name]], layers_name)
+            for name in parameters
+        )
+        return cls(
+            layers_name=layers_name,
+            layers=modules,
+            specs=_with_roles(specs, slots, order),
+            slots={name: tuple(items) for name, items in slots.items()},
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers; 1 for a module without a layer list, which is one indivisible layer."""
+        return max(len(self.layers), 1)
+
+    def require_layers(self) -> None:
+        """Raise ModelError unless there is a layer list to cut into stages."""
+        if not self.layers:
+            raise ModelError(
+                "The plan cuts the model into stages but the module has no list of layers. Keep "
+                "the repeated blocks in one nn.ModuleList, or name it: "
+                'HeteroStrategy(layers="model.blocks").'
+            )
+
+
+def find_layers(module: nn.Module, name: str | None) -> tuple[str | None, tuple[nn.Module, ...]]:
+    """Return the name and the modules of the layer list, (None, ()) if there is none.
+
+    Raises:
+        ModelError: `name` names nothing, or something that is no list of modules.
+    """
+    if name is not None:
+        try:
+            found = module.get_submodule(name)
+        except AttributeError as error:
+            known = [prefix for prefix, item in module.named_modules() if _is_list(item)]
+            raise ModelError(
+                f"layers={name!r} names no submodule of {type(module).__name__}. Lists of modules "
+                f"there: {known}."
+            ) from error
+        if not isinstance(found, nn.ModuleList | nn.Sequential) or not len(found):
+            raise ModelError(
+                f"layers={name!r} is a {type(found).__name__} with {len(list(found.children()))} "
+                "children; it must be a ModuleList or Sequential with at least one layer."
+            )
+        return name, tuple(found)
+    best: tuple[int, str, tuple[nn.Module, ...]] | None = None
+    for prefix, item in module.named_modules():
+        if _is_list(item):
+            size = sum(parameter.numel() for parameter in item.parameters())
+            if size and (best is None or size > best[0]):
+                best = size, prefix, tuple(item.children())
+    return (None, ()) if best is None else (best[1], best[2])
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module lists like modules; a Sequential of one is no list."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return False
+    kinds = {type(child) for child in module.children()}
+    least = 1 if isinstance(module, nn.ModuleList) else 2
+    return len(kinds) == 1 and len(module) >= least
+
+
+def _spec(
+    name: str, parameter: nn.Parameter, names: Sequence[str], layers_name: str | None
+) -> ParameterSpec:
+    layers = {_layer_index(item, layers_name) for item in names}
+    if len(layers) > 1:
+        raise ModelError(
+            f"Parameter {name} is shared between layers (registered as {list(names)}). Stages can "
+            "share parameters only outside the layers, such as embedding and head."
+        )
+    if isinstance(parameter, UninitializedParameter):
+        raise ModelError(
+            f"Parameter {name} has no shape yet. Run one batch through lazy modules first."
+        )
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        layer=layers.pop(),
+        requires_grad=parameter.requires_grad,
+    )
+
+
+def _layer_index(name: str, layers_name: str | None) -> int | None:
+    if layers_name is None:
+        return 0
+    prefix = f"{layers_name}." if layers_name else ""
+    head = name.removeprefix(prefix).split(".", 1)[0]
+    return int(head) if name.startswith(prefix) and head.isdigit() else None
+
+
+def _with_roles(
+    specs: Sequence[ParameterSpec], slots: Mapping[str, Sequence[Slot]], order: Sequence[str]
+) -> tuple[ParameterSpec, ...]:
+    """Guess which end of the pipeline uses each outer parameter from where it is registered."""
+    layered = {spec.name for spec in specs if spec.layer is not None}
+    first_layer = next((i for i, name in enumerate(order) if name in layered), 0)
+    before = set(order[:first_layer])
+
+    def roles(spec: ParameterSpec) -> frozenset[OuterRole]:
+        ends = (slot.name in before for slot in slots[spec.name])
+        return frozenset(OuterRole.FIRST if first else OuterRole.LAST for first in ends)
+
+    return tuple(
+        spec if spec.layer is not None else replace(spec, roles=roles(spec)) for spec in specs
+    )

@@ -1,0 +1,114 @@
+"""Cut a batch into micro-batches, and put a step's outputs together again.
+
+A batch is cut along dim 0 of its tensors, which all must have the same number of samples; lists of
+as many entries are cut too, anything else is handed to every micro-batch. A batch that knows how to
+cut itself, such as `PackedBatch`, has a method `split(num_microbatches)`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_hetero.core.batches import EmptyBatch
+from lightning_hetero.core.errors import BatchError
+
+__all__ = ["SplittableBatch", "count_samples", "cut_batch", "join_outputs"]
+
+
+@runtime_checkable
+class SplittableBatch(Protocol):
+    """A batch that cuts itself into micro-batches."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in the batch."""
+
+    def split(self, num_microbatches: int) -> Sequence[Any]:
+        """Return at most `num_microbatches` parts that hold every sample once."""
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        BatchError: The tensors disagree, or there is none to count.
+    """
+    if isinstance(batch, EmptyBatch):
+        return 0
+    if isinstance(batch, SplittableBatch):
+        return batch.num_samples
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    sizes = {len(tensor) for tensor in tensors}
+    if len(sizes) != 1:
+        found = [tuple(tensor.shape) for tensor in tensors]
+        raise BatchError(
+            f"A batch of type {type(batch).__name__} can't be cut into micro-batches: its tensors "
+            f"have shapes {found}, and dim 0 must be the same number of samples in all. Return "
+            "such tensors, or a batch with num_samples and split(num_microbatches)."
+        )
+    return sizes.pop()
+
+
+def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """Return at most `num_microbatches` parts whose numbers of samples differ by one at most.
+
+    Raises:
+        BatchError: The batch can't be cut.
+    """
+    num_samples = count_samples(batch)
+    if num_samples == 0 or num_microbatches == 0:
+        return []
+    if isinstance(batch, SplittableBatch):
+        return list(batch.split(num_microbatches))
+    count = min(num_microbatches, num_samples)
+    if count == 1:
+        return [batch]
+    cuts = [num_samples * index // count for index in range(count + 1)]
+    return [_part(batch, num_samples, *ends) for ends in pairwise(cuts)]
+
+
+def _part(batch: Any, num_samples: int, start: int, stop: int) -> Any:
+    def is_column(value: Any) -> bool:
+        # A list of one entry a sample, such as texts; not the list of tensors that a batch may be.
+        return (
+            isinstance(value, list)
+            and len(value) == num_samples
+            and not any(isinstance(item, Tensor) for item in value)
+        )
+
+    def cut(value: Any) -> Any:
+        if (isinstance(value, Tensor) and value.ndim) or is_column(value):
+            return value[start:stop]
+        return value
+
+    return tree_map(cut, batch, is_leaf=is_column)
+
+
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """Put the outputs of micro-batches together: tensors along dim 0, mappings and tuples inside.
+
+    Scalars are stacked; what can't be joined comes back as the list of outputs.
+    """
+    if not outputs:
+        return None
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
+    if isinstance(first, Tensor):
+        scalars = all(item.ndim == 0 for item in outputs)
+        return torch.stack(list(outputs)) if scalars else torch.cat(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: join_outputs([item[key] for item in outputs]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(join_outputs(items) for items in zip(*outputs, strict=True))
+    if isinstance(first, list):
+        return _chain(outputs)
+    return list(outputs)
+
+
+def _chain(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for items in lists for item in items]

@@ -1,0 +1,93 @@
+"""Count the target tokens behind a loss, which is a mean over them.
+
+A micro-batch with n target tokens counts n times as much as one with a single token: only then does
+a plan give the gradient that one big device would. The number is taken, in this order, from
+
+1. the module's own `num_target_tokens(batch)`, if it has that method,
+2. the batch's `num_target_tokens`, as `PackedBatch` has it,
+3. the mean-reduced loss functions of torch that the step calls behind the model (cross entropy
+   counts the targets that aren't ignored, others the elements averaged),
+4. the number of samples in the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["LossWatch", "as_weight", "count_targets"]
+
+_CLASSIFICATION = {F.cross_entropy: -100, F.nll_loss: -100}
+_ELEMENTWISE = {
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+}
+
+
+class LossWatch(TorchFunctionMode):
+    """Records how many targets the largest mean-reduced loss of a step averages over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_targets: Tensor | int | None = None
+        self._size = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at losses on their way to torch."""
+        kwargs = kwargs or {}
+        if func in _CLASSIFICATION and kwargs.get("reduction", "mean") == "mean":
+            self._see_classification(func, args, kwargs)
+        elif func in _ELEMENTWISE and kwargs.get("reduction", "mean") == "mean":
+            inputs = args[0] if args else kwargs["input"]
+            self._keep(inputs.numel(), inputs.numel())
+        return func(*args, **kwargs)
+
+    def _see_classification(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        target = args[1] if len(args) > 1 else kwargs["target"]
+        if target.is_floating_point():
+            # Class probabilities: the mean runs over the samples.
+            num_targets: Tensor | int = target.numel() // max(target.shape[-1], 1)
+        else:
+            ignored = kwargs.get("ignore_index", _CLASSIFICATION[func])
+            num_targets = (target != ignored).sum()
+        self._keep(num_targets, target.numel())
+
+    def _keep(self, num_targets: Tensor | int, size: int) -> None:
+        if self.num_targets is None or size > self._size:
+            self.num_targets, self._size = num_targets, size
+
+
+def count_targets(
+    module: object, microbatch: object, watch: LossWatch, num_samples: int
+) -> Tensor | int:
+    """Return the number of target tokens of a micro-batch, as the module's docstring says."""
+    for source, arguments in ((module, (microbatch,)), (microbatch, ())):
+        own = getattr(source, "num_target_tokens", None)
+        if own is not None:
+            count: Tensor | int = own(*arguments) if callable(own) else own
+            return count
+    if watch.num_targets is not None:
+        return watch.num_targets
+    return num_samples
+
+
+def as_weight(num_targets: Tensor | int, device: torch.device) -> Tensor:
+    """Return a count as a float64 tensor without waiting for the device."""
+    if isinstance(num_targets, Tensor):
+        return num_targets.to(device=device, dtype=torch.float64)
+    return torch.tensor(float(num_targets), dtype=torch.float64, device=device)

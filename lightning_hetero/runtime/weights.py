@@ -1,0 +1,237 @@
+"""Keep a rank's slices, and put the weights of its stage into the module while it propagates.
+
+Outside propagation every parameter of the module is the rank's own slice (fp32 master), possibly
+empty: that is what optimizers, clipping, EMA and checkpoints see. During propagation the slots hold
+*compute weights*: the rank's shard of what its stage needs, in the propagation dtype. Parameters
+used only by other stages are *stubs*: zeros of the full shape that take no memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
+from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.runtime.layout import ModelLayout
+
+__all__ = ["ComputeWeights", "SliceStore", "narrow_rows", "own_interval"]
+
+
+def narrow_rows(tensor: Tensor, spec: ParameterSpec, start: int, stop: int) -> Tensor:
+    """Return rows [start, stop) of the cut dim as a view; a scalar is its own only row."""
+    if not spec.shape:
+        return tensor.reshape(1)[start:stop]
+    return tensor.narrow(spec.cut_dim, start, stop - start)
+
+
+def own_interval(slices: Sequence[Slice], global_rank: int) -> Interval:
+    """Return the rows that a rank owns, (0, 0) if none; an owner has one slice of a parameter."""
+    for item in slices:
+        if item.owner == global_rank:
+            return item.start, item.stop
+    return 0, 0
+
+
+class SliceStore:
+    """The master slices of one rank.
+
+    Args:
+        layout: The module's parameters, still whole.
+        slices: Owners of every parameter.
+        global_rank: This rank.
+        device: Where the slices live.
+        dtype: Dtype of floating-point masters; None keeps the parameters' own.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        slices: Mapping[str, Sequence[Slice]],
+        *,
+        global_rank: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout = layout
+        self.slices = slices
+        self.global_rank = global_rank
+        self.device = device
+        self.specs = {spec.name: spec for spec in layout.specs}
+        self.intervals = {name: own_interval(slices[name], global_rank) for name in self.specs}
+        self.dtype = dtype
+        self.masters: dict[str, nn.Parameter] = {}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's slice of a parameter."""
+        spec, (start, stop) = self.specs[name], self.intervals[name]
+        if not spec.shape:
+            return () if stop > start else (0,)
+        return (*spec.shape[: spec.cut_dim], stop - start, *spec.shape[spec.cut_dim + 1 :])
+
+    def adopt(self, name: str, whole: Tensor) -> None:
+        """Keep this rank's slice of a whole parameter and register it in the module.
+
+        The slots' previous tensor is let go, so a module is adopted one parameter at a time.
+        """
+        spec, (start, stop) = self.specs[name], self.intervals[name]
+        rows = narrow_rows(whole.detach(), spec, start, stop)
+        if name in self.masters:
+            # In place: the slice may be a view of the compute weights.
+            master = self.masters[name]
+            master.data.copy_(rows.reshape(master.shape))
+            return
+        dtype = self.dtype if self.dtype and whole.is_floating_point() else whole.dtype
+        own = torch.empty(self.shape_of(name), dtype=dtype, device=self.device)
+        own.copy_(rows.reshape(own.shape))
+        self.masters[name] = nn.Parameter(own, requires_grad=spec.requires_grad)
+        self.register(name)
+
+    def register(self, name: str) -> None:
+        """Put this rank's slice into the parameter's slots."""
+        for slot in self.layout.slots[name]:
+            slot.put(self.masters[name])
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the slices."""
+        return sum(item.numel() * item.element_size() for item in self.masters.values())
+
+
+class ComputeWeights:
+    """What one rank computes with under one plan.
+
+    Args:
+        store: The rank's slices.
+        table: The plan's transfer table.
+        dtype: Propagation dtype of floating-point parameters.
+        share_memory: Let slices be views of the compute weights where dtypes agree, so that a
+            weight that is owned and held takes memory once and needs no copy. Only for a plan that
+            stays.
+    """
+
+    def __init__(
+        self, store: SliceStore, table: TransferTable, *, dtype: torch.dtype, share_memory: bool
+    ) -> None:
+        self._store = store
+        self.table = table
+        self.shards: dict[str, nn.Parameter] = {}
+        self.intervals: dict[str, tuple[Interval, ...]] = {}
+        self.shared: set[str] = set()
+        self._stubs: dict[str, nn.Parameter] = {}
+        for name, spec in store.specs.items():
+            holding = table.holding(name, store.global_rank)
+            if holding is not None:
+                self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
+            elif spec.layer is None:
+                self._stubs[name] = _make_stub(spec, dtype, store.device)
+
+    def _hold(
+        self,
+        spec: ParameterSpec,
+        intervals: tuple[Interval, ...],
+        dtype: torch.dtype,
+        *,
+        share_memory: bool,
+    ) -> None:
+        master = self._store.masters[spec.name]
+        rows = sum(stop - start for start, stop in intervals)
+        shape = (
+            (*spec.shape[: spec.cut_dim], rows, *spec.shape[spec.cut_dim + 1 :])
+            if spec.shape
+            else ()
+        )
+        kind = dtype if master.is_floating_point() else master.dtype
+        shard = torch.empty(shape, dtype=kind, device=master.device)
+        self.intervals[spec.name] = intervals
+        if share_memory and kind == master.dtype and master.numel():
+            start, stop = self._store.intervals[spec.name]
+            local = self.local_rows(spec.name, start, stop)
+            if local is not None:
+                own = narrow_rows(shard, spec, *local).view(master.shape)
+                own.copy_(master.detach())
+                master.data = own
+                self.shared.add(spec.name)
+        self.shards[spec.name] = nn.Parameter(
+            shard, requires_grad=spec.requires_grad and kind.is_floating_point
+        )
+
+    def local_rows(self, name: str, start: int, stop: int) -> Interval | None:
+        """Return where global rows [start, stop) lie in this rank's shard, None if not whole."""
+        offset = 0
+        for held_start, held_stop in self.intervals[name]:
+            if held_start <= start and stop <= held_stop:
+                return offset + start - held_start, offset + stop - held_start
+            offset += held_stop - held_start
+        return None
+
+    def rows(self, name: str, start: int, stop: int, tensor: Tensor | None = None) -> Tensor:
+        """Return global rows of this rank's shard (or of its gradient `tensor`) as a view."""
+        local = self.local_rows(name, start, stop)
+        assert local is not None, f"rows {start}-{stop} of {name} are not held here"
+        source = self.shards[name].detach() if tensor is None else tensor
+        return narrow_rows(source, self._store.specs[name], *local)
+
+    @contextmanager
+    def in_module(self) -> Iterator[None]:
+        """Hold the compute weights in the module's slots for the time of the context."""
+        slots = self._store.layout.slots
+        for tensors in (self.shards, self._stubs):
+            for name, parameter in tensors.items():
+                for slot in slots[name]:
+                    slot.put(parameter)
+        try:
+            yield
+        finally:
+            for name in (*self.shards, *self._stubs):
+                self._store.register(name)
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients of the last iteration."""
+        for shard in self.shards.values():
+            shard.grad = None
+
+    def release(self) -> None:
+        """Give slices that are views of the compute weights memory of their own again."""
+        for name in self.shared:
+            master = self._store.masters[name]
+            master.data = master.data.clone(memory_format=torch.contiguous_format)
+        self.shared.clear()
+
+    def name_of_stub(self, tensor: object) -> str | None:
+        """Return the name of the parameter that a stub stands for."""
+        return next((name for name, stub in self._stubs.items() if stub is tensor), None)
+
+    def name_of_shard(self, tensor: object) -> str | None:
+        """Return the name of the parameter that a compute weight belongs to."""
+        return next((name for name, shard in self.shards.items() if shard is tensor), None)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of the compute weights that are not shared with slices."""
+        return sum(
+            shard.numel() * shard.element_size()
+            - (self._store.masters[name].numel() * shard.element_size()) * (name in self.shared)
+            for name, shard in self.shards.items()
+        )
+
+
+def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return zeros of the full shape in the memory of one element.
+
+    They require gradients although they are no weights: a gradient that reaches a stub shows that
+    something computed before the layers is used in or behind them, which no stage could receive.
+    """
+    zeros = torch.zeros((), dtype=dtype, device=device).expand(spec.shape)
+    stub = nn.Parameter(zeros, requires_grad=prod(spec.shape) > 0)
+
+    def refuse(_: Tensor) -> None:
+        raise ModelError(
+            f"Parameter {spec.name} is used before the layers, and its value is used again in or "
+            "behind them (other than as the layers' input). A later stage can't see it. Compute "
+            "it inside the layers, or use a plan whose pipelines have one stage."
+        )
+
+    stub.register_hook(refuse)  # type: ignore[no-untyped-call]
+    return stub

@@ -1,0 +1,130 @@
+"""Run a function on several gloo processes that are started once and used again and again.
+
+Starting a process costs seconds of imports, so tests share a pool: `pool.run(function, world_size,
+*arguments)` calls `function(global_rank, *arguments)` in each of the first `world_size` processes,
+with the environment of a launcher, and returns the results by rank.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+class ProcessFailed(Exception):
+    """A process raised; holds the tracebacks by rank."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        super().__init__("\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items()))
+        self.failures = failures
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+class ProcessPool:
+    """Processes that run functions together, started on first use."""
+
+    def __init__(self) -> None:
+        self._processes: list[mp.Process] = []
+        self._connections: list[Connection] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *arguments: Any,
+        timeout_s: float = 120.0,
+    ) -> list[Any]:
+        self._grow(world_size)
+        port = free_port()
+        for rank in range(world_size):
+            self._connections[rank].send((function, rank, world_size, port, arguments))
+        results, failures = self._collect(world_size, timeout_s)
+        if failures:
+            self.close()
+            raise ProcessFailed(failures)
+        return results
+
+    def _collect(self, world_size: int, timeout_s: float) -> tuple[list[Any], dict[int, str]]:
+        results: list[Any] = [None] * world_size
+        failures: dict[int, str] = {}
+        open_ranks = {self._connections[rank]: rank for rank in range(world_size)}
+        while open_ranks:
+            ready = wait(list(open_ranks), timeout=timeout_s)
+            if not ready:
+                failures |= dict.fromkeys(open_ranks.values(), f"no answer in {timeout_s} s")
+                break
+            for connection in ready:
+                rank = open_ranks.pop(connection)
+                try:
+                    good, value = connection.recv()
+                except EOFError:
+                    good, value = False, "the process died"
+                if good:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+            if failures:
+                timeout_s = min(timeout_s, 20.0)
+        return results, failures
+
+    def _grow(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self._processes) < world_size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes.clear()
+        self._connections.clear()
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    while True:
+        try:
+            function, rank, world_size, port, arguments = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            LOCAL_RANK=str(rank),
+            NODE_RANK="0",
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+        )
+        try:
+            with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+                value = function(rank, *arguments)
+            connection.send((True, value))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+            return
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()
