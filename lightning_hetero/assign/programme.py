@@ -79,12 +79,14 @@ class Programme:
         if status == highspy.HighsModelStatus.kInfeasible:
             return Solution(values=np.zeros(0), objective=np.inf, lower_bound=np.inf)
         info = solver.getInfo()
-        bound = float(info.mip_dual_bound)
+        objective = float(info.objective_function_value)
+        is_integral = any(flags.any() for flags in self._integral)
+        bound = float(info.mip_dual_bound) if is_integral else objective
         if info.primal_solution_status != highspy.kSolutionStatusFeasible:
             return Solution(values=np.zeros(0), objective=float("inf"), lower_bound=bound)
         return Solution(
             values=np.array(solver.getSolution().col_value),
-            objective=float(info.objective_function_value),
+            objective=objective,
             lower_bound=bound,
         )
 

@@ -1,0 +1,108 @@
+"""The work of one iteration under the best of the candidate plans (Hydraulis §4, steps 1-4).
+
+Every candidate that can hold the sequences is dispatched, its pipelines are packed, and the plan
+with the smallest estimated latency runs. A candidate whose lower bound, or whose dispatch before
+packing, already takes longer than the best so far is not looked at further.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_hetero.assign.bounds import fast_lower_bound_s
+from lightning_hetero.assign.cost import CostTable, IntArray, PipelineCost, as_lengths
+from lightning_hetero.assign.dispatch import Dispatch, dispatch
+from lightning_hetero.assign.greedy import fitting_times_s
+from lightning_hetero.assign.pack import Packing, pack_all
+from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.errors import AssignmentError
+
+__all__ = ["assign_iteration", "pack_dispatch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Packed:
+    dispatch: Dispatch
+    packings: tuple[Packing, ...]
+
+    @property
+    def latency_s(self) -> float:
+        return max(packing.latency_s for packing in self.packings)
+
+
+def assign_iteration(
+    lengths: ArrayLike,
+    candidates: Sequence[Sequence[PipelineCost]],
+    *,
+    num_trials: int = 100,
+    seed: int = 0,
+) -> Assignment:
+    """Return the best candidate plan and its micro-batches; the same for the same arguments.
+
+    Args:
+        lengths: Tokens of each sample of the iteration.
+        candidates: For each plan its pipelines' costs.
+        num_trials: Orders tried in dispatching.
+        seed: Seed of those orders.
+
+    Raises:
+        AssignmentError: No candidate has a pipeline for the longest sample, or there is none.
+    """
+    sizes = as_lengths(lengths)
+    bounds_s = [_bound_s(sizes, pipelines) for pipelines in candidates]
+    best: _Packed | None = None
+    best_index = -1
+    # Promising plans first, so that the rest is cut off early.
+    for index in sorted(range(len(candidates)), key=bounds_s.__getitem__):
+        if bounds_s[index] == np.inf or (best and bounds_s[index] >= best.latency_s):
+            break
+        found = dispatch(sizes, candidates[index], num_trials, seed)
+        # Packing only adds to a dispatch's latency.
+        if best and found.latency_s >= best.latency_s:
+            continue
+        packed = _Packed(dispatch=found, packings=pack_dispatch(sizes, found, candidates[index]))
+        if best is None or packed.latency_s < best.latency_s:
+            best, best_index = packed, index
+    if best is None:
+        limits = [max((p.max_len for p in plan), default=0) for plan in candidates]
+        raise AssignmentError(
+            f"The longest sample has {int(sizes.max(initial=0))} tokens but the roomiest pipelines "
+            f"of {len(candidates)} candidate plans take {limits}. Cut or split samples, or add a "
+            "plan with more memory per token (more tensor parallelism or stages)."
+        )
+    return Assignment(
+        plan_index=best_index,
+        micro_batches=_sample_indices(best),
+        latency_s=best.latency_s,
+        lower_bound_s=min(*bounds_s, best.latency_s),
+    )
+
+
+def pack_dispatch(
+    lengths: IntArray, dispatched: Dispatch, pipelines: Sequence[PipelineCost]
+) -> tuple[Packing, ...]:
+    """Pack every pipeline's sequences; indices in the packings count within the pipeline."""
+    pipeline_of = np.array(dispatched.pipeline_of, dtype=np.int64)
+    return pack_all([lengths[pipeline_of == j] for j in range(len(pipelines))], pipelines)
+
+
+def _bound_s(sizes: IntArray, pipelines: Sequence[PipelineCost]) -> float:
+    """Return the fast lower bound of a plan, infinite if it can't hold the longest sequence."""
+    if not pipelines or int(sizes.max(initial=0)) > max(p.max_len for p in pipelines):
+        return float("inf")
+    table = CostTable.of(pipelines)
+    return fast_lower_bound_s(sizes, fitting_times_s(sizes, table), table)
+
+
+def _sample_indices(packed: _Packed) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return each pipeline's micro-batches with indices of the iteration's samples."""
+    pipeline_of = np.array(packed.dispatch.pipeline_of, dtype=np.int64)
+    result = []
+    for index, packing in enumerate(packed.packings):
+        members = np.flatnonzero(pipeline_of == index)
+        result.append(
+            tuple(tuple(members[list(batch)].tolist()) for batch in packing.micro_batches)
+        )
+    return tuple(result)

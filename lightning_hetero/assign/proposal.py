@@ -1,0 +1,313 @@
+"""Which plans are worth having at hand for this data (Hydraulis §7).
+
+A plan here is how many pipelines of each scheme it has. Proposals start from fractional plans
+(`relaxation`) for several longest lengths, since an iteration without long sequences wants another
+plan than one with them. Every whole plan near a fractional one joins the pool, its unused devices
+filled up. The pool is tried on iterations drawn from the data (`estimate`), and plans are chosen
+one by one, each the one that most shortens the mean of the best plan per iteration. Rounds of
+exchanging pipelines of one scheme for others around the chosen plans refine them.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_hetero.assign.cost import (
+    CostTable,
+    FloatArray,
+    IntArray,
+    PipelineCost,
+    as_lengths,
+)
+from lightning_hetero.assign.estimate import estimate_plans
+from lightning_hetero.assign.relaxation import Workload, fractional_plan
+from lightning_hetero.core.errors import PlanningError
+
+__all__ = ["Proposal", "ProposalOptions", "Scheme", "draw_iteration", "propose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """One way to run a pipeline: its cost and the devices it takes."""
+
+    cost: PipelineCost
+    """Latency coefficients and limits."""
+    devices: tuple[tuple[str, int], ...]
+    """Device types and how many of each; the stages of one pipeline may use several types."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A candidate: how many pipelines of each scheme."""
+
+    counts: tuple[int, ...]
+    """Pipelines of each scheme, in the schemes' order."""
+
+    def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
+        """Return the cost of every pipeline, scheme by scheme."""
+        return tuple(
+            scheme.cost
+            for scheme, count in zip(schemes, self.counts, strict=True)
+            for _ in range(count)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposalOptions:
+    """How widely to search."""
+
+    num_candidate_plans: int = 8
+    """Most candidates, 1 or more."""
+    length_step: int = 128
+    """Tokens of an interval in which lengths count as equal."""
+    num_longest: int = 6
+    """Longest lengths for which fractional plans are made."""
+    num_iterations: int = 24
+    """Iterations drawn from the data on which plans are tried."""
+    num_rounds: int = 3
+    """Rounds of exchanges around the chosen plans."""
+    max_cell_steps: float = 2e8
+    """Most sequences × plans × iterations × pipelines estimated a round."""
+    seed: int = 0
+    """Seed of the iterations drawn."""
+
+
+def draw_iteration(
+    lengths: IntArray, tokens_per_iteration: int, generator: np.random.Generator
+) -> IntArray:
+    """Return lengths drawn from the data until the next would exceed the budget; at least one."""
+    mean = float(lengths.mean())
+    drawn = generator.choice(lengths, int(2 * tokens_per_iteration / mean) + 16)
+    count = int(np.searchsorted(np.cumsum(drawn), tokens_per_iteration, side="right"))
+    return drawn[: max(1, count)]
+
+
+def propose(
+    lengths: ArrayLike,
+    schemes: Sequence[Scheme],
+    num_devices: Mapping[str, int],
+    *,
+    tokens_per_iteration: int,
+    options: ProposalOptions | None = None,
+) -> tuple[Proposal, ...]:
+    """Return candidate plans for the data, the one that serves every iteration first.
+
+    Args:
+        lengths: Tokens of the data's sequences, or of a fair sample, cut to the context length.
+        schemes: What a pipeline can be.
+        num_devices: How many devices of each type there are.
+        tokens_per_iteration: Tokens that all pipelines together take an iteration.
+        options: How widely to search.
+
+    Raises:
+        PlanningError: No scheme holds the longest sequence on the devices there are.
+    """
+    return _Search(
+        lengths=as_lengths(lengths),
+        schemes=schemes,
+        num_devices=num_devices,
+        tokens_per_iteration=tokens_per_iteration,
+        options=options or ProposalOptions(),
+    ).run()
+
+
+class _Search:
+    """The pool of plans and what is known about them."""
+
+    def __init__(
+        self,
+        *,
+        lengths: IntArray,
+        schemes: Sequence[Scheme],
+        num_devices: Mapping[str, int],
+        tokens_per_iteration: int,
+        options: ProposalOptions,
+    ) -> None:
+        self.lengths = lengths
+        self.options = options
+        self.tokens = tokens_per_iteration
+        self.costs = [scheme.cost for scheme in schemes]
+        types = sorted(num_devices)
+        self.devices = np.array([[dict(s.devices).get(t, 0) for t in types] for s in schemes])
+        self.available = np.array([num_devices[t] for t in types])
+        known = np.array([all(t in num_devices for t, _ in s.devices) for s in schemes])
+        self.usable: NDArray[np.bool_] = (self.devices <= self.available).all(axis=1) & known
+        self.longest = int(lengths.max())
+        self.table = CostTable.of(self.costs)
+        if not (self.usable & (self.table.max_len >= self.longest)).any():
+            limit = int(np.where(self.usable, self.table.max_len, 0).max())
+            raise PlanningError(
+                f"The longest sequence has {self.longest} tokens but the roomiest scheme on "
+                f"{dict(num_devices)} takes {limit}. Cut sequences at {limit}, or give schemes "
+                "with more tensor parallelism or stages."
+            )
+        mean_s = self.table.times_s(np.array([int(lengths.mean())]))[0]
+        self.efficiency = 1.0 / (mean_s * (self.table.num_bubbles + 1))
+        generator = np.random.default_rng(options.seed)
+        self.iterations = [
+            draw_iteration(lengths, self.tokens, generator) for _ in range(options.num_iterations)
+        ]
+        self.estimates: dict[tuple[int, ...], FloatArray] = {}
+
+    def run(self) -> tuple[Proposal, ...]:
+        """Fill the pool, then choose and refine."""
+        pool = {plan for longest in self._longest_lengths() for plan in self._near(longest)}
+        self._set_num_iterations(len(pool))
+        self._estimate(pool)
+        chosen = self._choose()
+        if self._is_unbeatable(chosen):
+            return tuple(Proposal(counts=plan) for plan in chosen)
+        for round_index in range(self.options.num_rounds):
+            self._estimate(self._neighbours(chosen, round_index))
+            before, chosen = chosen, self._choose()
+            if chosen == before or self._is_unbeatable(chosen):
+                break
+        return tuple(Proposal(counts=plan) for plan in chosen)
+
+    def _is_unbeatable(self, chosen: list[tuple[int, ...]]) -> bool:
+        """Return whether every iteration takes as long as its longest sequence alone."""
+        longest = np.array([int(item.max()) for item in self.iterations])
+        stages = self.table.num_bubbles + 1
+        alone_s = (self.table.times_s(longest) + self.table.c) * stages
+        fits = (longest[:, None] <= self.table.max_len) & self.usable
+        least_s = np.where(fits, alone_s, np.inf).min(axis=1)
+        best_s = np.min([self.estimates[plan] for plan in chosen], axis=0)
+        return bool((best_s <= least_s * (1 + 1e-3)).all())
+
+    def _longest_lengths(self) -> list[int]:
+        """Return the context length and quantiles of the iterations' longest sequences."""
+        longest = [int(item.max()) for item in self.iterations]
+        shares = np.linspace(0, 1, self.options.num_longest)
+        quantiles = np.quantile(longest, shares, method="nearest").astype(int).tolist()
+        return sorted({*quantiles, self.longest}, reverse=True)
+
+    def _near(self, longest: int) -> set[tuple[int, ...]]:
+        """Return the whole plans near the fractional plans for data up to `longest`."""
+        found: set[tuple[int, ...]] = set()
+        workload = self._workload(longest)
+        for with_bubbles in (False, True):
+            plan = fractional_plan(workload, with_bubbles=with_bubbles)
+            if plan is not None:
+                found |= self._rounded(plan.counts, longest)
+        return found
+
+    def _workload(self, longest: int) -> Workload:
+        """Return the work of an average iteration whose sequences are at most `longest`."""
+        kept = self.lengths[self.lengths <= longest]
+        interval = (kept - 1) // self.options.length_step
+        occupied, place = np.unique(interval, return_inverse=True)
+        times_s = self.table.times_s(kept)
+        scale = self.tokens / kept.sum()
+        work_s = np.stack(
+            [np.bincount(place, weights=column) * scale for column in times_s.T], axis=1
+        )
+        tops = np.zeros(len(occupied), dtype=np.int64)
+        np.maximum.at(tops, place, kept)
+        stages = self.table.num_bubbles + 1
+        # A pipeline's longest sequence is typically one of the longer half of the tokens.
+        ordered = np.sort(kept)
+        typical = ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)]
+        typical_s = self.table.times_s(np.array([typical]))[0]
+        return Workload(
+            work_s=work_s,
+            alone_s=(self.table.times_s(tops) + self.table.c) * stages,
+            fits=(tops[:, None] <= self.table.max_len) & self.usable,
+            lost_s=self.table.num_bubbles * typical_s + self.table.c * stages,
+            devices=self.devices.astype(float),
+            available=self.available.astype(float),
+        )
+
+    def _rounded(self, counts: FloatArray, longest: int) -> set[tuple[int, ...]]:
+        """Return every rounding of a fractional plan that the devices allow, filled up."""
+        whole = np.floor(counts + 1e-6).astype(np.int64)
+        partial = np.flatnonzero(counts - whole > 1e-6)
+        # The largest fractions first: beyond six there are too many combinations to keep.
+        partial = partial[np.argsort(-(counts - whole)[partial], kind="stable")][:6]
+        roomy = self.table.max_len >= longest
+        found = set()
+        for ups in itertools.product((0, 1), repeat=len(partial)):
+            plan = whole.copy()
+            plan[partial] += np.array(ups, dtype=np.int64)
+            used = plan @ self.devices
+            if (used <= self.available).all() and plan[roomy].sum() > 0:
+                found.add(self._filled(plan))
+        return found
+
+    def _filled(self, plan: IntArray) -> tuple[int, ...]:
+        """Return the plan with unused devices given to the most efficient schemes that fit."""
+        plan = plan.copy()
+        order = np.argsort(-self.efficiency / self.devices.sum(axis=1), kind="stable").tolist()
+        left = self.available - plan @ self.devices
+        for k in order:
+            if self.usable[k]:
+                needs = self.devices[k] > 0
+                extra = int((left[needs] // self.devices[k][needs]).min())
+                plan[k] += extra
+                left = left - extra * self.devices[k]
+        return tuple(plan.tolist())
+
+    def _neighbours(
+        self, plans: Iterable[tuple[int, ...]], round_index: int
+    ) -> set[tuple[int, ...]]:
+        """Return plans with pipelines of one scheme exchanged for another, fewer each round."""
+        found = set()
+        for plan in plans:
+            counts = np.array(plan)
+            for source in np.flatnonzero(counts):
+                removed = max(1, int(counts[source]) >> (2 * round_index + 2))
+                for target in np.flatnonzero(self.usable):
+                    if target == source:
+                        continue
+                    fewer = counts.copy()
+                    needed = self.devices[target] - (self.available - fewer @ self.devices)
+                    gives = self.devices[source]
+                    useful = gives > 0
+                    least = (
+                        int(np.ceil(needed[useful] / gives[useful]).max()) if useful.any() else 1
+                    )
+                    fewer[source] -= min(int(counts[source]), max(removed, least))
+                    left = self.available - fewer @ self.devices
+                    needs = self.devices[target] > 0
+                    extra = int((left[needs] // self.devices[target][needs]).min())
+                    if extra > 0:
+                        fewer[target] += extra
+                        found.add(self._filled(fewer))
+        return found - self.estimates.keys()
+
+    def _set_num_iterations(self, num_plans: int) -> None:
+        """Keep as many iterations as the work allows, the hardest and easiest among them."""
+        width = int(self.available.sum()) / 4
+        steps = max(len(item) for item in self.iterations)
+        most = int(self.options.max_cell_steps / (steps * width * max(num_plans, 100)))
+        count = min(len(self.iterations), max(3, most))
+        order = np.argsort([int(item.max()) for item in self.iterations], kind="stable")
+        kept = order[np.linspace(0, len(order) - 1, count).round().astype(int)]
+        self.iterations = [self.iterations[i] for i in kept.tolist()]
+
+    def _estimate(self, plans: Iterable[tuple[int, ...]]) -> None:
+        fresh = sorted(plan for plan in plans if plan not in self.estimates)
+        if fresh:
+            values = estimate_plans(self.iterations, np.array(fresh), self.costs)
+            self.estimates.update(zip(fresh, values, strict=True))
+
+    def _choose(self) -> list[tuple[int, ...]]:
+        """Return the plans that together give the least mean latency, found one by one."""
+        plans = sorted(self.estimates)
+        values = np.array([self.estimates[plan] for plan in plans])
+        roomy = np.array(
+            [max(k.max_len for k, n in zip(self.costs, p, strict=True) if n) for p in plans]
+        )
+        means = np.where(roomy >= self.longest, values.mean(axis=1), np.inf)
+        best = int(means.argmin())
+        chosen, current = [plans[best]], values[best]
+        while len(chosen) < self.options.num_candidate_plans:
+            means = np.minimum(values, current).mean(axis=1)
+            best = int(means.argmin())
+            if means[best] >= current.mean() * (1 - 1e-4):
+                break
+            chosen.append(plans[best])
+            current = np.minimum(current, values[best])
+        return chosen
