@@ -6,6 +6,7 @@ from lightning_hetero.simulator.cost import (
     StageShape,
     StateLayout,
 )
+from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost
 from lightning_hetero.simulator.roofline import RooflineCost
 from lightning_hetero.simulator.simulate import (
@@ -15,6 +16,7 @@ from lightning_hetero.simulator.simulate import (
     simulate,
     split_batch,
 )
+from lightning_hetero.simulator.trace import save_trace, trace_events
 
 __all__ = [
     "CostModel",
@@ -26,6 +28,9 @@ __all__ = [
     "StageShape",
     "StateLayout",
     "iteration_time_closed_form",
+    "plot_timeline",
+    "save_trace",
     "simulate",
     "split_batch",
+    "trace_events",
 ]

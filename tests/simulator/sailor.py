@@ -1,18 +1,21 @@
 """Read Sailor's measured plans and profiles as this package's plans, clusters and costs.
 
-What is modelled is how those runs were made, none of it fitted to their times: training in fp32 with
-states on every replica; blocking messages between stages, where every TP rank sends the whole hidden
-state forward and its share of the gradient back, which the receiving node gathers; gradients
-all-reduced around a ring after the last backward; no overlap.
+What is modelled is how those runs were made; nothing is fitted to their times. They trained in fp32
+with states on every replica. Messages between stages block both ends: every TP rank sends the whole
+hidden state forward and its share of the gradient back, which the receiving node gathers. Gradients
+are all-reduced around a ring after the last backward; nothing overlaps.
 
-Networks: `mit` nodes share one NIC between all their GPUs. Its RTX-3090 nodes were measured at
-1 Gb/s and hold any ring they stand in to that, but messages between stages can't have gone that way:
-eight full hidden states a micro-batch would alone take longer than the whole measured iteration. So
-point-to-point messages go at the best rate measured in that cluster, rings at their slowest
-member's.
+Two choices rest on a look at the measured runs rather than on the other files. `mit` nodes share
+one NIC between all their GPUs. Its RTX-3090 nodes were measured at 1 Gb/s and hold any ring they
+stand in to that, but messages between stages can't have gone that way: eight full hidden states a
+micro-batch would alone take longer than the whole measured iteration. So point-to-point messages
+go at the best rate measured in that cluster, rings at their slowest member's. And what a process
+holds besides tensors (`PROCESS_BYTES`, `ALLOCATOR_SLACK`) is round numbers that agree with the
+measured peaks.
 """
 
 import datetime
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -270,6 +273,7 @@ class _PlanBuilder:
         return len(self._nodes) - 1, 0
 
 
+@functools.cache
 def _load(name: str) -> Any:
     return json.loads((ROOT / name).read_text())
 
