@@ -1,0 +1,107 @@
+"""What goes into a checkpoint and what comes out of it, as one rank sees it.
+
+A rank saves the slices that it owns (`core.slices`), each with its optimizer state, and asks for
+the slices that it owns after the restart, whatever the plan and the world size are then.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint.manifest import CheckpointId, Scalar
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = ["CheckpointContent", "RestoredSlice", "SliceContent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceContent:
+    """One owned slice of a parameter with its optimizer state.
+
+    Raises:
+        CheckpointError: The weight's shape isn't that of the slice.
+    """
+
+    parameter: str
+    """Name of the parameter in the module."""
+    unit: int
+    """What it is filed under: its layer, -1 before the layers, `num_layers` after them."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    dim: int
+    """Dim along which it is cut."""
+    start: int
+    """First row of the slice along `dim`."""
+    stop: int
+    """One past its last row."""
+    weight: torch.Tensor
+    """The master copy of the slice, on any device."""
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer state; what has the slice's shape may be cut anew, anything else may not."""
+    whole_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Optimizer state that must never be cut, even where it has the slice's shape."""
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    """Optimizer state that is a plain number, text, boolean or None."""
+
+    def __post_init__(self) -> None:
+        if tuple(self.weight.shape) != self.slice_shape:
+            raise CheckpointError(
+                f"Slice [{self.start}, {self.stop}) of {self.parameter} {self.shape} along dim "
+                f"{self.dim} must have shape {self.slice_shape}, not {tuple(self.weight.shape)}."
+            )
+        twice = self.state.keys() & self.whole_state.keys()
+        if twice or "weight" in self.state or "weight" in self.whole_state:
+            raise CheckpointError(
+                f"Optimizer state of {self.parameter} uses the names {sorted(twice) or 'weight'} "
+                "twice; 'weight' is the slice itself."
+            )
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """Shape of the slice: the parameter's with the cut dim shortened."""
+        if not self.shape:
+            return ()
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointContent:
+    """Everything that one rank saves at a step boundary."""
+
+    id: CheckpointId
+    """Step and attempt, the same on all ranks."""
+    global_rank: int
+    """The rank that saves."""
+    world_size: int
+    """Number of ranks that save; the checkpoint is complete with the parts of all."""
+    num_layers: int
+    """Number of layers of the model, for the names of the units."""
+    slices: tuple[SliceContent, ...]
+    """What the rank owns."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Loops, LR schedulers, sampler, callbacks: the same on all ranks, rank 0's is kept.
+
+    `export` expects Lightning's names of a checkpoint's entries here, with parameter names in
+    `optimizer_states[i]["param_groups"][j]["params"]`.
+    """
+    rank_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What differs between ranks, such as random number generators."""
+    plan: ParallelPlan | None = None
+    """The plan that ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredSlice:
+    """What was asked for, on the CPU."""
+
+    parameter: str
+    """Name of the parameter."""
+    weight: torch.Tensor
+    """The slice."""
+    state: Mapping[str, torch.Tensor]
+    """Optimizer state: cut like the slice where it has its shape, else whole."""
+    scalars: Mapping[str, Scalar]
+    """Optimizer state that is a plain value."""

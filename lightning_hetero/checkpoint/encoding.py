@@ -1,0 +1,303 @@
+"""How a snapshot becomes files: safetensors with rows of the cut dim first, streamed in chunks.
+
+The header is written here rather than by the safetensors package because the package wants all
+tensors of a file at once, in memory and in their final layout; this needs one chunk. The files are
+ordinary safetensors files that the package reads.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint.blocks import BLOCK_BYTES, BlockChecksums, Buffer
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent
+from lightning_hetero.checkpoint.manifest import (
+    WEIGHT,
+    FileEntry,
+    PartManifest,
+    SliceEntry,
+    TensorEntry,
+    name_of_unit,
+)
+from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = [
+    "DTYPE_NAMES",
+    "SHARED_METADATA",
+    "FileBody",
+    "encode_metadata",
+    "encode_part",
+    "make_manifest",
+    "rank_metadata_name",
+]
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Spelling of each dtype in safetensors."""
+
+SHARED_METADATA = "metadata.pt"
+"""File with what is the same on all ranks; part 0 has it."""
+
+_CHUNK_BYTES = 4 << 20
+
+
+def rank_metadata_name(part: int) -> str:
+    """Return the name of the file with what is one rank's own."""
+    return f"rank-{part:05d}.pt"
+
+
+@dataclass(eq=False)
+class FileBody:
+    """The bytes of a file in chunks, as often as they are asked for."""
+
+    name: str
+    unit: int | None
+    header: bytes
+    tensors: Sequence[tuple[torch.Tensor, int]] = ()
+    """Each tensor with the dim that comes first in the file."""
+    _checksums: tuple[int, ...] | None = field(default=None, init=False)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(t.numel() * t.element_size() for t, _ in self.tensors)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        checksums = BlockChecksums(BLOCK_BYTES)
+        for chunk in self._chunks():
+            checksums.update(chunk)
+            yield chunk
+        self._checksums = checksums.finish()
+
+    def entry(self) -> FileEntry:
+        """Return the manifest's entry; computes the checksums unless a write already has."""
+        if self._checksums is None:
+            for _ in self:
+                pass
+        assert self._checksums is not None
+        return FileEntry(self.name, self.unit, self.size_bytes, self._checksums)
+
+    def _chunks(self) -> Iterable[Buffer]:
+        yield self.header
+        for tensor, dim in self.tensors:
+            rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
+            row_bytes = max(1, rows[:1].numel() * rows.element_size())
+            step = max(1, _CHUNK_BYTES // row_bytes)
+            for start in range(0, rows.shape[0], step):
+                flat = rows[start : start + step].reshape(-1).view(torch.uint8)
+                yield flat.numpy().data.toreadonly()
+
+
+def encode_part(
+    snapshot: Snapshot, metadata: Mapping[str, bytes]
+) -> tuple[list[FileBody], list[SliceEntry]]:
+    """Return the files of a part and the manifest's entries of its slices.
+
+    Args:
+        snapshot: What was copied.
+        metadata: Names and contents of the metadata files.
+    """
+    content = snapshot.content
+    bodies = [FileBody(name, None, data) for name, data in metadata.items()]
+    entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
+    for unit in sorted({item.unit for item in content.slices}):
+        members = [i for i, item in enumerate(content.slices) if item.unit == unit]
+        weights = [(i, WEIGHT) for i in members]
+        states = [
+            (i, key)
+            for i in members
+            for key in (*content.slices[i].state, *content.slices[i].whole_state)
+        ]
+        for kind, tensors in (("weights", weights), ("optimizer", states)):
+            if tensors:
+                unit_name = name_of_unit(unit, content.num_layers)
+                name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
+                bodies.append(_encode_file(name, unit, tensors, snapshot, entries))
+    slices = [
+        SliceEntry(
+            parameter=item.parameter,
+            unit=item.unit,
+            shape=tuple(item.shape),
+            dim=item.dim,
+            start=item.start,
+            stop=item.stop,
+            scalars=dict(item.scalars),
+            tensors=tuple(entries[i]),
+        )
+        for i, item in enumerate(content.slices)
+    ]
+    return bodies, slices
+
+
+def make_manifest(
+    content: CheckpointContent, bodies: Sequence[FileBody], slices: Sequence[SliceEntry]
+) -> PartManifest:
+    """Return the manifest of a part whose files have been written."""
+    return PartManifest(
+        id=content.id,
+        part=content.global_rank,
+        world_size=content.world_size,
+        num_layers=content.num_layers,
+        block_bytes=BLOCK_BYTES,
+        files=tuple(body.entry() for body in bodies),
+        slices=tuple(slices),
+        plan=None if content.plan is None else content.plan.to_dict(),
+        versions=_versions(),
+    )
+
+
+def encode_metadata(metadata: Mapping[str, Any], *, what: str) -> bytes:
+    """Return a file that `torch.load(weights_only=True)` reads.
+
+    Raises:
+        CheckpointError: An entry can't be read back that way; the message names it.
+    """
+    data = _save(dict(metadata))
+    if _load_error(data) is None:
+        return data
+    for key, value in metadata.items():
+        error = _load_error(_save(value))
+        if error is not None:
+            raise CheckpointError(
+                f"{what} entry {key!r} holds objects that torch.load(weights_only=True) refuses: "
+                f"{error}. Keep to tensors, numbers, texts, lists and dicts."
+            )
+    raise CheckpointError(f"{what} can't be read back: {_load_error(data)}.")
+
+
+def _save(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _load_error(data: bytes) -> str | None:
+    try:
+        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """One tensor of a file before the length of the header is known."""
+
+    index: int
+    key: str
+    full_key: str
+    tensor: torch.Tensor
+    by_rows: bool
+    dim: int
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _encode_file(
+    name: str,
+    unit: int,
+    keys: Sequence[tuple[int, str]],
+    snapshot: Snapshot,
+    entries: Mapping[int, list[TensorEntry]],
+) -> FileBody:
+    """Lay out one file; add an entry for each of its tensors to `entries`."""
+    places = list(_lay_out(keys, snapshot))
+    prefix = _safetensors_prefix(places, snapshot.content)
+    for place in places:
+        entries[place.index].append(
+            TensorEntry(
+                key=place.key,
+                file=name,
+                dtype=DTYPE_NAMES[place.tensor.dtype],
+                shape=place.shape,
+                by_rows=place.by_rows,
+                begin=len(prefix) + place.begin,
+                end=len(prefix) + place.end,
+            )
+        )
+    return FileBody(name, unit, prefix, [(place.tensor, place.dim) for place in places])
+
+
+def _lay_out(keys: Sequence[tuple[int, str]], snapshot: Snapshot) -> Iterator[_Place]:
+    position = 0
+    for index, key in keys:
+        item, tensor = snapshot.content.slices[index], snapshot.tensors[index, key]
+        full_key = item.parameter if key == WEIGHT else f"{item.parameter}/{key}"
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{full_key} has dtype {tensor.dtype}, which checkpoints don't keep. Use one of "
+                f"{[str(dtype) for dtype in DTYPE_NAMES]}."
+            )
+        by_rows = _is_cut_by_rows(item, key, tensor)
+        dim = item.dim if by_rows and tensor.ndim else 0
+        size = tensor.numel() * tensor.element_size()
+        yield _Place(
+            index=index,
+            key=key,
+            full_key=full_key,
+            tensor=tensor,
+            by_rows=by_rows,
+            dim=dim,
+            shape=tuple(tensor.movedim(dim, 0).shape) if tensor.ndim else (),
+            begin=position,
+            end=position + size,
+        )
+        position += size
+
+
+def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
+    if key in item.whole_state:
+        return False
+    # A parameter without dims is one row; state without dims is a count that every slice shares.
+    return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
+
+
+def _safetensors_prefix(places: Sequence[_Place], content: CheckpointContent) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"rows": _describe_rows(places, content)}}
+    for place in places:
+        header[place.full_key] = {
+            "dtype": DTYPE_NAMES[place.tensor.dtype],
+            "shape": list(place.shape),
+            "data_offsets": [place.begin, place.end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _describe_rows(places: Sequence[_Place], content: CheckpointContent) -> str:
+    """Say for people which rows [start, stop) of which dim, that dim first, the tensors are."""
+    cuts = {}
+    for place in places:
+        item = content.slices[place.index]
+        cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
+    return json.dumps(cuts)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("lightning-hetero", "lightning", "torch", "safetensors"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return versions

@@ -1,0 +1,176 @@
+"""How layer-wise checkpoints become plain Lightning ones and the other way round.
+
+Export puts all slices together into one file with `state_dict`, `optimizer_states` and whatever the
+metadata holds, which `LightningModule.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` on one
+device read. Optimizer state is keyed by parameter names here and by running numbers there.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint.content import RestoredSlice
+from lightning_hetero.checkpoint.inventory import complete_checkpoints, take_inventory
+from lightning_hetero.checkpoint.recovery import Recovered, recover
+from lightning_hetero.checkpoint.resharding import SliceNeed
+from lightning_hetero.checkpoint.tiers import Tier, read_manifest
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["consolidate", "export_checkpoint", "restore_from_lightning", "whole_needs"]
+
+
+def whole_needs(tiers: Sequence[Tier], *, step: int | None = None) -> list[SliceNeed]:
+    """Return every parameter of the newest complete checkpoint (or of `step`), whole.
+
+    Raises:
+        CheckpointError: There is no such checkpoint.
+    """
+    inventory = take_inventory(tiers, node="node")
+    complete = complete_checkpoints(inventory)
+    wanted = [item for item in complete if step is None or item.step == step]
+    if not wanted:
+        what = (
+            "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        )
+        raise CheckpointError(
+            f"There is {what} in {', '.join(map(str, tiers))}; complete are steps "
+            f"{[item.step for item in complete] or 'none'}."
+        )
+    needs: dict[str, SliceNeed] = {}
+    seen: set[int] = set()
+    for held in inventory.held:
+        if held.id != wanted[0] or held.part in seen:
+            continue
+        store = next(t.store for t in tiers if t.kind is held.holder.kind)
+        for item in read_manifest(store, held.id, held.part).slices:
+            rows = item.shape[item.dim] if item.shape else 1
+            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
+            needs.setdefault(item.parameter, need)
+        seen.add(held.part)
+    return [needs[name] for name in sorted(needs)]
+
+
+def consolidate(recovered: Recovered) -> dict[str, Any]:
+    """Return a plain Lightning checkpoint of a state whose slices are whole parameters."""
+    checkpoint: dict[str, Any] = dict(recovered.metadata)
+    by_name = {item.parameter: item for item in recovered.slices}
+    # Buffers and whatever else isn't sliced come with the metadata.
+    checkpoint["state_dict"] = dict(checkpoint.get("state_dict", {})) | {
+        name: item.weight for name, item in by_name.items()
+    }
+    optimizers = checkpoint.get("optimizer_states")
+    if optimizers is not None:
+        checkpoint["optimizer_states"] = [_by_number(item, by_name) for item in optimizers]
+    checkpoint.setdefault("global_step", recovered.id.step)
+    checkpoint.setdefault("epoch", 0)
+    return checkpoint
+
+
+def export_checkpoint(
+    tiers: Sequence[Tier], path: str | Path, *, step: int | None = None
+) -> Recovered:
+    """Write one consolidated file, in one go or not at all.
+
+    Args:
+        tiers: Where the parts are.
+        path: The file to write.
+        step: Which step; the newest complete one if None.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it can't be read, or the file not written.
+    """
+    recovered = recover(whole_needs(tiers, step=step), tiers, step=step)
+    assert recovered is not None
+    checkpoint = consolidate(recovered)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"{recovered.id} has no 'pytorch-lightning_version' in its metadata, so "
+            "Lightning can't read an export of it. It was saved without a Trainer."
+        )
+    target = Path(path)
+    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        with temporary.open("xb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"Can't write {target}: {error}") from error
+    return recovered
+
+
+def restore_from_lightning(
+    checkpoint: Mapping[str, Any],
+    needs: Sequence[SliceNeed],
+    *,
+    optimizer_parameters: Sequence[Sequence[str]] = (),
+) -> tuple[RestoredSlice, ...]:
+    """Cut the slices that a rank owns out of a plain Lightning checkpoint.
+
+    Args:
+        checkpoint: What `torch.load` returned; may be memory-mapped.
+        needs: What this rank owns.
+        optimizer_parameters: For each optimizer its parameters' names, in the order of its groups.
+
+    Raises:
+        CheckpointError: A parameter is missing or has another shape.
+    """
+    states: dict[str, Mapping[str, Any]] = {}
+    for names, optimizer in zip(
+        optimizer_parameters, checkpoint.get("optimizer_states", ()), strict=False
+    ):
+        for number, state in optimizer["state"].items():
+            states[names[number]] = state
+    return tuple(
+        _cut(checkpoint["state_dict"], states.get(need.parameter, {}), need) for need in needs
+    )
+
+
+def _cut(
+    state_dict: Mapping[str, torch.Tensor], state: Mapping[str, Any], need: SliceNeed
+) -> RestoredSlice:
+    weight = state_dict.get(need.parameter)
+    if weight is None or tuple(weight.shape) != need.shape:
+        found = "no such parameter" if weight is None else f"shape {tuple(weight.shape)}"
+        raise CheckpointError(
+            f"The model has {need.parameter} of shape {need.shape}; the checkpoint has {found}."
+        )
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) != need.shape or not need.shape:
+            return tensor.clone()
+        return tensor.narrow(need.dim, need.start, need.stop - need.start).clone()
+
+    return RestoredSlice(
+        parameter=need.parameter,
+        weight=cut(weight),
+        state={k: cut(v) for k, v in state.items() if isinstance(v, torch.Tensor)},
+        scalars={k: v for k, v in state.items() if not isinstance(v, torch.Tensor)},
+    )
+
+
+def _by_number(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]) -> dict[str, Any]:
+    """Return one optimizer's `state_dict` with running numbers in place of names."""
+    groups, state, number = [], {}, 0
+    for group in optimizer["param_groups"]:
+        names = group["params"]
+        numbers = list(range(number, number + len(names)))
+        groups.append({**group, "params": numbers})
+        for index, name in zip(numbers, names, strict=True):
+            if name not in slices:
+                raise CheckpointError(
+                    f"The metadata's optimizer_states name the parameter {name!r}, which the "
+                    "checkpoint doesn't hold."
+                )
+            item = slices[name]
+            values = {**item.state, **item.scalars}
+            if values:
+                state[index] = values
+        number += len(names)
+    return {**optimizer, "state": state, "param_groups": groups}

@@ -1,0 +1,202 @@
+"""Stand-ins for stores and peers, for tests and benchmarks: in memory, slow, or broken on cue."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self
+
+from lightning_hetero.checkpoint.blocks import Buffer
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.core.errors import PeerError
+
+__all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore"]
+
+_PIECE_BYTES = 256 << 10
+
+
+class MemoryStore:
+    """Files in a dict, with room for `capacity_bytes`."""
+
+    def __init__(self, name: str = "memory", *, capacity_bytes: int | None = None) -> None:
+        self.files: dict[str, bytes] = {}
+        self._name = name
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Keep a copy; OSError(ENOSPC) when full."""
+        data = b"".join(chunks)
+        with self._lock:
+            others = sum(len(v) for k, v in self.files.items() if k != name)
+            if self._capacity_bytes is not None and others + len(data) > self._capacity_bytes:
+                raise OSError(28, "No space left on device", name)
+            self.files[name] = data
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop)."""
+        try:
+            return self.files[name][start:stop]
+        except KeyError:
+            raise FileNotFoundError(2, "No such file", name) from None
+
+    def list(self) -> dict[str, int]:
+        """Return names and sizes."""
+        with self._lock:
+            return {name: len(data) for name, data in self.files.items()}
+
+    def remove(self, name: str) -> None:
+        """Forget a file."""
+        with self._lock:
+            self.files.pop(name, None)
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class Throttle:
+    """A link or device of limited bandwidth that several users share."""
+
+    def __init__(self, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def pass_through(self, num_bytes: int) -> None:
+        """Return when that many bytes have got through, first come first served."""
+        with self._lock:
+            start_s = max(self._free_at_s, self._clock())
+            self._free_at_s = start_s + num_bytes / self._bytes_per_s
+            wake_s = self._free_at_s
+        time.sleep(max(0.0, wake_s - self._clock()))
+
+
+class ThrottledStore:
+    """A store behind a throttle, which other stores may share."""
+
+    def __init__(self, store: Store, throttle: Throttle) -> None:
+        self._store = store
+        self._throttle = throttle
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write as fast as the throttle lets chunks pass."""
+
+        def slow() -> Iterator[Buffer]:
+            for chunk in chunks:
+                self._throttle.pass_through(len(chunk))
+                yield chunk
+
+        self._store.write(name, slow())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read, then wait until the bytes have got through."""
+        data = self._store.read(name, start, stop)
+        for position in range(0, len(data), _PIECE_BYTES):
+            self._throttle.pass_through(len(data[position : position + _PIECE_BYTES]))
+        return data
+
+    def list(self) -> dict[str, int]:
+        """List without delay."""
+        return self._store.list()
+
+    def remove(self, name: str) -> None:
+        """Remove without delay."""
+        self._store.remove(name)
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+
+class FaultyStore:
+    """A store that calls `before(verb, name)` first; what that raises is the store's answer.
+
+    For a write it is called twice: as "write" before the first byte and as "commit" when all bytes
+    are written but the file doesn't exist yet.
+    """
+
+    def __init__(self, store: Store, before: Callable[[str, str], None]) -> None:
+        self._store = store
+        self._before = before
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write unless `before` raises."""
+        self._before("write", name)
+
+        def watched() -> Iterator[Buffer]:
+            yield from chunks
+            self._before("commit", name)
+
+        self._store.write(name, watched())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read unless `before` raises."""
+        self._before("read", name)
+        return self._store.read(name, start, stop)
+
+    def list(self) -> dict[str, int]:
+        """List unless `before` raises."""
+        self._before("list", "")
+        return self._store.list()
+
+    def remove(self, name: str) -> None:
+        """Remove unless `before` raises."""
+        self._before("remove", name)
+        self._store.remove(name)
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+
+class MemoryTransport:
+    """Ranks that are threads of one process; make them all with `create`."""
+
+    def __init__(
+        self,
+        global_rank: int,
+        mailboxes: list[list["queue.Queue[bytes]"]],
+        throttles: list[Throttle] | None,
+        timeout_s: float,
+    ) -> None:
+        self.global_rank = global_rank
+        self.world_size = len(mailboxes)
+        self._mailboxes = mailboxes
+        self._throttles = throttles
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def create(
+        cls, world_size: int, *, bytes_per_s: float | None = None, timeout_s: float = 60.0
+    ) -> list[Self]:
+        """Return one transport for each rank; `bytes_per_s` limits what each rank sends."""
+        mailboxes: list[list[queue.Queue[bytes]]] = [
+            [queue.Queue() for _ in range(world_size)] for _ in range(world_size)
+        ]
+        throttles = None if bytes_per_s is None else [
+            Throttle(bytes_per_s) for _ in range(world_size)
+        ]  # fmt: skip
+        return [cls(rank, mailboxes, throttles, timeout_s) for rank in range(world_size)]
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Exchange with every rank."""
+        for destination in range(self.world_size):
+            self._put(data, destination)
+        return [self.receive(source) for source in range(self.world_size)]
+
+    def send(self, data: bytes, destination: int) -> None:
+        """Hand the bytes over."""
+        if self._throttles is not None:
+            self._throttles[self.global_rank].pass_through(len(data))
+        self._put(data, destination)
+
+    def receive(self, source: int) -> bytes:
+        """Take the next bytes from a rank; PeerError after the timeout."""
+        try:
+            return self._mailboxes[source][self.global_rank].get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise PeerError(
+                f"Rank {self.global_rank} got nothing from rank {source} in {self._timeout_s} s."
+            ) from None
+
+    def _put(self, data: bytes, destination: int) -> None:
+        self._mailboxes[self.global_rank][destination].put(data)

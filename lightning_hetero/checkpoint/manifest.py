@@ -1,0 +1,260 @@
+"""What one rank's part of a checkpoint consists of: files, byte ranges, checksums.
+
+A checkpoint is a folder `step-<step>-<attempt>`, to which every rank adds one *part*: for each
+*unit* (a layer, or what lies before or after the layers) one safetensors file with the weights that
+it owns and one with their optimizer state, small files with metadata, and last of all its manifest.
+A part without a valid manifest does not exist; a checkpoint is complete once the parts of all ranks
+are. So no rank waits for another one while it writes, and a folder with parts of one crash more
+never looks whole (AutoHet §IV-B.1).
+
+Rows of the cut dim come first in the stored tensors, so that any interval of rows, which is what
+another plan or tensor-parallel degree asks for, is one byte range.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = [
+    "WEIGHT",
+    "CheckpointId",
+    "FileEntry",
+    "PartManifest",
+    "Scalar",
+    "SliceEntry",
+    "TensorEntry",
+    "manifest_name",
+    "name_of_unit",
+    "parse_manifest_name",
+]
+
+Scalar = float | int | bool | str | None
+"""Optimizer state that JSON can hold."""
+
+WEIGHT = "weight"
+"""Key of the slice itself among its tensors."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class CheckpointId:
+    """Which checkpoint: the later step is the newer one, at equal steps the later attempt."""
+
+    step: int
+    attempt: int = 0
+    """Number of the run that saved it: parts of two runs at one step never mix."""
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder in every tier; sorts by age."""
+        return f"step-{self.step:012d}-{self.attempt:06d}"
+
+    @classmethod
+    def parse(cls, folder: str) -> Self | None:
+        """Return what `folder` names, or None."""
+        match = re.fullmatch(r"step-(\d{12,})-(\d{6,})", folder)
+        return None if match is None else cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"step {self.step}" + (f" (attempt {self.attempt})" if self.attempt else "")
+
+
+def manifest_name(checkpoint: CheckpointId, part: int) -> str:
+    """Return the name of a part's manifest in a store."""
+    return f"{checkpoint.folder}/part-{part:05d}.json"
+
+
+def parse_manifest_name(name: str) -> tuple[CheckpointId, int] | None:
+    """Return the checkpoint and part whose manifest has this name, or None."""
+    folder, _, leaf = name.rpartition("/")
+    match = re.fullmatch(r"part-(\d{5,})\.json", leaf)
+    checkpoint = CheckpointId.parse(folder)
+    return None if match is None or checkpoint is None else (checkpoint, int(match[1]))
+
+
+def name_of_unit(unit: int, num_layers: int) -> str:
+    """Return how files and messages call a unit."""
+    if unit < 0:
+        return "before"
+    return "after" if unit >= num_layers else f"layer-{unit:04d}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a slice and where its bytes are."""
+
+    key: str
+    """`WEIGHT` or the name of an optimizer state."""
+    file: str
+    """Name of the file inside the checkpoint's folder."""
+    dtype: str
+    """As safetensors spells it, such as "F32"."""
+    shape: tuple[int, ...]
+    """Shape as stored: rows of the cut dim first if `by_rows`."""
+    by_rows: bool
+    """Whether an interval of the slice's rows may be taken; else all of it or nothing."""
+    begin: int
+    """First byte in the file."""
+    end: int
+    """One past the last byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceEntry:
+    """Rows [start, stop) of a parameter along `dim`, with all their tensors."""
+
+    parameter: str
+    unit: int
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    dim: int
+    start: int
+    stop: int
+    scalars: Mapping[str, Scalar]
+    tensors: tuple[TensorEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a part; every block of it has a checksum, so that it can be read in part."""
+
+    name: str
+    """Name inside the checkpoint's folder."""
+    unit: int | None
+    """The unit it belongs to, None for metadata."""
+    size_bytes: int
+    checksums: tuple[int, ...]
+    """CRC-32 of each block of `block_bytes`; the last block may be shorter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartManifest:
+    """All that one rank saved, and under which plan."""
+
+    id: CheckpointId
+    part: int
+    """The global rank that saved it."""
+    world_size: int
+    """Number of parts of a complete checkpoint."""
+    num_layers: int
+    block_bytes: int
+    """Bytes that one checksum covers."""
+    files: tuple[FileEntry, ...]
+    slices: tuple[SliceEntry, ...]
+    plan: Mapping[str, Any] | None
+    """The plan that ran, as `ParallelPlan.to_dict` gives it."""
+    versions: Mapping[str, str]
+    """Packages that wrote it."""
+
+    def file(self, name: str) -> FileEntry:
+        """Return the entry of a file; CheckpointError if the part has no such file."""
+        for entry in self.files:
+            if entry.name == name:
+                return entry
+        raise CheckpointError(f"Part {self.part} of {self.id} has no file {name}.")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size_bytes for entry in self.files)
+
+    def encode(self) -> bytes:
+        """Return the manifest as JSON text that carries its own checksum."""
+        body = _canonical(
+            {
+                "format": _FORMAT,
+                "step": self.id.step,
+                "attempt": self.id.attempt,
+                "part": self.part,
+                "world_size": self.world_size,
+                "num_layers": self.num_layers,
+                "block_bytes": self.block_bytes,
+                "files": [
+                    [f.name, f.unit, f.size_bytes, "".join(f"{c:08x}" for c in f.checksums)]
+                    for f in self.files
+                ],
+                "slices": [_slice_to_json(item) for item in self.slices],
+                "plan": self.plan,
+                "versions": dict(self.versions),
+            }
+        )
+        return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body), body)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Parse what `encode` returns.
+
+        Raises:
+            CheckpointError: It is torn, altered, or of another format.
+        """
+        try:
+            outer = json.loads(data)
+            body = outer["manifest"]
+            if f"{zlib.crc32(_canonical(body)):08x}" != outer["crc32"]:
+                raise CheckpointError("The checkpoint's manifest doesn't match its own checksum.")
+            if body["format"] != _FORMAT:
+                raise CheckpointError(
+                    f"The checkpoint's manifest has format {body['format']}; this version of "
+                    f"lightning_hetero reads format {_FORMAT}. Install the version that wrote it: "
+                    f"{body.get('versions')}."
+                )
+            return cls(
+                id=CheckpointId(body["step"], body["attempt"]),
+                part=body["part"],
+                world_size=body["world_size"],
+                num_layers=body["num_layers"],
+                block_bytes=body["block_bytes"],
+                files=tuple(
+                    FileEntry(name, unit, size, _checksums(text))
+                    for name, unit, size, text in body["files"]
+                ),
+                slices=tuple(_slice_from_json(item) for item in body["slices"]),
+                plan=body["plan"],
+                versions=body["versions"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"The checkpoint's manifest is torn: {error!r}.") from error
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _checksums(text: str) -> tuple[int, ...]:
+    return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
+
+
+def _slice_to_json(item: SliceEntry) -> dict[str, Any]:
+    return {
+        "parameter": item.parameter,
+        "unit": item.unit,
+        "shape": list(item.shape),
+        "cut": [item.dim, item.start, item.stop],
+        "scalars": dict(item.scalars),
+        "tensors": [
+            [t.key, t.file, t.dtype, list(t.shape), t.by_rows, t.begin, t.end] for t in item.tensors
+        ],
+    }
+
+
+def _slice_from_json(data: Mapping[str, Any]) -> SliceEntry:
+    dim, start, stop = data["cut"]
+    return SliceEntry(
+        parameter=data["parameter"],
+        unit=data["unit"],
+        shape=tuple(data["shape"]),
+        dim=dim,
+        start=start,
+        stop=stop,
+        scalars=data["scalars"],
+        tensors=tuple(
+            TensorEntry(key, file, dtype, tuple(shape), by_rows, begin, end)
+            for key, file, dtype, shape, by_rows, begin, end in data["tensors"]
+        ),
+    )

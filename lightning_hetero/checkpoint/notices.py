@@ -1,0 +1,282 @@
+"""Whether this machine is about to be taken away, as AWS, GCP, Azure or a signal says.
+
+A notice only says so. What to do about it (agree at a step boundary, snapshot, leave) is decided
+elsewhere. `NoticeWatcher` asks from a thread, so that no training step waits for a metadata server.
+"""
+
+import json
+import logging
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
+
+__all__ = [
+    "AwsSpotNotice",
+    "AzureScheduledEvents",
+    "GcpPreemptionNotice",
+    "Notice",
+    "NoticeWatcher",
+    "PreemptionNotice",
+    "SigtermNotice",
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """This machine will go."""
+
+    reason: str
+    """What the provider said."""
+    at: datetime | None = None
+    """When, as far as it is known; with a time zone."""
+
+
+class PreemptionNotice(Protocol):
+    """Something that knows whether this machine will be taken away."""
+
+    def pending(self) -> Notice | None:
+        """Return the notice, or None; OSError if nobody answers."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Refuse: a metadata server never redirects, so the answer isn't from one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Endpoint:
+    """HTTP on a link-local metadata server, past any proxy."""
+
+    base_url: str
+    timeout_s: float
+
+    def request(self, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
+        """Return the body; None if there is nothing at that path (404); OSError otherwise."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
+        request = urllib.request.Request(
+            self.base_url.rstrip("/") + path, headers=dict(headers), method=method
+        )
+        try:
+            with opener.open(request, timeout=self.timeout_s) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == 404:
+                return None
+            raise OSError(f"{request.full_url} answered {error.code}") from error
+
+
+class AwsSpotNotice:
+    """EC2 spot: /latest/meta-data/spot/instance-action, two minutes ahead (IMDSv2)."""
+
+    def __init__(self, *, base_url: str = "http://169.254.169.254", timeout_s: float = 1.0) -> None:
+        self._endpoint = _Endpoint(base_url=base_url, timeout_s=timeout_s)
+        self._token = ""
+        self._token_until_s = 0.0
+
+    def pending(self) -> Notice | None:
+        """Return the interruption if one is scheduled."""
+        body = self._endpoint.request(
+            "/latest/meta-data/spot/instance-action",
+            {"X-aws-ec2-metadata-token": self._fresh_token()},
+        )
+        if body is None:
+            return None
+        try:
+            action = json.loads(body)
+            return Notice(reason=f"EC2 spot {action['action']}", at=_parse_iso(action["time"]))
+        except (ValueError, KeyError, TypeError):
+            # The path exists only when the instance will go, so a body that can't be read counts.
+            return Notice(reason=f"EC2 spot: {body}")
+
+    def _fresh_token(self) -> str:
+        lifetime_s = 21600
+        if time.monotonic() >= self._token_until_s:
+            token = self._endpoint.request(
+                "/latest/api/token",
+                {"X-aws-ec2-metadata-token-ttl-seconds": str(lifetime_s)},
+                method="PUT",
+            )
+            if token is None:
+                raise OSError("The EC2 metadata server gave no token.")
+            self._token = token
+            self._token_until_s = time.monotonic() + lifetime_s / 2
+        return self._token
+
+
+class GcpPreemptionNotice:
+    """GCE: /computeMetadata/v1/instance/preempted turns TRUE, thirty seconds ahead."""
+
+    def __init__(
+        self, *, base_url: str = "http://metadata.google.internal", timeout_s: float = 1.0
+    ) -> None:
+        self._endpoint = _Endpoint(base_url=base_url, timeout_s=timeout_s)
+
+    def pending(self) -> Notice | None:
+        """Return the preemption if it has been announced."""
+        body = self._endpoint.request(
+            "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
+        )
+        if body is not None and body.strip().upper() == "TRUE":
+            return Notice(reason="GCE preemption")
+        return None
+
+
+class AzureScheduledEvents:
+    """Azure: Preempt and Terminate events of this machine, half a minute ahead."""
+
+    def __init__(
+        self,
+        *,
+        base_url: str = "http://169.254.169.254",
+        timeout_s: float = 1.0,
+        machine: str | None = None,
+        event_types: Sequence[str] = ("Preempt", "Terminate"),
+    ) -> None:
+        """Watch for events.
+
+        Args:
+            base_url: The metadata server.
+            timeout_s: Seconds to wait for its answer; the first one may take two minutes.
+            machine: Name of this virtual machine; None takes events of any in the placement group.
+            event_types: Kinds of events that count.
+        """
+        self._endpoint = _Endpoint(base_url=base_url, timeout_s=timeout_s)
+        self._machine = machine
+        self._event_types = frozenset(event_types)
+
+    def pending(self) -> Notice | None:
+        """Return the first event that takes this machine away."""
+        body = self._endpoint.request(
+            "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
+        )
+        try:
+            events = json.loads(body or "{}").get("Events", [])
+        except (ValueError, AttributeError) as error:
+            raise OSError(f"Azure's scheduled events can't be read: {body!r}") from error
+        for event in events:
+            concerned = self._machine is None or self._machine in event.get("Resources", ())
+            if concerned and event.get("EventType") in self._event_types:
+                return Notice(
+                    reason=f"Azure {event['EventType']}", at=_parse_http(event.get("NotBefore"))
+                )
+        return None
+
+
+class SigtermNotice:
+    """SIGTERM to this process; make it in the main thread and undo it with `restore`."""
+
+    def __init__(self) -> None:
+        self._received = threading.Event()
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
+
+    def pending(self) -> Notice | None:
+        """Return a notice once the signal has come."""
+        return Notice(reason="SIGTERM") if self._received.is_set() else None
+
+    def restore(self) -> None:
+        """Put the earlier handler back."""
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received.set()
+        if callable(self._previous):
+            self._previous(number, frame)
+
+
+class NoticeWatcher:
+    """Asks from a daemon thread and keeps the first notice; a context that ends the thread."""
+
+    def __init__(
+        self,
+        notices: Sequence[PreemptionNotice],
+        *,
+        interval_s: float = 2.0,
+        on_notice: Callable[[Notice], None] | None = None,
+    ) -> None:
+        """Watch.
+
+        Args:
+            notices: Whom to ask.
+            interval_s: Seconds between rounds.
+            on_notice: Called once, from the watching thread.
+        """
+        self._notices = tuple(notices)
+        self._interval_s = interval_s
+        self._on_notice = on_notice
+        self._found: Notice | None = None
+        self._ended = threading.Event()
+        self._silent: set[int] = set()
+        self._thread = threading.Thread(target=self._watch, name="preemption-notice", daemon=True)
+
+    def start(self) -> None:
+        """Start asking."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def pending(self) -> Notice | None:
+        """Return the first notice found so far; never waits for a server."""
+        return self._found
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _watch(self) -> None:
+        while not self._ended.is_set() and self._found is None:
+            for index, notice in enumerate(self._notices):
+                found = self._ask(index, notice)
+                if found is not None:
+                    self._found = found
+                    _log.warning("This machine will go: %s, at %s", found.reason, found.at)
+                    if self._on_notice is not None:
+                        self._on_notice(found)
+                    return
+            self._ended.wait(self._interval_s)
+
+    def _ask(self, index: int, notice: PreemptionNotice) -> Notice | None:
+        try:
+            found = notice.pending()
+        except OSError as error:
+            # Once is enough: off the cloud this would fill the log.
+            if index not in self._silent:
+                _log.warning("%s doesn't answer: %s", type(notice).__name__, error)
+                self._silent.add(index)
+            return None
+        self._silent.discard(index)
+        return found
+
+
+def _parse_iso(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _parse_http(text: Any) -> datetime | None:
+    """Parse "Mon, 19 Sep 2016 18:29:47 GMT"; None if the event has begun or the text is odd."""
+    try:
+        return parsedate_to_datetime(text).astimezone(UTC)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,347 @@
+"""How the ranks of a run get their state back, together.
+
+1. Every rank reports what its node's tiers hold; the newest complete checkpoint is chosen.
+2. Its manifests are shared; every rank says which byte ranges it needs.
+3. All ranks compute the same table of fetches and carry it out: own memory, own disk and the remote
+   store by threads, peers by sends and receives in the table's order. Every block's checksum is
+   compared before it counts.
+4. What failed is shared; the sources that failed are struck off and step 3 is repeated with what is
+   missing. Where no source is left, the next older complete checkpoint is tried.
+
+Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+from lightning_hetero.checkpoint.assembly import Assembly, RankNeeds
+from lightning_hetero.checkpoint.content import RestoredSlice
+from lightning_hetero.checkpoint.fetching import Failure, Fetcher
+from lightning_hetero.checkpoint.inventory import (
+    REMOTE_NODE,
+    Holder,
+    Inventory,
+    complete_checkpoints,
+    holders_of_files,
+    take_inventory,
+)
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.recovery_plan import (
+    CHUNK_BYTES,
+    FileRange,
+    Source,
+    plan_fetches,
+)
+from lightning_hetero.checkpoint.resharding import SliceNeed
+from lightning_hetero.checkpoint.tiers import Tier, TierKind, read_manifest
+from lightning_hetero.checkpoint.transport import SoloTransport, Transport
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = ["Recovered", "RecoveryReport", "next_attempt", "recover"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """What a recovery did, for the log line after a restart."""
+
+    id: CheckpointId
+    """The checkpoint that was taken."""
+    bytes_by_source: Mapping[Source, int]
+    """Bytes that this rank got from each kind of source, whole blocks counted."""
+    seconds: Mapping[str, float]
+    """Wall time of the phases "inventory", "manifests", "fetch"."""
+    failures: tuple[str, ...]
+    """Sources that were struck off, and why."""
+    skipped: tuple[str, ...]
+    """Newer checkpoints that couldn't be used, and why."""
+    attempt: int
+    """Attempt number for the checkpoints that this run saves."""
+
+    def __str__(self) -> str:
+        sources = ", ".join(
+            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
+            for source, count in sorted(self.bytes_by_source.items())
+        )
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        text = f"recovered {self.id}: {sources or 'nothing needed'}; {phases}"
+        if self.failures:
+            text += f"; {len(self.failures)} sources failed"
+        if self.skipped:
+            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One rank's state."""
+
+    id: CheckpointId
+    """The checkpoint that it is of."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """What was asked for, in that order."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """What this rank saved for itself; None if another number of ranks saved the checkpoint."""
+    report: RecoveryReport
+
+
+@dataclass
+class _Session:
+    """What stays the same while the ranks try checkpoint after checkpoint."""
+
+    tiers: Sequence[Tier]
+    transport: Transport
+    node_of_rank: list[str]
+    inventory: Inventory
+    chunk_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def store_of(self, holder: Holder) -> Tier | None:
+        """Return the tier behind a holder that this rank reaches."""
+        node = self.node_of_rank[self.transport.global_rank]
+        if holder.node not in (REMOTE_NODE, node):
+            return None
+        return next((tier for tier in self.tiers if tier.kind is holder.kind), None)
+
+
+def recover(
+    needs: Sequence[SliceNeed],
+    tiers: Sequence[Tier],
+    *,
+    node: str = "node",
+    transport: Transport | None = None,
+    step: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Recovered | None:
+    """Restore the newest complete checkpoint; every rank calls it. Communicates.
+
+    Args:
+        needs: What this rank owns from now on.
+        tiers: This node's tiers and the remote one.
+        node: Name of this rank's node; equal on ranks that share the local tiers.
+        transport: The other ranks; None if there are none.
+        step: Take this step and no other.
+        chunk_bytes: Bytes that are read and sent at a time.
+
+    Returns:
+        The state, or None if there is no complete checkpoint at all.
+
+    Raises:
+        CheckpointError: Checkpoints exist but none can be read, or `step` doesn't exist; all ranks
+            raise it.
+        PeerError: Another rank is gone.
+    """
+    session = _open_session(tiers, node, transport or SoloTransport(), chunk_bytes)
+    complete = complete_checkpoints(session.inventory)
+    wanted = [item for item in complete if step is None or item.step == step]
+    if not wanted and step is not None:
+        raise CheckpointError(
+            f"There is no complete checkpoint of step {step}; complete are "
+            f"{[item.step for item in complete] or 'none'}. Looked in {_places(session)}."
+        )
+    skipped: list[str] = []
+    for checkpoint in wanted:
+        try:
+            return _recover_from(session, checkpoint, needs, skipped)
+        except _ExhaustedError as error:
+            _log.warning("%s can't be used: %s", checkpoint, error)
+            skipped.append(f"{checkpoint}: {error}")
+    if skipped:
+        raise CheckpointError(" ".join(skipped))
+    return None
+
+
+def next_attempt(inventory: Inventory) -> int:
+    """Return an attempt number above that of every checkpoint there is."""
+    return 1 + max((held.id.attempt for held in inventory.held), default=-1)
+
+
+class _ExhaustedError(CheckpointError):
+    """No source is left for something; all ranks raise it at the same point."""
+
+
+def _open_session(
+    tiers: Sequence[Tier], node: str, transport: Transport, chunk_bytes: int
+) -> _Session:
+    start_s = time.perf_counter()
+    own = [t for t in tiers if t.kind is not TierKind.REMOTE or transport.global_rank == 0]
+    report = take_inventory(own, node=node)
+    gathered = transport.all_gather(node.encode() + b"\n" + report.encode())
+    nodes, reports = zip(*(data.split(b"\n", 1) for data in gathered), strict=True)
+    inventory = Inventory.merge(Inventory.decode(data) for data in reports)
+    for text in inventory.broken:
+        _log.warning("Not counted as a checkpoint: %s", text)
+    names = [name.decode() for name in nodes]
+    session = _Session(tiers, transport, names, inventory, chunk_bytes)
+    session.seconds["inventory"] = time.perf_counter() - start_s
+    return session
+
+
+def _recover_from(
+    session: _Session, checkpoint: CheckpointId, needs: Sequence[SliceNeed], skipped: list[str]
+) -> Recovered:
+    start_s = time.perf_counter()
+    manifests = _share_manifests(session, checkpoint)
+    assembly, ranges = _share_needs(session, manifests, needs)
+    session.seconds["manifests"] = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    fetcher, failures = _fetch_all(session, checkpoint, manifests, assembly, ranges)
+    session.seconds["fetch"] = time.perf_counter() - start_s
+    first = manifests[0]
+    slices, metadata, rank_metadata = assembly.finish()
+    return Recovered(
+        id=checkpoint,
+        world_size=first.world_size,
+        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
+        slices=slices,
+        metadata=metadata,
+        rank_metadata=rank_metadata,
+        report=RecoveryReport(
+            id=checkpoint,
+            bytes_by_source=dict(fetcher.bytes_by_source),
+            seconds=dict(session.seconds),
+            failures=tuple(failures),
+            skipped=tuple(skipped),
+            attempt=next_attempt(session.inventory),
+        ),
+    )
+
+
+def _share_manifests(session: _Session, checkpoint: CheckpointId) -> dict[int, PartManifest]:
+    """Let the lowest rank that reaches a part's manifest read it for all."""
+    mine: list[str] = []
+    rank = session.transport.global_rank
+    for part, holders in sorted(_holders_of_parts(session, checkpoint).items()):
+        if _reader_of_manifest(session, part, holders) == rank:
+            text = _read_any(session, checkpoint, part, holders)
+            if text is not None:
+                mine.append(text)
+    manifests: dict[int, PartManifest] = {}
+    for data in session.transport.all_gather(json.dumps(mine).encode()):
+        for text in json.loads(data):
+            manifest = PartManifest.decode(text.encode())
+            manifests[manifest.part] = manifest
+    world_size = next((m.world_size for m in manifests.values()), 1)
+    lost = sorted(set(range(world_size)) - set(manifests))
+    if lost:
+        raise _ExhaustedError(
+            f"The manifests of parts {lost} became unreadable. Looked in {_places(session)}."
+        )
+    return manifests
+
+
+def _holders_of_parts(session: _Session, checkpoint: CheckpointId) -> dict[int, list[Holder]]:
+    holders: dict[int, list[Holder]] = {}
+    for held in session.inventory.held:
+        if held.id == checkpoint:
+            holders.setdefault(held.part, []).append(held.holder)
+    return {part: sorted(items, key=lambda h: (h.kind, h.node)) for part, items in holders.items()}
+
+
+def _reader_of_manifest(session: _Session, part: int, holders: Sequence[Holder]) -> int:
+    if holders[0].node == REMOTE_NODE:
+        return part % session.transport.world_size
+    return session.node_of_rank.index(holders[0].node)
+
+
+def _read_any(
+    session: _Session, checkpoint: CheckpointId, part: int, holders: Sequence[Holder]
+) -> str | None:
+    for holder in holders:
+        tier = session.store_of(holder)
+        if tier is not None:
+            try:
+                return read_manifest(tier.store, checkpoint, part).encode().decode()
+            except Exception as error:
+                # Stores raise their client library's own types; the next holder may do.
+                _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)
+    return None
+
+
+def _share_needs(
+    session: _Session, manifests: Mapping[int, PartManifest], needs: Sequence[SliceNeed]
+) -> tuple[Assembly, dict[int, list[FileRange]]]:
+    """Return what puts this rank's state together, and the byte ranges that every rank needs."""
+    transport = session.transport
+    message: dict[str, Any]
+    assembly = None
+    try:
+        own = RankNeeds(needs, manifests, transport.global_rank, transport.world_size)
+        assembly = Assembly(own)
+        message = {"ranges": [[r.part, r.file, r.start, r.stop] for r in own.blocks()]}
+    except CheckpointError as error:
+        message = {"error": str(error)}
+    ranges: dict[int, list[FileRange]] = {}
+    for rank, data in enumerate(transport.all_gather(json.dumps(message).encode())):
+        answer = json.loads(data)
+        if "error" in answer:
+            raise CheckpointError(f"Rank {rank}: {answer['error']}")
+        ranges[rank] = [FileRange(*item) for item in answer["ranges"]]
+    assert assembly is not None
+    return assembly, ranges
+
+
+def _fetch_all(
+    session: _Session,
+    checkpoint: CheckpointId,
+    manifests: Mapping[int, PartManifest],
+    assembly: Assembly,
+    ranges: Mapping[int, Sequence[FileRange]],
+) -> tuple[Fetcher, list[str]]:
+    """Fetch, strike off the sources that fail, fetch the rest, until nothing is missing."""
+    holders = {
+        key: list(items) for key, items in holders_of_files(session.inventory, manifests).items()
+    }
+    fetcher = Fetcher(session.transport, session.store_of, manifests, assembly.deliver)
+    reasons: list[str] = []
+    while any(ranges.values()):
+        try:
+            fetches = plan_fetches(
+                ranges, manifests, holders, session.node_of_rank, chunk_bytes=session.chunk_bytes
+            )
+        except CheckpointError as error:
+            tried = f" Tried: {'; '.join(reasons)}." if reasons else ""
+            raise _ExhaustedError(f"{error} Looked in {_places(session)}.{tried}") from error
+        failures = fetcher.run(fetches)
+        ranges = _share_failures(session, checkpoint, failures, holders, reasons)
+    return fetcher, reasons
+
+
+def _share_failures(
+    session: _Session,
+    checkpoint: CheckpointId,
+    failures: Sequence[Failure],
+    holders: dict[tuple[int, str], list[Holder]],
+    reasons: list[str],
+) -> dict[int, list[FileRange]]:
+    """Strike off the sources that failed anywhere; return what is still missing."""
+    message = [[*astuple(f.range), *astuple(f.holder), f.why] for f in failures]
+    missing: dict[int, list[FileRange]] = {}
+    for rank, data in enumerate(session.transport.all_gather(json.dumps(message).encode())):
+        missing[rank] = []
+        for part, file, start, stop, node, kind, why in json.loads(data):
+            missing[rank].append(FileRange(part, file, start, stop))
+            holder = Holder(node, TierKind(kind))
+            if holder in holders[part, file]:
+                holders[part, file].remove(holder)
+                reasons.append(f"{holder}: {file}: {why}")
+                _log.warning("%s of %s in %s: %s", file, checkpoint, holder, why)
+    return missing
+
+
+def _places(session: _Session) -> str:
+    found = sorted({held.holder for held in session.inventory.held})
+    own = [str(tier) for tier in session.tiers]
+    return ", ".join([*map(str, found), *own])

@@ -1,0 +1,98 @@
+"""How long a flaky store is given: a few attempts, with growing pauses, then a clear error."""
+
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_hetero.checkpoint.blocks import Buffer
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+
+__all__ = ["RetryPolicy", "RetryingStore"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+_HOPELESS_NUMBERS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """When to try again."""
+
+    attempts: int = 5
+    """Tries in all, 1 or more."""
+    first_pause_s: float = 0.5
+    """Pause before the second try, seconds; doubles with each further one, ± half at random."""
+    longest_pause_s: float = 20.0
+    """Bound of the pause, seconds."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.first_pause_s < 0 or self.longest_pause_s < 0:
+            raise ConfigurationError(f"{self} needs attempts of 1 or more and pauses of 0 or more.")
+
+    def pause_s(self, failures: int) -> float:
+        """Return the pause after that many failures."""
+        pause = min(self.longest_pause_s, self.first_pause_s * 2.0 ** (failures - 1))
+        return pause * random.uniform(0.5, 1.5)
+
+
+class RetryingStore:
+    """A store that tries again, unless trying again can't help (missing, forbidden, full)."""
+
+    def __init__(
+        self,
+        store: Store,
+        policy: RetryPolicy | None = None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._policy = policy or RetryPolicy()
+        self._sleep = sleep
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write, again from the first chunk after a failure."""
+        self._retry(f"write {name} to", lambda: self._store.write(name, chunks))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Read a byte range."""
+        return self._retry(f"read {name} from", lambda: self._store.read(name, start, stop))
+
+    def list(self) -> dict[str, int]:
+        """List all files."""
+        return self._retry("list", self._store.list)
+
+    def remove(self, name: str) -> None:
+        """Delete a file."""
+        self._retry(f"remove {name} from", lambda: self._store.remove(name))
+
+    def _retry(self, what: str, action: Callable[[], _T]) -> _T:
+        for failures in range(1, self._policy.attempts + 1):
+            try:
+                return action()
+            except Exception as error:
+                # Stores raise their client library's own types, so no narrower class will do.
+                if isinstance(error, _HOPELESS) or _number_of(error) in _HOPELESS_NUMBERS:
+                    raise
+                if failures == self._policy.attempts:
+                    raise CheckpointError(
+                        f"Couldn't {what} {self._store} in {failures} attempts: {error!r}. Check "
+                        "that it is reachable and that it answers."
+                    ) from error
+                pause_s = self._policy.pause_s(failures)
+                _log.warning("Retrying to %s %s in %.1f s: %r", what, self._store, pause_s, error)
+                self._sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+
+def _number_of(error: Exception) -> int | None:
+    return error.errno if isinstance(error, OSError) else None

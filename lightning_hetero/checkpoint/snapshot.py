@@ -1,0 +1,144 @@
+"""How a step's state is copied to host memory while training goes on.
+
+The owned slices change only in the optimizer step. So the copy may run beside the next iteration's
+forward and backward; whoever is about to change them waits for it first (`Snapshot.wait`). On CUDA
+the copies are queued on a stream of their own into pinned memory; on the CPU a thread makes them.
+The host buffer is allocated once and reused.
+
+Floor: every byte is read once and written once, at the bandwidth of the memory or of PCIe; nothing
+is allocated from the second snapshot on.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from lightning_hetero.checkpoint.content import CheckpointContent
+
+__all__ = ["HostBuffer", "Snapshot"]
+
+_ALIGNMENT_BYTES = 64
+
+
+class HostBuffer:
+    """Memory for one snapshot at a time, reused between snapshots."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._free = threading.Semaphore(1)
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-snapshot")
+
+    def take(self, content: CheckpointContent, timeout_s: float | None = None) -> "Snapshot":
+        """Start copying; wait first while the memory still holds an earlier snapshot.
+
+        Raises:
+            TimeoutError: The memory didn't become free in time.
+        """
+        if not self._free.acquire(timeout=timeout_s):
+            raise TimeoutError(f"The last checkpoint wasn't written within {timeout_s} s.")
+        try:
+            return self._start(content)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def close(self) -> None:
+        """End the copying thread."""
+        self._copier.shutdown()
+
+    def _start(self, content: CheckpointContent) -> "Snapshot":
+        tensors = [tensor.detach() for tensor in _tensors_of(content).values()]
+        total = sum(_aligned_bytes(tensor) for tensor in tensors)
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        if total > self._memory.numel() or (on_device and not self._memory.is_pinned()):
+            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
+        copies = self._views(tensors)
+        if on_device:
+            done = _copy_from_device(tensors, copies)
+            future = self._copier.submit(done.synchronize)
+        else:
+            future = self._copier.submit(_copy, tensors, copies)
+        named = dict(zip(_tensors_of(content), copies, strict=True))
+        return Snapshot(content=content, tensors=named, _future=future, _free=self._free)
+
+    def _views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        views, position = [], 0
+        for tensor in tensors:
+            piece = self._memory[position : position + tensor.numel() * tensor.element_size()]
+            views.append(piece.view(tensor.dtype).view(tensor.shape))
+            position += _aligned_bytes(tensor)
+        return views
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A copy of one rank's state on the host; a context that frees the memory when it ends."""
+
+    content: CheckpointContent
+    """What was copied; its own tensors may have changed since."""
+    tensors: Mapping[tuple[int, str], torch.Tensor]
+    """The copies: (index of the slice, key of the tensor) to tensor."""
+    _future: "Future[None]"
+    _free: threading.Semaphore
+
+    def wait(self) -> None:
+        """Return once the originals may change; raise what went wrong in the copy."""
+        self._future.result()
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait()
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back; the copies mustn't be used any more."""
+        self._free.release()
+
+
+def _tensors_of(content: CheckpointContent) -> dict[tuple[int, str], torch.Tensor]:
+    return {
+        (index, key): tensor
+        for index, item in enumerate(content.slices)
+        for key, tensor in {"weight": item.weight, **item.state, **item.whole_state}.items()
+    }
+
+
+def _aligned_bytes(tensor: torch.Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _copy(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    for tensor, copy in zip(tensors, copies, strict=True):
+        copy.copy_(tensor)
+
+
+def _copy_from_device(
+    tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+) -> torch.cuda.Event:
+    """Queue the copies behind all that the current streams have queued; return their end."""
+    device = next(tensor.device for tensor in tensors if tensor.is_cuda)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        done.record(stream)
+    return done

@@ -1,0 +1,184 @@
+"""Where files are kept: local folders (disk or shared memory) and anything that fsspec reaches.
+
+A write is atomic: a name exists with all its bytes or not at all. Locally that is a temporary file,
+fsync, rename, fsync of the folder; on object stores one put, or a multipart upload that is
+completed at the end and aborted on failure.
+"""
+
+import contextlib
+import os
+import re
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+
+from lightning_hetero.checkpoint.blocks import Buffer
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["FsspecStore", "LocalStore", "Store", "open_store"]
+
+_TEMPORARY = ".tmp-"
+
+
+class Store(Protocol):
+    """Named files. Names use "/" whatever the platform is."""
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Create or replace a file with all bytes or, on an error, not at all.
+
+        `chunks` is iterated once for each attempt and must start anew each time.
+        """
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop) of a file, fewer if it ends before; OSError if missing."""
+
+    def list(self) -> dict[str, int]:
+        """Return all files and their sizes in bytes."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file; nothing happens if there is none."""
+
+
+class LocalStore:
+    """A folder on a local disk, or in /dev/shm, where files survive the process."""
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = Path(root)
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Write a temporary file, sync it, rename it, sync the folder."""
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            with temporary.open("xb", buffering=0) as file:
+                for chunk in chunks:
+                    _write_all(file.fileno(), chunk)
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop) of a file."""
+        with (self._root / name).open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            end = size if stop is None else min(stop, size)
+            data = bytearray(max(0, end - start))
+            view, done = memoryview(data), 0
+            while done < len(data):
+                count = os.preadv(file.fileno(), [view[done:]], start + done)
+                if count == 0:
+                    break
+                done += count
+            return bytes(view[:done])
+
+    def list(self) -> dict[str, int]:
+        """Return all files and their sizes; temporary ones are left out."""
+        found = {}
+        for folder, _, names in os.walk(self._root):
+            relative = Path(folder).relative_to(self._root)
+            for leaf in names:
+                if not leaf.startswith(_TEMPORARY):
+                    with contextlib.suppress(FileNotFoundError):
+                        size = (Path(folder) / leaf).stat().st_size
+                        found[(relative / leaf).as_posix()] = size
+        return found
+
+    def remove(self, name: str) -> None:
+        """Delete a file, and its folder with the last one, temporary leftovers included."""
+        path = self._root / name
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            left = list(path.parent.iterdir())
+            if path.parent != self._root and all(p.name.startswith(_TEMPORARY) for p in left):
+                for leftover in left:
+                    leftover.unlink(missing_ok=True)
+                path.parent.rmdir()
+
+    def __str__(self) -> str:
+        return str(self._root)
+
+
+class FsspecStore:
+    """Files below a URL of any fsspec filesystem, such as s3://bucket/run or gs://bucket/run."""
+
+    def __init__(self, url: str, *, multipart_bytes: int = 16 << 20, **options: Any) -> None:
+        self._url = url.rstrip("/")
+        self._multipart_bytes = multipart_bytes
+        try:
+            self._fs, self._path = fsspec.core.url_to_fs(self._url, **options)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"Can't open the checkpoint store {url}: {error}") from error
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+        """Upload in parts of `multipart_bytes`, the memory it needs; abort on an error."""
+        path = f"{self._path}/{name}"
+        # Object stores have no folders; the others need one.
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        file = self._fs.open(path, "wb", block_size=self._multipart_bytes)
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+        except BaseException:
+            # close() would complete the upload of a torn file.
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+        file.close()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Fetch one byte range."""
+        if stop is not None and stop <= start:
+            return b""
+        return bytes(self._fs.cat_file(f"{self._path}/{name}", start=start, end=stop))
+
+    def list(self) -> dict[str, int]:
+        """List everything below the URL, past fsspec's cache."""
+        self._fs.invalidate_cache()
+        root = self._path.lstrip("/")
+        try:
+            found = self._fs.find(self._path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {
+            name.lstrip("/").removeprefix(root).lstrip("/"): info["size"]
+            for name, info in found.items()
+        }
+
+    def remove(self, name: str) -> None:
+        """Delete one object."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._path}/{name}")
+
+    def __str__(self) -> str:
+        return self._url
+
+
+def open_store(url: str | Path, **options: Any) -> Store:
+    """Return a local store for a path or file:// URL, an fsspec store for any other URL."""
+    text = str(url)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return FsspecStore(text, **options) if re.match(r"\w[\w+.-]*://", text) else LocalStore(text)
+
+
+def _write_all(descriptor: int, chunk: Buffer) -> None:
+    view = memoryview(chunk).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

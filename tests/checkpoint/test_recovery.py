@@ -1,0 +1,334 @@
+"""Any topology to any other, bit for bit, from the cheapest sources, whatever is broken."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.checkpoint import (
+    CheckpointContent,
+    CheckpointWriter,
+    FaultyStore,
+    LocalStore,
+    MemoryStore,
+    Recovered,
+    SliceNeed,
+    Source,
+    Store,
+    Tier,
+    TierKind,
+    Transport,
+    recover,
+)
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.slices import Ownership
+from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
+
+
+class Nodes:
+    """Each node's own tiers and one remote store for all."""
+
+    def __init__(self, names: Sequence[str], *, remote: bool = True) -> None:
+        self.memory = {name: MemoryStore(f"{name}/shm") for name in names}
+        self.disk = {name: MemoryStore(f"{name}/disk") for name in names}
+        self.remote: Store | None = MemoryStore("remote") if remote else None
+
+    def tiers(self, node: str) -> list[Tier]:
+        own = [
+            Tier(kind=TierKind.MEMORY, store=self.memory[node]),
+            Tier(kind=TierKind.DISK, store=self.disk[node]),
+        ]
+        if self.remote is None:
+            return own
+        return [*own, Tier(kind=TierKind.REMOTE, store=self.remote)]
+
+    def lose(self, node: str) -> None:
+        self.memory[node].files.clear()
+        self.disk[node].files.clear()
+
+
+def save_all(
+    nodes: Nodes, node_of_rank: Sequence[str], parts: list[CheckpointContent], *, replicas: int = 1
+) -> None:
+    def action(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            nodes.tiers(node_of_rank[rank]),
+            node_of_rank=node_of_rank,
+            transport=transport,
+            replicas=replicas,
+        )
+        saved = writer.save(parts[rank])
+        saved.wait_until_confirmed(20)
+        assert saved.wait_until_uploaded(20) == (nodes.remote is not None)
+        writer.close()
+
+    run_ranks(len(parts), action)
+
+
+def recover_all(
+    nodes: Nodes, node_of_rank: Sequence[str], needs: list[list[SliceNeed]], **options: int
+) -> list[Recovered | None]:
+    def action(rank: int, transport: Transport) -> Recovered | None:
+        tiers = nodes.tiers(node_of_rank[rank])
+        return recover(needs[rank], tiers, node=node_of_rank[rank], transport=transport, **options)
+
+    return run_ranks(len(node_of_rank), action)
+
+
+def uneven_plan() -> ParallelPlan:
+    """Two pipelines: TP 2 in one stage, TP 1 in stages of 3 and 1 layers."""
+    return ParallelPlan(
+        pipelines=(
+            PipelinePlan(stages=(StagePlan(ranks=(0, 1), layers=range(4)),)),
+            PipelinePlan(
+                stages=(
+                    StagePlan(ranks=(2,), layers=range(3)),
+                    StagePlan(ranks=(3,), layers=range(3, 4)),
+                )
+            ),
+        )
+    )
+
+
+PLANS = {
+    "one device": (ParallelPlan.even(world_size=1, num_layers=4), 1),
+    "tp 2": (ParallelPlan.even(world_size=2, num_layers=4, tp_degree=2), 2),
+    "tp 4": (ParallelPlan.even(world_size=4, num_layers=4, tp_degree=4), 4),
+    "pp 2": (ParallelPlan.even(world_size=2, num_layers=4, num_stages=2), 2),
+    "dp 3": (ParallelPlan.even(world_size=3, num_layers=4), 3),
+    "uneven": (uneven_plan(), 4),
+    "idle rank": (ParallelPlan.even(world_size=2, num_layers=4), 3),
+}
+
+
+@pytest.mark.parametrize("before", PLANS)
+@pytest.mark.parametrize("after", PLANS)
+def test_any_plan_is_recovered_under_any_other_bit_for_bit(before: str, after: str) -> None:
+    old_plan, old_size = PLANS[before]
+    new_plan, new_size = PLANS[after]
+    nodes = Nodes([f"n{i}" for i in range(4)])
+    save_all(nodes, [f"n{i // 2}" for i in range(old_size)], contents(7, old_plan, old_size))
+    needs = [
+        needs_of(rank, new_plan, new_size, ownership=Ownership.EVEN) for rank in range(new_size)
+    ]
+    results = recover_all(nodes, [f"n{i}" for i in range(new_size)], needs)
+    for rank, recovered in enumerate(results):
+        assert_is_state(recovered, needs[rank], 7)
+        assert recovered is not None
+        assert recovered.plan == old_plan
+        if old_size == new_size:
+            assert recovered.rank_metadata is not None
+            assert recovered.rank_metadata["rank"] == rank
+        else:
+            assert recovered.rank_metadata is None
+
+
+def test_a_reader_may_cut_along_another_dim_than_the_writer() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(3, plan, size))
+    needs = [
+        [SliceNeed("1.up", (32, 8), 1, 2, 5), SliceNeed("1.down", (8, 32), 0, 0, 3)],
+        [SliceNeed("1.up", (32, 8), 0, 31, 32)],
+    ]
+    results = recover_all(nodes, ["a", "b"], needs)
+    for rank in range(2):
+        assert_is_state(results[rank], needs[rank], 3)
+
+
+def test_each_source_is_taken_only_when_no_cheaper_one_is_left() -> None:
+    plan, size = PLANS["dp 3"]
+    node_of_rank = ["a", "b", "c"]
+    nodes = Nodes(node_of_rank)
+    save_all(nodes, node_of_rank, contents(5, plan, size))
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+
+    def sources() -> set[Source]:
+        results = recover_all(nodes, node_of_rank, needs)
+        assert_is_state(results[0], needs[0], 5)
+        assert results[0] is not None
+        # The metadata is rank 0's, so for rank 0 everything is its own.
+        return set(results[0].report.bytes_by_source)
+
+    assert sources() == {Source.OWN_MEMORY}
+    nodes.memory["a"].files.clear()
+    assert sources() == {Source.OWN_DISK}
+    own = dict(nodes.disk["a"].files)
+    nodes.disk["a"].files.clear()
+    nodes.memory["c"].files.update(own)
+    assert sources() == {Source.PEER_MEMORY}
+    nodes.disk["b"].files.update(own)
+    assert sources() == {Source.PEER_MEMORY}
+    for name in own:
+        nodes.memory["c"].remove(name)
+    assert sources() == {Source.PEER_DISK}
+    nodes.lose("b")
+    nodes.disk["c"].files.clear()
+    assert sources() == {Source.REMOTE}
+
+
+@pytest.mark.parametrize("lost", [("a",), ("c",), ("a", "c")])
+def test_with_two_replicas_lost_nodes_that_are_no_neighbours_need_no_remote(
+    lost: tuple[str, ...],
+) -> None:
+    plan = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
+    node_of_rank = ["a", "b", "c", "d"]
+    nodes = Nodes(node_of_rank, remote=False)
+    save_all(nodes, node_of_rank, contents(9, plan, 4), replicas=2)
+    for node in lost:
+        nodes.lose(node)
+    survivors = [node for node in node_of_rank if node not in lost]
+    new_plan = ParallelPlan.even(world_size=len(survivors), num_layers=4)
+    needs = [needs_of(r, new_plan, len(survivors)) for r in range(len(survivors))]
+    for rank, recovered in enumerate(recover_all(nodes, survivors, needs)):
+        assert_is_state(recovered, needs[rank], 9)
+
+
+def test_lost_neighbours_are_recovered_from_the_remote() -> None:
+    plan = ParallelPlan.even(world_size=4, num_layers=4)
+    node_of_rank = ["a", "b", "c", "d"]
+    nodes = Nodes(node_of_rank)
+    save_all(nodes, node_of_rank, contents(9, plan, 4), replicas=2)
+    nodes.lose("a")
+    nodes.lose("b")
+    needs = [needs_of(r, plan, 4) for r in range(4)]
+    results = recover_all(nodes, node_of_rank, needs)
+    assert_is_state(results[0], needs[0], 9)
+    assert all(r is not None for r in results)
+    used = set().union(*(r.report.bytes_by_source for r in results if r))
+    assert Source.REMOTE in used
+    # Node b's part had its copy on c.
+    assert {Source.PEER_DISK} <= used
+
+
+def damage(store: MemoryStore, how: str, *, suffix: str = "weights.safetensors") -> None:
+    """Break every file whose name ends so."""
+    for name, data in list(store.files.items()):
+        if name.endswith(suffix):
+            if how == "missing":
+                del store.files[name]
+            elif how == "truncated":
+                store.files[name] = data[:-3]
+            else:
+                middle = len(data) // 2
+                flipped = bytes([data[middle] ^ 4])
+                store.files[name] = data[:middle] + flipped + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+@pytest.mark.parametrize(
+    "suffix", ["weights.safetensors", "optimizer.safetensors", "00.json", ".pt"]
+)
+def test_damage_in_all_tiers_but_one_is_detected_and_passed_over(how: str, suffix: str) -> None:
+    plan, size = PLANS["tp 2"]
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    for intact in range(3):
+        nodes = Nodes(["a", "b"])
+        assert isinstance(nodes.remote, MemoryStore)
+        save_all(nodes, ["a", "b"], contents(2, plan, size))
+        stores = [nodes.memory["a"], nodes.disk["a"], nodes.remote]
+        for index, store in enumerate(stores):
+            if index != intact:
+                damage(store, how, suffix=suffix)
+        results = recover_all(nodes, ["a", "b"], needs)
+        for rank in range(size):
+            assert_is_state(results[rank], needs[rank], 2)
+
+
+def test_without_an_intact_copy_the_error_names_the_layer_and_the_places() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"])
+    assert isinstance(nodes.remote, MemoryStore)
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+    for store in (nodes.memory["a"], nodes.disk["a"], nodes.remote):
+        damage(store, "flipped", suffix="layer-0001.part-00000.weights.safetensors")
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    with pytest.raises(CheckpointError, match="layer-0001") as caught:
+        recover_all(nodes, ["a", "b"], needs)
+    for place in ("a/memory", "a/disk", "remote", "step 2"):
+        assert place in str(caught.value)
+
+
+def test_the_next_older_checkpoint_is_taken_when_the_newest_is_corrupt_everywhere() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"])
+    assert isinstance(nodes.remote, MemoryStore)
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+    save_all(nodes, ["a", "b"], contents(4, plan, size))
+    for store in (nodes.memory["a"], nodes.disk["a"], nodes.remote):
+        newest = {k: v for k, v in store.files.items() if k.startswith("step-000000000004")}
+        broken = MemoryStore()
+        broken.files.update(newest)
+        damage(broken, "flipped", suffix="layer-0002.part-00000.weights.safetensors")
+        store.files.update(broken.files)
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    results = recover_all(nodes, ["a", "b"], needs)
+    for rank in range(size):
+        recovered = results[rank]
+        assert_is_state(recovered, needs[rank], 2)
+        assert recovered is not None
+        assert "layer-0002" in recovered.report.skipped[0]
+    with pytest.raises(CheckpointError, match="layer-0002"):
+        recover_all(nodes, ["a", "b"], needs, step=4)
+
+
+def test_parts_of_two_attempts_at_one_step_never_mix() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"], remote=False)
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+    save_all(nodes, ["a", "b"], contents(4, plan, size, attempt=0))
+    save_all(nodes, ["a", "b"], contents(4, plan, size, attempt=1))
+    for store in (nodes.memory["a"], nodes.disk["a"]):
+        for name in [n for n in store.files if n.startswith("step-000000000004-000001")]:
+            store.remove(name)
+    for store in (nodes.memory["b"], nodes.disk["b"]):
+        for name in [n for n in store.files if n.startswith("step-000000000004-000000")]:
+            store.remove(name)
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    with pytest.raises(CheckpointError, match="step 4"):
+        recover_all(nodes, ["a", "b"], needs, step=4)
+
+
+def test_nothing_saved_is_no_error() -> None:
+    assert recover_all(Nodes(["a"]), ["a"], [[]]) == [None]
+
+
+def test_another_models_checkpoint_is_refused_on_all_ranks() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+    with pytest.raises(CheckpointError, match=r"1\.up has shape"):
+        recover_all(nodes, ["a", "b"], [[SliceNeed("1.up", (64, 8), 0, 0, 1)], []])
+    with pytest.raises(CheckpointError, match="no parameter other"):
+        recover_all(nodes, ["a", "b"], [[], [SliceNeed("other", (64, 8), 0, 0, 1)]])
+
+
+@pytest.mark.parametrize("verb", ["list", "read"])
+def test_a_remote_that_is_down_is_passed_over(verb: str) -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+
+    def down(called: str, name: str) -> None:
+        if called == verb:
+            raise ConnectionError(f"{name} answered 500")
+
+    assert nodes.remote is not None
+    nodes.remote = FaultyStore(nodes.remote, down)
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    for rank, recovered in enumerate(recover_all(nodes, ["a", "b"], needs)):
+        assert_is_state(recovered, needs[rank], 2)
+
+
+def test_a_new_process_finds_what_an_old_one_left_on_disk(tmp_path: Path) -> None:
+    plan, size = PLANS["one device"]
+    tiers = [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))]
+    writer = CheckpointWriter(tiers)
+    writer.save(contents(1, plan, size)[0])
+    writer.close()
+    needs = needs_of(0, plan, size)
+    recovered = recover(needs, [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))])
+    assert_is_state(recovered, needs, 1)
+    assert recovered is not None
+    assert "own disk" in str(recovered.report)
