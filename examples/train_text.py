@@ -15,6 +15,7 @@ import math
 import os
 import statistics
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--plan", type=Path, help="JSON file with another plan")
     parser.add_argument("--single", action="store_true", help="one process, plain Lightning")
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=8, help="samples per pipeline and step")
-    parser.add_argument("--microbatches", type=int, default=4, help="micro-batches per pipeline")
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
+    parser.add_argument("--batch", type=int, default=6, help="samples per pipeline and step")
+    parser.add_argument("--microbatches", type=int, default=3, help="micro-batches per pipeline")
     parser.add_argument("--context", type=int, default=512, help="tokens kept of a sample")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate")
@@ -266,6 +267,7 @@ def report(
 def main() -> None:
     """Train, validate, save, read back, write."""
     arguments = parse_arguments()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 on torch 2.13
     plan = (
         ParallelPlan.from_dict(DEFAULT_PLAN)
         if arguments.plan is None
