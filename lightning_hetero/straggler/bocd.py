@@ -1,0 +1,323 @@
+"""Decide when the iteration time has changed for good, from the stream of iteration times alone.
+
+Greyhound's BOCD+V: Bayesian online change-point detection proposes a change, a verification accepts
+it only when the levels before and after differ by 10 % or more. Values are taken as logarithms, so
+a change is a ratio at any scale. The paper thresholds the change probability; under a constant
+hazard P(run length = 0) never moves, so the probability here is that of a *short* run.
+
+The verification compares medians, asks for more than the noise of medians of that many values (as
+seen in the values before, so correlated noise counts), and is tried again with each further value.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler.run_length import RunLengthPosterior
+from lightning_hetero.straggler.verification import is_significant, median, robust_scale
+
+__all__ = ["BocdConfig", "BocdDetector", "ChangeKind", "ChangePoint"]
+
+
+class ChangeKind(StrEnum):
+    """What a change of the level means."""
+
+    SLOWDOWN = "slowdown"
+    """The level rose."""
+    RECOVERY = "recovery"
+    """The level fell after a slowdown: the cause ended or eased."""
+    IMPROVEMENT = "improvement"
+    """The level fell below the healthy one: nothing to mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangePoint:
+    """A verified change of the level."""
+
+    step: int
+    """Number of `update` calls before the one that found the change: its index from 0."""
+    onset_step: int
+    """Index of the first value of the new level."""
+    kind: ChangeKind
+    """What the change means."""
+    before: float
+    """Median of the values before, in their own unit."""
+    after: float
+    """Median of the values since the onset."""
+    ratio: float
+    """after / before."""
+    confidence: float
+    """Probability that the run is short, 0 to 1."""
+    healthy: float
+    """Level without a fault, as known so far."""
+    is_slow: bool
+    """Whether the new level is still slow: False after a recovery means that the cause ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BocdConfig:
+    """How eager the detector is.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    min_change: float = 0.10
+    """Least relative difference of the levels that counts (Greyhound: 0.10)."""
+    change_probability: float = 0.9
+    """Least probability of a short run, 0 to 1 (Greyhound: 0.9)."""
+    hazard: float = 1e-3
+    """Prior probability of a change before each value, 0 to 1."""
+    min_run: int = 4
+    """Values that a new level must hold before it counts: shorter bursts are outliers."""
+    longest_short_run: int = 40
+    """Values for which a change is tried again until it is verified."""
+    min_history: int = 8
+    """Values that the first level needs before a change from it counts."""
+    warmup: int = 30
+    """Values in which a falling level is taken for the end of the warm-up and not reported."""
+    history: int = 200
+    """Values of the old level to compare with; a slower drift than this is followed silently."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_change", "change_probability", "hazard"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}; it must lie between 0 and 1."
+                )
+        if not 2 <= self.min_run <= self.longest_short_run <= self.history:
+            raise ConfigurationError(
+                f"min_run {self.min_run}, longest_short_run {self.longest_short_run} and history "
+                f"{self.history} must be 2 or more and ascending."
+            )
+        if self.min_history < self.min_run or self.warmup < 0:
+            raise ConfigurationError(
+                f"min_history is {self.min_history}, warmup {self.warmup}; the first must be "
+                f"min_run ({self.min_run}) or more, the second 0 or more."
+            )
+
+
+_DEFAULT_SCALE = 0.03
+_LEAST_SCALE = 0.002
+_SCALE_EVERY = 32
+_MANY = 20
+"""Values of a new level that make its median good to a percent or so."""
+
+
+class BocdDetector:
+    """Tells onset and end of a slowdown in a stream of times, or of observed/predicted ratios.
+
+    `update` is called once per iteration, in order. It is pure Python and NumPy, communicates with
+    nobody and needs no clock, so any rank may run it on any stream.
+    """
+
+    def __init__(self, config: BocdConfig | None = None) -> None:
+        self.config = config or BocdConfig()
+        # Twice as many hypotheses as count as short: a change that is no longer short must have
+        # left the short ones before it reaches the last, which stands for all older ones.
+        self._posterior = RunLengthPosterior(
+            hazard=self.config.hazard,
+            max_run=self.config.longest_short_run + 24,
+            memory=self.config.history,
+        )
+        self._least_shift = math.log1p(self.config.min_change)
+        self._next_step = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all levels, as after a change of the model or of the data: the count goes on."""
+        self._logs: list[float] = []
+        self._steps: list[int] = []
+        self._num_values = 0
+        self._num_in_regime = 0
+        self._old_logs: list[float] = []
+        self._healthy_log: float | None = None
+        self._healthy_logs: list[float] = []
+        self._scale = _DEFAULT_SCALE
+        self._in_first_regime = True
+        self._last_rose = False
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a reported slowdown hasn't ended."""
+        return self._healthy_log is not None
+
+    @property
+    def level(self) -> float | None:
+        """Median of the recent values of the present level; None before the first value."""
+        recent = self._regime_logs()[-self.config.history :]
+        return math.exp(median(recent)) if recent else None
+
+    def update(self, value: float) -> ChangePoint | None:
+        """Take in the value of the next iteration; return the change it completes, if any.
+
+        A value that is no positive finite number (a failed measurement, a clock set back) is
+        counted as a step and otherwise ignored.
+        """
+        step = self._next_step
+        self._next_step += 1
+        if not (0.0 < value < math.inf):
+            return None
+        log_value = math.log(value)
+        self._remember(log_value, step)
+        self._posterior.observe(log_value)
+        longest = self.config.longest_short_run
+        confidence = self._posterior.short_mass(longest=longest)
+        if confidence <= self.config.change_probability:
+            return None
+        run = self._posterior.likeliest_run(longest=longest)
+        return self._examine(run, step, confidence)
+
+    def _remember(self, log_value: float, step: int) -> None:
+        if not self._num_values:
+            self._posterior.restart(level=log_value, scale=self._scale)
+        self._logs.append(log_value)
+        self._steps.append(step)
+        self._num_values += 1
+        self._num_in_regime += 1
+        kept = self.config.history + self.config.longest_short_run
+        if len(self._logs) >= 2 * kept:
+            del self._logs[:-kept], self._steps[:-kept]
+        if self._num_values % _SCALE_EVERY == 0 or self._num_values in (8, 16):
+            recent = self._regime_logs()[-self.config.history :]
+            if len(recent) >= self.config.min_history:
+                self._scale = max(_LEAST_SCALE, robust_scale(recent))
+                self._posterior.set_prior(level=median(recent), scale=self._scale)
+
+    def _regime_logs(self) -> list[float]:
+        """Return what is kept of the present level, oldest first."""
+        return self._logs[-self._num_in_regime :] if self._num_in_regime else []
+
+    def _examine(self, run: int, step: int, confidence: float) -> ChangePoint | None:
+        """Verify a proposed change whose new level is `run` values old."""
+        config = self.config
+        num_before = self._num_in_regime - run
+        if run < config.min_run or num_before < 1:
+            return None
+        if self._in_first_regime and num_before < config.min_history:
+            self._settle(run)
+            return None
+        before, after = self._before(run), self._logs[-run:]
+        shift = median(after) - median(before)
+        if not self._differs(before, after):
+            return None
+        if self._is_still_unfolding(shift, num_before):
+            self._settle(run)
+            return None
+        return self._report(run, step, confidence, before)
+
+    def _is_still_unfolding(self, shift: float, num_before: int) -> bool:
+        """Tell whether a change only continues the last one: the warm-up, or a slow onset."""
+        if self._in_first_regime:
+            return (
+                shift < 0.0
+                and self._num_values - self._num_in_regime + num_before < self.config.warmup
+            )
+        return num_before < 2 * self.config.min_history and (shift > 0.0) == self._last_rose
+
+    def _before(self, run: int) -> list[float]:
+        """Return the values of the level before the run; a healthy level's memory is long."""
+        num_before = self._num_in_regime - run
+        recent = self._logs[-self._num_in_regime : -run][-self.config.history :]
+        missing = self.config.history - num_before
+        return self._old_logs[-missing:] + recent if missing > 0 else recent
+
+    def _differs(self, before: list[float], after: list[float]) -> bool:
+        """Tell whether the levels differ by enough, and by more than noise explains."""
+        before_log, after_log = median(before), median(after)
+        shift = after_log - before_log
+        if abs(shift) < 0.5 * self._least_shift:
+            return False
+        # A change of 10 % is as likely to look like 9.5 % as like 10.5 %; wait, then allow for it.
+        least = self._least_shift * (0.95 if len(after) >= _MANY else 1.0)
+        enough = abs(shift) >= least
+        if self._healthy_log is not None and shift < 0.0:
+            # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
+            enough = enough or after_log <= 0.5 * (self._healthy_log + before_log)
+        return enough and is_significant(before, after, scale=self._scale)
+
+    def _settle(self, run: int) -> None:
+        """Let the present level begin at its last `run` values, without a report."""
+        self._num_in_regime = run
+
+    def _report(self, run: int, step: int, confidence: float, before: list[float]) -> ChangePoint:
+        after = self._logs[-run:]
+        before_log, after_log = median(before), median(after)
+        was_slow = self._healthy_log is not None
+        healthy = before_log if self._healthy_log is None else self._healthy_log
+        still_slow = after_log >= healthy + 0.5 * self._least_shift
+        rises = after_log > before_log
+        if rises:
+            kind = ChangeKind.SLOWDOWN
+            if not was_slow:
+                self._healthy_logs = before
+        else:
+            kind = ChangeKind.RECOVERY if was_slow else ChangeKind.IMPROVEMENT
+        is_back = not rises and abs(after_log - healthy) < self._least_shift
+        self._old_logs = self._healthy_logs if is_back and was_slow else []
+        self._healthy_log = healthy if still_slow else None
+        self._num_in_regime = run
+        self._in_first_regime = False
+        self._last_rose = rises
+        return ChangePoint(
+            step=step,
+            onset_step=self._steps[-run],
+            kind=kind,
+            before=math.exp(before_log),
+            after=math.exp(after_log),
+            ratio=math.exp(after_log - before_log),
+            confidence=confidence,
+            healthy=math.exp(
+                healthy if still_slow or kind is not ChangeKind.IMPROVEMENT else after_log
+            ),
+            is_slow=still_slow,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the detector has learnt, JSON-ready."""
+        kept = {name: getattr(self, name) for name in _STATE}
+        return {
+            "version": 1,
+            "posterior": self._posterior.state_dict(),
+            **{
+                name: list(value) if isinstance(value, list) else value
+                for name, value in kept.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the detector that gave this state stood.
+
+        Raises:
+            ConfigurationError: The state is of another version or another configuration.
+        """
+        if state.get("version") != 1 or not all(name in state for name in (*_STATE, "posterior")):
+            raise ConfigurationError(
+                f"Detector state has keys {sorted(state)} and version {state.get('version')!r}; "
+                "this release reads version 1. Start with a fresh detector."
+            )
+        try:
+            self._posterior.load_state_dict(state["posterior"])
+        except ValueError as error:
+            raise ConfigurationError(f"{error} Use the configuration it was saved with.") from error
+        for name in _STATE:
+            value = state[name]
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+
+
+_STATE = (
+    "_next_step",
+    "_logs",
+    "_steps",
+    "_num_values",
+    "_num_in_regime",
+    "_old_logs",
+    "_healthy_log",
+    "_healthy_logs",
+    "_scale",
+    "_in_first_regime",
+    "_last_rose",
+)

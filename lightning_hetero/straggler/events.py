@@ -1,0 +1,287 @@
+"""Decide nothing: write down what was seen and done, one JSON object a line, and read it back.
+
+A line is `{"event": "iteration", "step": 412, ...}`; the other keys are the fields of the dataclass
+of that event. Lines are written at once, so a log that ends in the middle of one is a crashed run:
+the torn last line is left out, anything else that is wrong is an error with its line number.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
+from lightning_hetero.straggler.locate import Finding, FindingKind
+from lightning_hetero.straggler.mitigation import Decision, DecisionKind, Mitigation
+
+__all__ = [
+    "ActionEvent",
+    "ChangeEvent",
+    "Event",
+    "EventLog",
+    "FindingEvent",
+    "IterationEvent",
+    "format_message",
+    "read_events",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationEvent:
+    """An iteration ended."""
+
+    step: int
+    iteration_s: float
+    predicted_s: float | None = None
+    """What was predicted, if anything was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeEvent:
+    """The level of a stream changed."""
+
+    step: int
+    onset_step: int
+    kind: ChangeKind
+    ratio: float
+    before: float
+    """Level before, in the unit of the stream."""
+    after: float
+    confidence: float
+    where: str = "the run"
+    """Whose stream: "the run", "pipeline 1", "rank 3"."""
+
+    @classmethod
+    def from_change(
+        cls, change: ChangePoint, *, step: int, onset_step: int, where: str = "the run"
+    ) -> Self:
+        """Return the event of a change point, with the steps of the run instead of indices."""
+        return cls(
+            step=step,
+            onset_step=onset_step,
+            kind=change.kind,
+            ratio=change.ratio,
+            before=change.before,
+            after=change.after,
+            confidence=change.confidence,
+            where=where,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingEvent:
+    """A device, link or port was found slow."""
+
+    step: int
+    kind: FindingKind
+    ranks: tuple[int, ...]
+    ratio: float
+
+    @classmethod
+    def from_finding(cls, finding: Finding, *, step: int) -> Self:
+        """Return the event of a finding."""
+        return cls(step=step, kind=finding.kind, ranks=finding.ranks, ratio=finding.ratio)
+
+    @property
+    def finding(self) -> Finding:
+        """The finding that was logged."""
+        return Finding(kind=self.kind, ranks=self.ranks, ratio=self.ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionEvent:
+    """A mitigation was applied or undone, or would have been in a dry run."""
+
+    step: int
+    kind: DecisionKind
+    mitigation: Mitigation
+    reason: str
+    effect: str = ""
+    """What it did: "moved 5 of 32 micro-batches away"."""
+    before_s: float | None = None
+    """Iteration time before it, seconds."""
+    after_s: float | None = None
+    """Iteration time after it, seconds (in a dry run: predicted)."""
+    cost_s: float | None = None
+    """What taking it cost, seconds."""
+    dry_run: bool = False
+
+    @classmethod
+    def from_decision(
+        cls,
+        decision: Decision,
+        *,
+        step: int,
+        effect: str = "",
+        before_s: float | None = None,
+        after_s: float | None = None,
+        cost_s: float | None = None,
+    ) -> Self:
+        """Return the event of a decision that was carried out."""
+        return cls(
+            step=step,
+            kind=decision.kind,
+            mitigation=decision.mitigation,
+            reason=decision.reason,
+            dry_run=decision.dry_run,
+            effect=effect,
+            before_s=before_s,
+            after_s=after_s,
+            cost_s=cost_s,
+        )
+
+
+Event = IterationEvent | ChangeEvent | FindingEvent | ActionEvent
+_NAMES: dict[str, type[Event]] = {
+    "iteration": IterationEvent,
+    "change": ChangeEvent,
+    "finding": FindingEvent,
+    "action": ActionEvent,
+}
+
+
+class EventLog:
+    """Appends events to a file; a context manager. One process writes a file."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write(self, event: Event) -> None:
+        """Append an event as one line, at once."""
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.write(_to_line(event) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; writing opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _to_line(event: Event) -> str:
+    name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
+    data = {key: value for key, value in asdict(event).items() if value is not None}
+    return json.dumps({"event": name, **{k: _finite(v) for k, v in data.items()}})
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no inf and no nan; strings keep the line readable for every parser.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_events(path: str | Path) -> tuple[Event, ...]:
+    """Return the events of a log in order.
+
+    Raises:
+        ConfigurationError: The file can't be read, or a line isn't an event; the message names it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"Can't read the event log {path}: {error}.") from error
+    return tuple(_parse_lines(text, str(path)))
+
+
+def _parse_lines(text: str, path: str) -> Iterator[Event]:
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise ConfigurationError(f"{path}, line {number}: no JSON ({error}).") from error
+        try:
+            yield _parse(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path}, line {number}: {line[:80]} is no event: {error}. Events are "
+                f"{', '.join(_NAMES)}."
+            ) from error
+
+
+def _parse(data: Any) -> Event:
+    if not isinstance(data, dict) or data.get("event") not in _NAMES:
+        raise ValueError('it needs "event" with a known name')
+    kind = _NAMES[data["event"]]
+    known = {field.name: str(field.type) for field in fields(kind)}
+    unknown = data.keys() - known.keys() - {"event"}
+    if unknown:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    values = {key: _as(kind, key, value) for key, value in data.items() if key != "event"}
+    return kind(**values)
+
+
+def _as(kind: type[Event], key: str, value: Any) -> Any:
+    if key == "kind":
+        choices = {ChangeEvent: ChangeKind, FindingEvent: FindingKind, ActionEvent: DecisionKind}
+        return choices[kind](value)
+    if key == "mitigation":
+        return Mitigation(value)
+    if key == "ranks":
+        return tuple(int(rank) for rank in value)
+    if key in ("step", "onset_step"):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r}, no whole number")
+        return value
+    if key in ("reason", "effect", "where", "dry_run"):
+        return value
+    return float(value)
+
+
+def format_message(
+    change: ChangeEvent, findings: Sequence[Finding] = (), action: ActionEvent | None = None
+) -> str:
+    """Return the one line a user reads about a change, its cause and what was done.
+
+    `step 412: pipeline 1 slowed 1.8× (since step 405): rank 3 computes 1.9× slower than its peers;
+    S2 moved 5 of 32 micro-batches away, iteration 1.80 s → 1.14 s`
+    """
+    if change.kind is ChangeKind.SLOWDOWN:
+        verb = f"slowed {_times(change.ratio)}"
+    elif change.kind is ChangeKind.RECOVERY:
+        verb = f"recovered, {_times(1.0 / change.ratio)} faster"
+    else:
+        verb = f"became {_times(1.0 / change.ratio)} faster"
+    text = f"step {change.step}: {change.where} {verb} "
+    text += f"(since step {change.onset_step})"
+    if findings:
+        text += ": " + ", ".join(str(finding) for finding in findings)
+    if action is not None and action.kind is not DecisionKind.KEEP:
+        text += "; " + _describe(action)
+    return text
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}×" if ratio >= 1.2 else f"{ratio:.2f}×"
+
+
+def _describe(action: ActionEvent) -> str:
+    done = "was undone" if action.kind is DecisionKind.UNDO else action.effect or "was applied"
+    text = f"{action.mitigation.value} {done}"
+    if action.dry_run:
+        text = f"dry run, nothing changed: {text}"
+    if action.before_s is not None and action.after_s is not None:
+        text += f", iteration {action.before_s:.2f} s → {action.after_s:.2f} s"
+    return text

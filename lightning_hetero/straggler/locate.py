@@ -1,0 +1,209 @@
+"""Decide which device or link is slow, from times per rank, stage, group or link.
+
+Two steps, as in Greyhound: *suspects* are those at 1.1 times the median of their peers or more, in
+times the run gives for free; then only suspects are probed, at a step boundary. Point-to-point
+probes go in rounds of disjoint pairs, so that no probe disturbs another, and in as many rounds for
+a thousand ranks as for eight: 2 for an even ring, 3 for an odd one, at most 4 for a tree.
+"""
+
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from lightning_hetero.core.errors import ConfigurationError
+
+__all__ = [
+    "Finding",
+    "FindingKind",
+    "RankTimes",
+    "Suspect",
+    "diagnose",
+    "find_suspects",
+    "normalise_pair",
+    "ring_rounds",
+    "suspect_ranks",
+    "tree_rounds",
+]
+
+Key = TypeVar("Key", bound=Hashable)
+Pair = tuple[int, int]
+_LEAST_RATIO = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What a rank did with its time in one iteration."""
+
+    global_rank: int
+    computing_s: float
+    """Seconds in forward and backward, per micro-batch, waiting left out."""
+    waiting_s: float = 0.0
+    """Seconds spent waiting for messages."""
+    expected_s: float = 1.0
+    """Computing time that the plan predicts for this rank's layers and device (any common unit)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspect(Generic[Key]):
+    """One that is slower than its peers."""
+
+    key: Key
+    ratio: float
+    """Its time over the median of its peers' times."""
+
+
+def find_suspects(
+    times_s: Mapping[Key, float],
+    *,
+    expected_s: Mapping[Key, float] | None = None,
+    least_ratio: float = _LEAST_RATIO,
+) -> tuple[Suspect[Key], ...]:
+    """Return those at or above `least_ratio` times the median of the others, slowest first.
+
+    Args:
+        times_s: Time of each rank, stage, group or link.
+        expected_s: What each should take; unequal devices are then compared by time/expected.
+        least_ratio: Where suspicion begins (Greyhound: 1.1).
+    """
+    scaled = {k: t / (expected_s[k] if expected_s else 1.0) for k, t in times_s.items()}
+    scaled = {k: t for k, t in scaled.items() if math.isfinite(t) and t > 0.0}
+    if len(scaled) < 2:
+        return ()
+    suspects = []
+    for key, time in scaled.items():
+        peers = statistics.median(t for other, t in scaled.items() if other != key)
+        if time >= least_ratio * peers:
+            suspects.append(Suspect(key=key, ratio=time / peers))
+    return tuple(sorted(suspects, key=lambda suspect: -suspect.ratio))
+
+
+def suspect_ranks(
+    times: Sequence[RankTimes], *, least_ratio: float = _LEAST_RATIO
+) -> tuple[Suspect[int], ...]:
+    """Return ranks that compute slower than their peers, for what the plan expects of each.
+
+    A rank that only waits isn't suspected: its waiting is another's slowness.
+    """
+    return find_suspects(
+        {t.global_rank: t.computing_s for t in times},
+        expected_s={t.global_rank: t.expected_s for t in times},
+        least_ratio=least_ratio,
+    )
+
+
+def normalise_pair(rank_a: int, rank_b: int) -> Pair:
+    """Return the pair with the smaller rank first."""
+    return (rank_a, rank_b) if rank_a < rank_b else (rank_b, rank_a)
+
+
+def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
+    """Return rounds of disjoint pairs that cover every edge of a ring once: 2 if even, 3 if odd."""
+    size = _check_members(ranks)
+    if size < 2:
+        return ()
+    if size == 2:
+        return ((normalise_pair(ranks[0], ranks[1]),),)
+    edges = [normalise_pair(ranks[i], ranks[(i + 1) % size]) for i in range(size)]
+    if size % 2:
+        # The edge that closes an odd ring touches both kinds of edges, so it goes alone.
+        return (tuple(edges[0:-1:2]), tuple(edges[1:-1:2]), (edges[-1],))
+    return (tuple(edges[0::2]), tuple(edges[1::2]))
+
+
+def tree_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
+    """Return at most 4 rounds that cover a binary tree's edges once: by level parity and side.
+
+    The parent of position i is position (i - 1) // 2, as in a heap.
+    """
+    size = _check_members(ranks)
+    rounds: list[list[Pair]] = [[], [], [], []]
+    for child in range(1, size):
+        level = (child + 1).bit_length() - 1
+        edge = normalise_pair(ranks[child], ranks[(child - 1) // 2])
+        rounds[2 * (level % 2) + child % 2].append(edge)
+    return tuple(tuple(pairs) for pairs in rounds if pairs)
+
+
+def _check_members(ranks: Sequence[int]) -> int:
+    if len(set(ranks)) != len(ranks):
+        raise ConfigurationError(f"Ranks {list(ranks)} name one twice; probe each rank once.")
+    return len(ranks)
+
+
+class FindingKind(StrEnum):
+    """What is slow."""
+
+    DEVICE = "device"
+    """A rank's device: its matmul probe is slow."""
+    LINK = "link"
+    """The link between two ranks."""
+    PORT = "port"
+    """All links of a rank, so its network port rather than one link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A device, link or port found slow."""
+
+    kind: FindingKind
+    ranks: tuple[int, ...]
+    """The rank, or the two ranks of a link."""
+    ratio: float
+    """Its time over the median of its peers."""
+
+    def __str__(self) -> str:
+        if self.kind is FindingKind.DEVICE:
+            return f"rank {self.ranks[0]} computes {self.ratio:.1f}× slower than its peers"
+        if self.kind is FindingKind.PORT:
+            return f"every link of rank {self.ranks[0]} is {self.ratio:.1f}× slower than its peers"
+        ends = " and ".join(str(rank) for rank in self.ranks)
+        return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
+
+
+def diagnose(
+    device_s: Mapping[int, float],
+    link_s: Mapping[Pair, float],
+    *,
+    expected_device_s: Mapping[int, float] | None = None,
+    expected_link_s: Mapping[Pair, float] | None = None,
+    least_ratio: float = _LEAST_RATIO,
+) -> tuple[Finding, ...]:
+    """Return what the probes show to be slow, the slowest first; empty if nothing is.
+
+    Args:
+        device_s: Matmul probe of each rank, seconds.
+        link_s: Point-to-point probe of each pair (smaller rank first), seconds.
+        expected_device_s: What each device should take, where devices are unequal.
+        expected_link_s: What each link should take, where links are unequal.
+        least_ratio: Where slowness begins.
+    """
+    devices = find_suspects(device_s, expected_s=expected_device_s, least_ratio=least_ratio)
+    findings = [
+        Finding(kind=FindingKind.DEVICE, ranks=(suspect.key,), ratio=suspect.ratio)
+        for suspect in devices
+    ]
+    links = find_suspects(link_s, expected_s=expected_link_s, least_ratio=least_ratio)
+    findings += _links_and_ports({suspect.key: suspect.ratio for suspect in links}, link_s)
+    return tuple(sorted(findings, key=lambda finding: -finding.ratio))
+
+
+def _links_and_ports(slow: Mapping[Pair, float], probed: Mapping[Pair, float]) -> list[Finding]:
+    """Blame a rank's port where every one of its links (two or more) is slow; else the links."""
+    findings = []
+    explained: set[Pair] = set()
+    for rank in sorted({rank for pair in slow for rank in pair}):
+        own = [pair for pair in probed if rank in pair]
+        others_fine = any(pair not in slow for pair in probed if rank not in pair)
+        if len(own) >= 2 and all(pair in slow for pair in own) and others_fine:
+            ratio = statistics.median(slow[pair] for pair in own)
+            findings.append(Finding(kind=FindingKind.PORT, ranks=(rank,), ratio=ratio))
+            explained.update(own)
+    findings += [
+        Finding(kind=FindingKind.LINK, ranks=pair, ratio=ratio)
+        for pair, ratio in slow.items()
+        if pair not in explained
+    ]
+    return findings

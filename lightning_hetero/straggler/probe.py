@@ -1,0 +1,125 @@
+"""Measure devices and links for a moment, at a step boundary, where stragglers are suspected.
+
+Greyhound's validation: one matrix product per device, and one message to and fro per pair of a
+round. Every rank of the group calls these functions together; they communicate.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.straggler.locate import Pair, normalise_pair
+
+__all__ = ["probe_device", "probe_devices", "probe_links"]
+
+Key = TypeVar("Key")
+
+
+def probe_device(
+    device: torch.device, *, size: int = 1024, repeats: int = 5, dtype: torch.dtype | None = None
+) -> float:
+    """Return the median seconds of one `size`³ matrix product here. No messages."""
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    out = torch.empty_like(left)
+    return _median_s(lambda: torch.mm(left, left, out=out), device=device, repeats=repeats)
+
+
+def probe_devices(
+    device: torch.device,
+    *,
+    size: int = 1024,
+    repeats: int = 5,
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, float]:
+    """Return every rank's matmul probe, seconds, by global rank. All ranks of the group call it."""
+    own_s = probe_device(device, size=size, repeats=repeats)
+    return _gather({dist.get_rank(): own_s}, group)
+
+
+def probe_links(
+    rounds: Sequence[Sequence[Pair]],
+    device: torch.device,
+    *,
+    num_bytes: int = 16 * 2**20,
+    repeats: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> dict[Pair, float]:
+    """Return the median seconds of a message to and fro for every pair of the rounds.
+
+    All ranks of the group call it with the same rounds. Pairs of one round run at the same time;
+    rounds are kept apart by barriers.
+
+    Args:
+        rounds: Disjoint pairs of global ranks, as `ring_rounds` gives them.
+        device: Where the messages lie.
+        num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
+        repeats: Messages per pair, after one to warm up.
+        group: The ranks that take part; None for all.
+    """
+    own = dist.get_rank()
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    times_s: dict[Pair, float] = {}
+    for pairs in rounds:
+        dist.barrier(group=group)
+        for rank_a, rank_b in pairs:
+            if own not in (rank_a, rank_b):
+                continue
+            pair = normalise_pair(rank_a, rank_b)
+            peer, first = (pair[1], True) if own == pair[0] else (pair[0], False)
+            seconds = _median_s(
+                lambda peer=peer, first=first: _ping_pong(  # type: ignore[misc]
+                    payload, peer, sends_first=first, group=group
+                ),
+                device=device,
+                repeats=repeats,
+            )
+            if first:
+                times_s[pair] = seconds
+    return _gather(times_s, group)
+
+
+def _ping_pong(
+    payload: torch.Tensor, peer: int, *, sends_first: bool, group: dist.ProcessGroup | None
+) -> None:
+    # Send before receive on one side only: two peers that both receive first would deadlock.
+    if sends_first:
+        dist.send(payload, peer, group=group)
+        dist.recv(payload, peer, group=group)
+    else:
+        dist.recv(payload, peer, group=group)
+        dist.send(payload, peer, group=group)
+
+
+def _median_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> float:
+    times_s = []
+    for repeat in range(repeats + 1):
+        _synchronize(device)
+        start_s = time.perf_counter()
+        action()
+        _synchronize(device)
+        if repeat:
+            times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gather(own: dict[Key, float], group: dist.ProcessGroup | None) -> dict[Key, float]:
+    everyone: list[dict[Key, float] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    gathered: dict[Key, float] = {}
+    for part in everyone:
+        if part is None:
+            raise PeerError("A rank gave no probe results. All ranks of the group must probe.")
+        gathered |= part
+    return gathered

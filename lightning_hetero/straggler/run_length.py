@@ -1,0 +1,157 @@
+"""Decide how long the current level has lasted: Bayesian online change-point detection.
+
+Adams and MacKay's recursion (Greyhound, detection): a hypothesis says "the current run began r
+values ago", a constant hazard starts a new one before every value, and the posterior over r follows
+from how well each hypothesis predicted the value. Values are normal with unknown mean and variance
+(normal-inverse-gamma prior), so a hypothesis predicts a Student-t. Two things are added:
+
+- every hypothesis may call a value an outlier, at a fixed density. A spike then says nothing about
+  the run length, and moves a hypothesis only by the share by which it isn't an outlier;
+- run lengths are bounded: the last hypothesis stands for "at least `max_run` values" and its memory
+  is capped, so it follows a gradual drift.
+
+Cost: one pass over `max_run` hypotheses, about 30 NumPy calls on arrays of 64 doubles. At 0.5 µs a
+call that is a floor of 15 µs, whatever the arithmetic.
+"""
+
+import math
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["RunLengthPosterior"]
+
+_PRIOR_ALPHA = 2.0
+_PRIOR_MEAN_SD = 1.0
+_OUTLIER_DENSITY = 0.01
+_TINY = 1e-290
+_MEAN, _KAPPA, _ALPHA, _BETA = range(4)
+
+
+class RunLengthPosterior:
+    """The posterior of the run length after each value, and what each hypothesis has learnt.
+
+    Hypothesis r has seen the last r values; `mass[r]` is its probability.
+    """
+
+    def __init__(self, *, hazard: float, max_run: int, memory: int) -> None:
+        self._hazard = hazard
+        self._memory = float(memory)
+        self.mass: NDArray[np.float64] = np.zeros(max_run + 1)
+        self._stats: NDArray[np.float64] = np.ones((4, max_run + 1))
+        self._work: NDArray[np.float64] = np.empty((4, max_run + 1))
+        self._prior = np.array([0.0, 1.0, _PRIOR_ALPHA, 1.0])
+
+    def restart(self, *, level: float, scale: float) -> None:
+        """Forget everything: the next value begins a run."""
+        self.set_prior(level=level, scale=scale)
+        self.mass[:] = 0.0
+        self.mass[0] = 1.0
+        self._stats[:] = self._prior[:, None]
+
+    def set_prior(self, *, level: float, scale: float) -> None:
+        """Set what a new run is expected to look like: any level, noise of about `scale`."""
+        kappa = (scale / _PRIOR_MEAN_SD) ** 2
+        self._prior[:] = (level, kappa, _PRIOR_ALPHA, _PRIOR_ALPHA * scale * scale)
+        self._stats[:, 0] = self._prior
+
+    def observe(self, value: float) -> None:
+        """Take in one value: weigh the hypotheses by their predictions, then let them learn."""
+        mean, kappa, alpha, beta = self._stats
+        a, b, deviation, weight = self._work
+        np.subtract(value, mean, out=deviation)
+        self._predict(deviation, density=weight)
+        # Mass: (density + outlier density) × old mass, a share `hazard` of it begins anew.
+        np.add(weight, _OUTLIER_DENSITY, out=a)
+        np.multiply(self.mass, a, out=b)
+        np.divide(weight, a, out=weight)
+        # The first value of a run is what the run is about: it can't be an outlier to it.
+        weight[0] = 1.0
+        total = max(float(b.sum()), _TINY)
+        mass = self.mass
+        tail = float(b[-1])
+        np.multiply(b[:-1], (1.0 - self._hazard) / total, out=mass[1:])
+        mass[0] = self._hazard
+        mass[-1] += tail * (1.0 - self._hazard) / total
+        # Learning: the conjugate update, each hypothesis with its own weight.
+        np.multiply(deviation, weight, out=a)
+        np.multiply(deviation, a, out=b)
+        np.multiply(b, kappa, out=b)
+        np.add(kappa, weight, out=kappa)
+        np.divide(a, kappa, out=a)
+        np.add(mean, a, out=mean)
+        np.divide(b, kappa, out=b)
+        np.multiply(b, 0.5, out=b)
+        np.add(beta, b, out=beta)
+        np.multiply(weight, 0.5, out=weight)
+        np.add(alpha, weight, out=alpha)
+        self._shift(tail_is_older=tail > float(self.mass[-1]) * 0.5)
+
+    def _predict(self, deviation: NDArray[np.float64], *, density: NDArray[np.float64]) -> None:
+        """Write the Student-t density of `deviation` under every hypothesis into `density`."""
+        _, kappa, alpha, beta = self._stats
+        a, b = self._work[0], self._work[1]
+        np.divide(beta, kappa, out=a)
+        np.add(a, beta, out=a)
+        np.multiply(a, 2.0, out=a)  # q = 2β(κ+1)/κ
+        np.multiply(deviation, deviation, out=b)
+        np.divide(b, a, out=b)
+        np.log1p(b, out=b)
+        np.add(alpha, 0.5, out=density)
+        np.multiply(b, density, out=b)
+        # Γ(α+½)/Γ(α) ≈ √(α - ¼ + 1/32α), better than 0.3 % for α ≥ 2.
+        np.subtract(alpha, 0.234375, out=density)
+        np.divide(density, a, out=density)
+        np.sqrt(density, out=density)
+        np.negative(b, out=b)
+        np.exp(b, out=b)
+        np.multiply(density, b, out=density)
+        np.multiply(density, 1.0 / math.sqrt(math.pi), out=density)
+
+    def _shift(self, *, tail_is_older: bool) -> None:
+        """Let every hypothesis be one value older; the two oldest become one."""
+        stats = self._stats
+        if tail_is_older:
+            oldest = stats[:, -1].copy()
+            stats[:, 1:] = stats[:, :-1]
+            stats[:, -1] = oldest
+        else:
+            stats[:, 1:] = stats[:, :-1]
+        stats[:, 0] = self._prior
+        excess = float(stats[_KAPPA, -1]) - self._memory
+        if excess > 0.0:
+            # Forget: the same spread, known from fewer values.
+            alpha = float(stats[_ALPHA, -1])
+            kept = max(_PRIOR_ALPHA, alpha - 0.5 * excess)
+            stats[_BETA, -1] *= kept / alpha
+            stats[_ALPHA, -1] = kept
+            stats[_KAPPA, -1] = self._memory
+
+    def short_mass(self, *, longest: int) -> float:
+        """Return the probability that the run is at most `longest` values old."""
+        return float(self.mass[: longest + 1].sum())
+
+    def likeliest_run(self, *, longest: int) -> int:
+        """Return the likeliest run length up to `longest`, 1 or more."""
+        return 1 + int(self.mass[1 : longest + 1].argmax())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as lists of floats (JSON-ready)."""
+        return {
+            "mass": self.mass.tolist(),
+            "stats": self._stats.tolist(),
+            "prior": self._prior.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; ValueError if it is for another `max_run`."""
+        mass = np.asarray(state["mass"], dtype=np.float64)
+        stats = np.asarray(state["stats"], dtype=np.float64)
+        if mass.shape != self.mass.shape or stats.shape != self._stats.shape:
+            raise ValueError(
+                f"The state holds {len(mass) - 1} run lengths, the detector {len(self.mass) - 1}."
+            )
+        self.mass[:] = mass
+        self._stats[:] = stats
+        self._prior[:] = cast("list[float]", state["prior"])
