@@ -108,7 +108,7 @@ class Iteration:
     value_bytes: int = 4
     """Size of one weight or gradient value in an exchange."""
     early_gradients: bool = True
-    """Whether a stage begins to receive a gradient while the action before still computes."""
+    """Whether a stage begins to receive a gradient while the forward before it still computes."""
 
 
 def iteration_operations(
@@ -116,9 +116,9 @@ def iteration_operations(
 ) -> dict[int, tuple[Operation, ...]]:
     """Return the operations of every rank in the order in which it issues them.
 
-    The runtime may issue a unit's push earlier, once the rank's last backward has passed the unit:
-    that changes no order on a communicator and makes no rank wait longer, so what doesn't block
-    here doesn't block there.
+    Where the runtime waits less, the lists wait more, so what doesn't block here doesn't block
+    there: a step waits for all of the rank's pull, not only for the units it computes with, and a
+    unit's push follows the last backward instead of starting once that has passed the unit.
 
     Raises:
         PlanError: The plan needs more ranks, or there isn't one number for each pipeline.
@@ -194,24 +194,24 @@ class _Program:
     def exchange(
         self, verb: str, messages: Sequence[Message], waits_for: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """Append one group for each unit and return the positions of those that receive."""
+        """Append one group for each unit and return their positions."""
         positions = []
         for unit, members in groupby(messages, key=lambda message: message.unit):
             tag = f"{verb} {unit}"
             transfers = tuple(self._as_transfers(members, tag))
             if not transfers:
                 continue
-            position = self.append(
-                Operation(
-                    kind=OperationKind.TRANSFER,
-                    label=f"{verb} of unit {unit}",
-                    communicator=EXCHANGE,
-                    transfers=transfers,
-                    waits_for=waits_for,
+            positions.append(
+                self.append(
+                    Operation(
+                        kind=OperationKind.TRANSFER,
+                        label=f"{verb} of unit {unit}",
+                        communicator=EXCHANGE,
+                        transfers=transfers,
+                        waits_for=waits_for,
+                    )
                 )
             )
-            if any(item.destination == self.global_rank for item in transfers):
-                positions.append(position)
         return tuple(positions)
 
     def _as_transfers(self, messages: Iterator[Message], tag: str) -> Iterator[Transfer]:
@@ -250,9 +250,9 @@ class _Steps:
         for action, following in zip_longest(actions, actions[1:]):
             self._receive(action)
             if self._iteration.early_gradients and following is not None:
+                turns = (action.kind, following.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD)
                 # The hidden state that was sent says how large the gradient will be.
-                backward = following.kind is ActionKind.BACKWARD
-                if backward and following.microbatch_index in started:
+                if turns and following.microbatch_index in started:
                     self._receive(following)
             started.add(action.microbatch_index)
             self._compute_and_send(action)

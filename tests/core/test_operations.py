@@ -76,14 +76,9 @@ def test_every_rank_pulls_computes_pushes_and_ends_in_that_order(rng, rule):
 @given(rng=st.randoms(use_true_random=False), rule=RULES)
 def test_a_step_waits_for_what_it_receives_and_a_send_for_what_it_sends(rng, rule):
     _, _, _, operations = random_iteration(rng, rule)
-    for rank, items in operations.items():
+    for items in operations.values():
         position = {item.label: index for index, item in enumerate(items)}
-        pulled = {
-            index
-            for index, item in enumerate(items)
-            if item.label.startswith("pull")
-            and any(transfer.destination == rank for transfer in item.transfers)
-        }
+        pulled = {index for index, item in enumerate(items) if item.label.startswith("pull")}
         for item in items:
             if item.kind is OperationKind.COMPUTE:
                 needs = set(pulled) if item.label.startswith("F") else set()
@@ -143,3 +138,17 @@ def test_too_few_ranks_are_refused():
     iteration = Iteration(world_size=1, num_microbatches=(1, 1), activation_bytes=8)
     with pytest.raises(PlanError, match="1 processes run"):
         iteration_operations(plan, table_of(plan, 2, Ownership.HOLDERS), iteration)
+
+
+@pytest.mark.parametrize(
+    ("early", "expected"),
+    [(False, ["F1", "R0", "B0", "R1"]), (True, ["R0", "F1", "B0", "R1"])],
+)
+def test_a_gradient_is_expected_while_the_forward_before_it_computes(early, expected):
+    plan = ParallelPlan.even(world_size=2, num_layers=2, num_stages=2)
+    iteration = Iteration(
+        world_size=2, num_microbatches=(2,), activation_bytes=8, early_gradients=early
+    )
+    items = iteration_operations(plan, table_of(plan, 2, Ownership.HOLDERS), iteration)[0]
+    labels = [item.label.replace("receive B", "R") for item in items]
+    assert [label for label in labels if label in expected] == expected
