@@ -170,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--plan", type=Path, help="JSON file with another plan")
     parser.add_argument("--single", action="store_true", help="one process, plain Lightning")
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=6, help="samples per pipeline and step")
     parser.add_argument("--microbatches", type=int, default=3, help="micro-batches per pipeline")
     parser.add_argument("--context", type=int, default=512, help="tokens kept of a sample")
@@ -245,7 +245,7 @@ def report(
     first, last = throughput.losses[0], statistics.fmean(throughput.losses[-10:])
     print("\nOne process, plain Lightning" if single else f"\nThe plan\n{plan}")
     print(f"\nparameters  {num_parameters:,} in {model.hparams['model']['num_layers']} layers")
-    print(f"trained     {trainer.global_step} steps, {throughput.num_tokens:,} tokens")
+    print(f"trained     {trainer.global_step} steps, about {throughput.num_tokens:,} tokens")
     print(
         f"speed       {throughput.tokens_per_s:,.0f} tokens/s, "
         f"{throughput.flops / throughput.seconds / 1e9:.1f} GFLOP/s"
