@@ -82,6 +82,7 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
         _device("Titan-RTX", 130, 24, 672, 50),
     )
 }
+"""Device types that a cluster may name without describing them."""
 
 
 def find_device(name: str, custom: tuple[DeviceSpec, ...] = ()) -> DeviceSpec:
