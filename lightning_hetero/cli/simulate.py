@@ -127,16 +127,16 @@ def plan_table(
 ) -> Table:
     """Return one line per stage: who runs what, how full and how busy it is."""
     title = f"{cost.model.name} on {cost.cluster.num_ranks} devices"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("pipe\nline", "stage", "device", "ranks", "TP", "layers"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for column in ("micro-\nbatches", "memory\nGiB", "busy"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for pipeline_index, stage_index, stage in plan.iter_stages():
         shape = cost.shape_of(stage)
         used = simulation.stage_memory_bytes[pipeline_index][stage_index]
         available = cost.usable_bytes(shape.device)
-        memory = f"{used / _GIB:.1f} / {available / _GIB:.1f}"
+        memory = f"{used / _GIB:.1f}/{available / _GIB:.1f}"
         layers = f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})"
         table.add_row(
             str(pipeline_index),

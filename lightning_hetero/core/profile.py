@@ -160,6 +160,8 @@ class DeviceProfile:
     """Activation memory per TP degree; empty if it wasn't measured."""
     step_s_per_param: float | None = None
     """Optimizer seconds per parameter that the rank owns; None if it wasn't measured."""
+    includes_tp_traffic: bool = True
+    """Whether the times hold the traffic inside TP groups; one rank alone can't measure it."""
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -322,9 +324,12 @@ def _parse_device(data: Mapping[str, Any]) -> DeviceProfile:
             )
         )
     memory = tuple(LayerMemory(**entry) for entry in data["memory"])
-    step = data["step_s_per_param"]
     return DeviceProfile(
-        device=data["device"], times=tuple(times), memory=memory, step_s_per_param=step
+        device=data["device"],
+        times=tuple(times),
+        memory=memory,
+        step_s_per_param=data["step_s_per_param"],
+        includes_tp_traffic=bool(data["includes_tp_traffic"]),
     )
 
 

@@ -4,6 +4,8 @@ What a profile doesn't say is taken from the roofline: memory that wasn't measur
 step, and the links.
 """
 
+from collections.abc import Sequence
+
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
@@ -40,7 +42,16 @@ class ProfileCost(RooflineCost):
         self, shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
         """Return the measured times of just this micro-batch, else what the fit says."""
-        times = self.profile.device(shape.device).at(shape.tp_degree)
+        device = self.profile.device(shape.device)
+        forward, backward = self._measured_s(device.at(shape.tp_degree), shape, microbatch)
+        if device.includes_tp_traffic:
+            return forward, backward
+        traffic = shape.num_layers * self.layer_traffic_s(shape, sum(microbatch))
+        return forward + traffic, backward + traffic
+
+    def _measured_s(
+        self, times: Sequence[BlockTimes], shape: StageShape, microbatch: MicroBatchShape
+    ) -> tuple[float, float]:
         lengths = tuple(sorted(microbatch))
         for measured in times:
             if tuple(sorted(measured.lengths)) == lengths:

@@ -4,9 +4,7 @@ The model is deliberately coarse, for planning before anything was measured. Wha
 on is said beside them; a measured profile is always better.
 """
 
-from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape, StateLayout
+from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape
 
 __all__ = ["RooflineCost"]
 
@@ -36,13 +34,6 @@ _STEP_BYTES_PER_PARAM = 34  # Adam: reads 4 and writes 3 fp32 values, then a 16-
 
 class RooflineCost(CostModel):
     """Costs of a transformer in 16 bits on known devices."""
-
-    def __init__(
-        self, cluster: Cluster, model: ModelSpec, *, layout: StateLayout | None = None
-    ) -> None:
-        super().__init__(cluster, model, layout=layout)
-        if layout is None:
-            self.layout = StateLayout()
 
     def measure_stage_s(
         self, shape: StageShape, microbatch: MicroBatchShape
@@ -90,6 +81,19 @@ class RooflineCost(CostModel):
         """Return Adam's time by the bytes it touches."""
         return num_owned * _STEP_BYTES_PER_PARAM / self.device(shape.device).memory_bytes_per_s
 
+    def layer_traffic_s(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the seconds of TP traffic in a layer's forward; its backward takes as long.
+
+        Two ring all-reduces of the hidden state each way (Megatron-LM's f and g).
+        """
+        count = shape.tp_degree
+        if count == 1:
+            return 0.0
+        own = self.device(shape.device).intra_node_bytes_per_s, self.cluster.intra_node_latency_s
+        bytes_per_s, latency_s = shape.link or own
+        message_bytes = self.model.hidden_bytes(num_tokens) / count
+        return 4 * (count - 1) * (latency_s + message_bytes / bytes_per_s)
+
     def _layer_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
         model, tokens = self.model, sum(microbatch)
         rate = self._matmul_flops_per_s(shape)
@@ -100,8 +104,7 @@ class RooflineCost(CostModel):
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size / shape.tp_degree
         touched = 2 * tokens * (_POINTWISE_PASSES * model.hidden_size + mlp)
         pointwise_s = touched / self.device(shape.device).memory_bytes_per_s
-        # Two all-reduces of the hidden state each way (Megatron-LM's f and g).
-        traffic_s = 2 * self._tp_all_reduce_s(shape, model.hidden_bytes(tokens))
+        traffic_s = self.layer_traffic_s(shape, tokens)
         forward = matmul_s + attention_s + pointwise_s + traffic_s
         backward = 2 * matmul_s + _ATTENTION_BACKWARD * attention_s + 1.5 * pointwise_s + traffic_s
         return forward + _LAUNCH_S, backward + _LAUNCH_S
@@ -112,11 +115,3 @@ class RooflineCost(CostModel):
 
     def _memory_rate(self, shape: StageShape) -> float:
         return self.device(shape.device).memory_bytes_per_s * shape.tp_degree
-
-    def _tp_all_reduce_s(self, shape: StageShape, num_bytes: float) -> float:
-        count = shape.tp_degree
-        if count == 1:
-            return 0.0
-        own = self.device(shape.device).intra_node_bytes_per_s, self.cluster.intra_node_latency_s
-        bytes_per_s, latency_s = shape.link or own
-        return 2 * (count - 1) * (latency_s + num_bytes / count / bytes_per_s)

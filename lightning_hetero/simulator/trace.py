@@ -49,9 +49,12 @@ def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, A
 
 
 def save_trace(path: str | Path, plan: ParallelPlan, simulation: Simulation) -> None:
-    """Write the trace as JSON."""
+    """Write the trace as JSON; ConfigurationError if nothing was recorded or the path is wrong."""
     data = {"traceEvents": trace_events(plan, simulation), "displayTimeUnit": "ms"}
-    Path(path).write_text(json.dumps(data), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(data), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"Can't write the trace {path}: {error.strerror}.") from error
 
 
 def _as_row(event: Event) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
+from lightning_hetero.models import HeteroLM, LMConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("bert-large", 0.334),
+        ("opt-350m", 0.356),
+        ("gpt-neo-2.7b", 2.65),
+        ("gpt3-6.7b", 6.66),
+        ("llama-7b", 6.738),
+        ("LLaMA 13B", 13.016),
+        ("llama-32b", 32.529),
+        ("llama-70b", 68.977),
+    ],
+)
+def test_known_models_have_their_published_number_of_parameters(name, billions):
+    assert ModelSpec.load(name).num_params / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_counts_equal_the_reference_models():
+    spec = ModelSpec(
+        name="tiny",
+        num_layers=3,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=48,
+        vocab_size=50,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
+    config = LMConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=48,
+    )
+    with torch.device("meta"):
+        model = HeteroLM(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert spec.num_params == count
+    assert spec.params_per_layer == sum(p.numel() for p in model.layers[0].parameters())
+
+
+def test_attention_costs_the_sum_of_squares_not_the_square_of_the_sum():
+    model = ModelSpec.load("llama-7b")
+    whole, halves = (
+        model.attention_flops_per_layer(lengths) for lengths in ((4096,), (2048, 2048))
+    )
+    assert whole == 2 * halves
+    assert model.linear_flops_per_layer(4096) == 2 * 4096 * model.matrix_params_per_layer
+    everyone = dataclasses.replace(model, causal=False)
+    assert everyone.attention_flops_per_layer((4096,)) == 2 * whole
+
+
+def test_yaml_and_json_describe_the_same_model(tmp_path):
+    model = KNOWN_MODELS["bert-large"]
+    path = tmp_path / "sizes.yaml"
+    path.write_text("\n".join(f"{key}: {json.dumps(v)}" for key, v in model.to_dict().items()))
+    assert ModelSpec.load(path) == model
+
+
+def test_hugging_face_folders_are_read(tmp_path):
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 4096,
+    }
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+    }
+    for name, config in (("llama", llama), ("gpt2", gpt2), ("nested", {"text_config": llama})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    read = ModelSpec.load(tmp_path / "llama")
+    assert dataclasses.replace(read, name="llama-7b") == ModelSpec.load("llama-7b")
+    assert ModelSpec.load(tmp_path / "nested").num_params == read.num_params
+    assert ModelSpec.load(tmp_path / "gpt2").num_params == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("num_layers: 3", "needed"),
+        ("[1, 2]", "mapping"),
+        ("name: [", "Can't read"),
+    ],
+)
+def test_broken_files_are_refused_with_their_name(tmp_path, content, message):
+    path = tmp_path / "sizes.yaml"
+    path.write_text(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        ModelSpec.load(path)
+    assert "sizes.yaml" in str(caught.value)
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(ModelError, match=r"bert-large.*llama-70b"):
+        ModelSpec.load("llama-9000")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 0},
+        {"hidden_size": 1.5},
+        {"num_kv_heads": 5},
+        {"num_heads": 7, "num_kv_heads": 7},
+        {"vocab_size": True},
+        {"max_positions": -1},
+    ],
+)
+def test_impossible_sizes_are_refused(change):
+    with pytest.raises(ModelError):
+        dataclasses.replace(ModelSpec.load("bert-large"), **change)
+
+
+def test_flags_must_be_true_or_false():
+    data = ModelSpec.load("llama-7b").to_dict() | {"gated_mlp": "yes"}
+    with pytest.raises(ModelError, match="true or false"):
+        ModelSpec.from_dict(data)

@@ -1,0 +1,186 @@
+import dataclasses
+import datetime
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.profile import (
+    BlockTimes,
+    DeviceProfile,
+    LayerMemory,
+    Profile,
+    TimeFit,
+    binary_blocks,
+)
+
+DATE = datetime.datetime(2026, 1, 31, tzinfo=datetime.UTC)
+
+
+def times_of(lengths=(128,), tp_degree=1, scale=1.0) -> BlockTimes:
+    return BlockTimes(
+        tp_degree=tp_degree,
+        lengths=lengths,
+        blocks={1: (scale, 2 * scale), 2: (1.5 * scale, 3 * scale)},
+        embedding=(0.1, 0.2),
+        head=(0.3, 0.4),
+    )
+
+
+def profile_of(*names: str) -> Profile:
+    return Profile(
+        model=ModelSpec.load("bert-large"),
+        devices=tuple(
+            DeviceProfile(
+                device=name,
+                times=(times_of(), times_of((256, 3), tp_degree=2)),
+                memory=(LayerMemory(tp_degree=1, layer_bytes_per_token=10.0),),
+                step_s_per_param=1e-9,
+                includes_tp_traffic=False,
+            )
+            for name in names
+        ),
+        versions={"torch": "2.13.0"},
+        date=DATE,
+    )
+
+
+@given(st.integers(1, 10_000))
+def test_binary_blocks_are_distinct_powers_of_two_that_add_up(n):
+    blocks = binary_blocks(n)
+    assert sum(blocks) == n
+    assert len(set(blocks)) == len(blocks)
+    assert all(block & (block - 1) == 0 for block in blocks)
+
+
+@given(st.integers(1, 100))
+def test_layers_cost_the_sum_of_their_binary_blocks(n):
+    powers = {1 << bit: (1.0 + bit, 2.0 + bit) for bit in range(7)}
+    times = BlockTimes(tp_degree=1, lengths=(1,), blocks=powers)
+    expected = tuple(sum(powers[b][i] for b in binary_blocks(n)) for i in range(2))
+    assert times.layers_s(n) == pytest.approx(expected)
+
+
+def test_unmeasured_powers_repeat_the_next_smaller_block():
+    times = BlockTimes(tp_degree=1, lengths=(1,), blocks={1: (1, 1), 4: (3, 5)})
+    assert times.layers_s(2) == (2, 2)
+    assert times.layers_s(4) == (3, 5)
+    assert times.layers_s(11) == (2 * 3 + 3, 2 * 5 + 3)
+
+
+@given(st.floats(0, 1e-6), st.floats(1e-6, 1e-3), st.floats(0, 1.0), st.integers(0, 2**32 - 1))
+def test_fit_finds_the_coefficients_that_made_the_samples(a, b, c, seed):
+    rng = np.random.default_rng(seed)
+    batches = [tuple(map(int, rng.integers(1, 4096, size=k))) for k in (1, 1, 2, 3, 4, 5)]
+    exact = TimeFit(a=a, b=b, c=c)
+    fitted = TimeFit.of([(lengths, exact(lengths)) for lengths in batches])
+    for lengths in batches:
+        assert fitted(lengths) == pytest.approx(exact(lengths), rel=1e-3)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6))
+def test_fit_never_has_negative_coefficients(seconds):
+    samples = [((64 * (i + 1),), value) for i, value in enumerate(seconds)]
+    fitted = TimeFit.of(samples)
+    assert min(fitted.a, fitted.b, fitted.c) >= 0
+    assert fitted((10_000,)) > 0
+
+
+def test_one_length_says_nothing_about_the_square():
+    fitted = TimeFit.of([((512,) * n, 0.01 * n) for n in (1, 2, 4)])
+    assert fitted.a == 0
+    assert fitted((512,) * 8) == pytest.approx(0.08)
+
+
+def test_json_returns_the_same_profile(tmp_path):
+    profile = profile_of("A10", "L4")
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+
+
+def test_merge_keeps_both_device_types_and_the_older_date():
+    later = dataclasses.replace(profile_of("L4"), date=DATE + datetime.timedelta(days=1))
+    merged = profile_of("A10", "L4").merge(later)
+    assert [device.device for device in merged.devices] == ["A10", "L4"]
+    assert merged.date == DATE
+    other = dataclasses.replace(profile_of("T4"), versions={"torch": "1.0"})
+    with pytest.raises(ProfileError, match="torch"):
+        merged.merge(other)
+
+
+def test_stale_profiles_are_refused():
+    profile = profile_of("A10")
+    now = DATE + datetime.timedelta(days=8)
+    week = datetime.timedelta(days=7)
+    profile.check(model=profile.model, versions={"torch": "2.13.0"}, max_age=2 * week, now=now)
+    with pytest.raises(ProfileError, match="8 days old"):
+        profile.check(max_age=week, now=now)
+    with pytest.raises(ProfileError, match=r"torch 2.13.0 but 2.14.0"):
+        profile.check(versions={"torch": "2.14.0"})
+    with pytest.raises(ProfileError, match="other sizes"):
+        profile.check(model=ModelSpec.load("llama-7b"))
+    profile.check(model=dataclasses.replace(profile.model, name="renamed"))
+
+
+def test_missing_devices_and_degrees_are_named():
+    profile = profile_of("A10")
+    with pytest.raises(ProfileError, match=r"\['A10'\], not 'L4'"):
+        profile.device("L4")
+    with pytest.raises(ProfileError, match=r"\[1, 2\], not 4"):
+        profile.device("A10").at(4)
+
+
+def damaged(**changes):
+    data = json.loads(json.dumps(profile_of("A10").to_dict()))
+    return data | changes
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "format list"),
+        (damaged(format=0), "format 0"),
+        (damaged(date="yesterday"), "broken"),
+        (damaged(date="2026-01-31"), "time zone"),
+        (damaged(devices=[]), "at least one"),
+        (damaged(devices=[{"device": "A10"}]), "KeyError"),
+        (damaged(model={"name": "x"}), "model is broken"),
+        (damaged(versions=3), "broken"),
+    ],
+)
+def test_broken_profiles_are_refused_with_their_file(tmp_path, data, message):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ProfileError, match=message) as caught:
+        Profile.load(path)
+    assert "p.json" in str(caught.value)
+
+
+def test_truncated_and_missing_files_are_refused(tmp_path):
+    path = tmp_path / "p.json"
+    with pytest.raises(ProfileError, match="Can't read"):
+        Profile.load(path)
+    profile_of("A10").save(path)
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ProfileError, match="not valid JSON"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"blocks": {2: (1.0, 1.0)}},
+        {"blocks": {1: (1.0, 1.0), 3: (1.0, 1.0)}},
+        {"blocks": {1: (-1.0, 1.0)}},
+        {"blocks": {1: (float("nan"), 1.0)}},
+        {"lengths": ()},
+        {"tp_degree": 0},
+    ],
+)
+def test_impossible_times_are_refused(change):
+    with pytest.raises(ProfileError):
+        dataclasses.replace(times_of(), **change)
