@@ -26,12 +26,13 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
-from lightning_hetero.checkpoint.recovery import Recovered, RecoveryReport, recover
+from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.recovery import next_attempt, recover
 from lightning_hetero.checkpoint.recovery_plan import Source
 from lightning_hetero.checkpoint.replicas import place_replicas
 from lightning_hetero.checkpoint.resharding import SliceNeed
-from lightning_hetero.checkpoint.retry import RetryingStore, RetryPolicy
-from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store, open_store
+from lightning_hetero.checkpoint.retry import RetryingStore, RetryPolicy, open_store
+from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 from lightning_hetero.checkpoint.writer import CheckpointWriter, SavedCheckpoint
@@ -74,6 +75,7 @@ __all__ = [
     "complete_checkpoints",
     "export_checkpoint",
     "format_bitmap",
+    "next_attempt",
     "open_store",
     "place_replicas",
     "recover",

@@ -14,43 +14,25 @@ from typing import Any
 import torch
 
 from lightning_hetero.checkpoint.content import RestoredSlice
-from lightning_hetero.checkpoint.inventory import complete_checkpoints, take_inventory
-from lightning_hetero.checkpoint.recovery import Recovered, recover
+from lightning_hetero.checkpoint.inspection import look
+from lightning_hetero.checkpoint.manifest import PartManifest
+from lightning_hetero.checkpoint.recovered import Recovered
+from lightning_hetero.checkpoint.recovery import recover
 from lightning_hetero.checkpoint.resharding import SliceNeed
-from lightning_hetero.checkpoint.tiers import Tier, read_manifest
+from lightning_hetero.checkpoint.tiers import Tier
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["consolidate", "export_checkpoint", "restore_from_lightning", "whole_needs"]
 
 
-def whole_needs(tiers: Sequence[Tier], *, step: int | None = None) -> list[SliceNeed]:
-    """Return every parameter of the newest complete checkpoint (or of `step`), whole.
-
-    Raises:
-        CheckpointError: There is no such checkpoint.
-    """
-    inventory = take_inventory(tiers, node="node")
-    complete = complete_checkpoints(inventory)
-    wanted = [item for item in complete if step is None or item.step == step]
-    if not wanted:
-        what = (
-            "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        )
-        raise CheckpointError(
-            f"There is {what} in {', '.join(map(str, tiers))}; complete are steps "
-            f"{[item.step for item in complete] or 'none'}."
-        )
+def whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
+    """Return every parameter of a checkpoint, whole."""
     needs: dict[str, SliceNeed] = {}
-    seen: set[int] = set()
-    for held in inventory.held:
-        if held.id != wanted[0] or held.part in seen:
-            continue
-        store = next(t.store for t in tiers if t.kind is held.holder.kind)
-        for item in read_manifest(store, held.id, held.part).slices:
+    for manifest in manifests.values():
+        for item in manifest.slices:
             rows = item.shape[item.dim] if item.shape else 1
             need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
             needs.setdefault(item.parameter, need)
-        seen.add(held.part)
     return [needs[name] for name in sorted(needs)]
 
 
@@ -83,7 +65,8 @@ def export_checkpoint(
     Raises:
         CheckpointError: There is no such checkpoint, or it can't be read, or the file not written.
     """
-    recovered = recover(whole_needs(tiers, step=step), tiers, step=step)
+    view = look(tiers, step=step)
+    recovered = recover(whole_needs(view.manifests), tiers, step=view.id.step)
     assert recovered is not None
     checkpoint = consolidate(recovered)
     if "pytorch-lightning_version" not in checkpoint:

@@ -14,11 +14,9 @@ from typing import Any, Self
 
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, name_of_unit
 from lightning_hetero.checkpoint.tiers import Tier, TierKind, parts_in, read_manifest
-from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 
 __all__ = [
-    "REMOTE_NODE",
     "HeldPart",
     "Holder",
     "Inventory",
@@ -28,21 +26,21 @@ __all__ = [
     "take_inventory",
 ]
 
-REMOTE_NODE = ""
-"""The "node" of a remote tier: every node reaches it."""
-
 _READERS = 16
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Holder:
-    """One tier of one node, or the remote tier."""
+    """One tier of one node, or a remote tier, which every node reaches."""
 
     node: str
+    """Name of the node; of a remote tier its own name."""
     kind: TierKind
 
     def __str__(self) -> str:
-        return "remote" if self.node == REMOTE_NODE else f"{self.node}/{self.kind.name.lower()}"
+        if self.kind is TierKind.REMOTE:
+            return self.node or "remote"
+        return f"{self.node}/{self.kind.name.lower()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +109,11 @@ def take_inventory(tiers: Sequence[Tier], *, node: str) -> Inventory:
     held: list[HeldPart] = []
     broken: list[str] = []
     for tier in tiers:
-        holder = Holder(REMOTE_NODE if tier.kind is TierKind.REMOTE else node, tier.kind)
+        holder = Holder(tier.name if tier.kind is TierKind.REMOTE else node, tier.kind)
         try:
             files = tier.store.list()
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
+            # Stores raise their client library's own types; other tiers may still answer.
             broken.append(f"{tier}: {error}")
             continue
         wanted = [(id_, part) for id_, parts in parts_in(files).items() for part in parts]
@@ -132,8 +131,9 @@ def _try_manifest(tier: Tier, checkpoint: CheckpointId, part: int) -> PartManife
     """Return the manifest, or what is wrong with it."""
     try:
         return read_manifest(tier.store, checkpoint, part)
-    except (OSError, CheckpointError) as error:
-        return str(error)
+    except Exception as error:
+        # Stores raise their client library's own types.
+        return f"part {part} of {checkpoint} in {tier}: {error}"
 
 
 def _held(manifest: PartManifest, holder: Holder, files: Mapping[str, int]) -> HeldPart:
@@ -177,9 +177,11 @@ def holders_of_files(
     return {key: tuple(sorted(set(items))) for key, items in holders.items()}
 
 
-def format_bitmap(inventory: Inventory, manifests: Mapping[int, PartManifest]) -> str:
+def format_bitmap(
+    inventory: Inventory, manifests: Mapping[int, PartManifest], checkpoint: CheckpointId
+) -> str:
     """Return layers × tiers: `#` all bytes of the layer are there, `+` some, `.` none."""
-    places = sorted({held.holder for held in inventory.held})
+    places = sorted({held.holder for held in inventory.held if held.id == checkpoint})
     holders = holders_of_files(inventory, manifests)
     total: dict[int, int] = defaultdict(int)
     present: dict[tuple[int, Holder], int] = defaultdict(int)

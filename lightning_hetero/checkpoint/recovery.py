@@ -19,10 +19,8 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from lightning_hetero.checkpoint.assembly import Assembly, RankNeeds
-from lightning_hetero.checkpoint.content import RestoredSlice
 from lightning_hetero.checkpoint.fetching import Failure, Fetcher
 from lightning_hetero.checkpoint.inventory import (
-    REMOTE_NODE,
     Holder,
     Inventory,
     complete_checkpoints,
@@ -30,71 +28,17 @@ from lightning_hetero.checkpoint.inventory import (
     take_inventory,
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.recovery_plan import (
-    CHUNK_BYTES,
-    FileRange,
-    Source,
-    plan_fetches,
-)
+from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.recovery_plan import CHUNK_BYTES, FileRange, plan_fetches
 from lightning_hetero.checkpoint.resharding import SliceNeed
 from lightning_hetero.checkpoint.tiers import Tier, TierKind, read_manifest
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["Recovered", "RecoveryReport", "next_attempt", "recover"]
+__all__ = ["next_attempt", "recover"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """What a recovery did, for the log line after a restart."""
-
-    id: CheckpointId
-    """The checkpoint that was taken."""
-    bytes_by_source: Mapping[Source, int]
-    """Bytes that this rank got from each kind of source, whole blocks counted."""
-    seconds: Mapping[str, float]
-    """Wall time of the phases "inventory", "manifests", "fetch"."""
-    failures: tuple[str, ...]
-    """Sources that were struck off, and why."""
-    skipped: tuple[str, ...]
-    """Newer checkpoints that couldn't be used, and why."""
-    attempt: int
-    """Attempt number for the checkpoints that this run saves."""
-
-    def __str__(self) -> str:
-        sources = ", ".join(
-            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
-            for source, count in sorted(self.bytes_by_source.items())
-        )
-        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
-        text = f"recovered {self.id}: {sources or 'nothing needed'}; {phases}"
-        if self.failures:
-            text += f"; {len(self.failures)} sources failed"
-        if self.skipped:
-            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """One rank's state."""
-
-    id: CheckpointId
-    """The checkpoint that it is of."""
-    world_size: int
-    """Number of ranks that saved it."""
-    plan: ParallelPlan | None
-    """The plan under which it was saved."""
-    slices: tuple[RestoredSlice, ...]
-    """What was asked for, in that order."""
-    metadata: Mapping[str, Any]
-    """Rank 0's shared metadata."""
-    rank_metadata: Mapping[str, Any] | None
-    """What this rank saved for itself; None if another number of ranks saved the checkpoint."""
-    report: RecoveryReport
 
 
 @dataclass
@@ -110,10 +54,12 @@ class _Session:
 
     def store_of(self, holder: Holder) -> Tier | None:
         """Return the tier behind a holder that this rank reaches."""
-        node = self.node_of_rank[self.transport.global_rank]
-        if holder.node not in (REMOTE_NODE, node):
-            return None
-        return next((tier for tier in self.tiers if tier.kind is holder.kind), None)
+        own = self.node_of_rank[self.transport.global_rank]
+        for tier in self.tiers:
+            node = tier.name if tier.kind is TierKind.REMOTE else own
+            if (node, tier.kind) == (holder.node, holder.kind):
+                return tier
+        return None
 
 
 def recover(
@@ -251,7 +197,7 @@ def _holders_of_parts(session: _Session, checkpoint: CheckpointId) -> dict[int, 
 
 
 def _reader_of_manifest(session: _Session, part: int, holders: Sequence[Holder]) -> int:
-    if holders[0].node == REMOTE_NODE:
+    if holders[0].kind is TierKind.REMOTE:
         return part % session.transport.world_size
     return session.node_of_rank.index(holders[0].node)
 

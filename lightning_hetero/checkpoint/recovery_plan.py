@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from lightning_hetero.checkpoint.blocks import align_to_blocks
-from lightning_hetero.checkpoint.inventory import REMOTE_NODE, Holder
+from lightning_hetero.checkpoint.inventory import Holder
 from lightning_hetero.checkpoint.manifest import PartManifest, name_of_unit
 from lightning_hetero.checkpoint.tiers import TierKind
 from lightning_hetero.checkpoint.transport import take_turns
@@ -63,7 +63,7 @@ class Fetch:
 
 def source_of(holder: Holder, node: str) -> Source:
     """Return what a holder is, seen from a node."""
-    if holder.node == REMOTE_NODE:
+    if holder.kind is TierKind.REMOTE:
         return Source.REMOTE
     if holder.kind is TierKind.MEMORY:
         return Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY

@@ -3,16 +3,18 @@
 import errno
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lightning_hetero.checkpoint.blocks import Buffer
-from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["RetryPolicy", "RetryingStore"]
+__all__ = ["RetryPolicy", "RetryingStore", "open_store"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -92,6 +94,23 @@ class RetryingStore:
 
     def __str__(self) -> str:
         return str(self._store)
+
+
+def open_store(url: str | Path, *, retry: RetryPolicy | None = None, **options: Any) -> Store:
+    """Return a store for a path or URL: local folders as they are, others with retries.
+
+    Args:
+        url: A path, file://..., or what fsspec knows, such as s3://bucket/run.
+        retry: When to try again; the default policy if None.
+        **options: For fsspec's filesystem.
+
+    Raises:
+        CheckpointError: fsspec doesn't know the URL, or its package is missing.
+    """
+    text = str(url).removeprefix("file://")
+    if re.match(r"\w[\w+.-]*://", text):
+        return RetryingStore(FsspecStore(text, **options), retry)
+    return LocalStore(text)
 
 
 def _number_of(error: Exception) -> int | None:

@@ -7,18 +7,18 @@ completed at the end and aborted on failure.
 
 import contextlib
 import os
-import re
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from lightning_hetero.checkpoint.blocks import Buffer
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["FsspecStore", "LocalStore", "Store", "open_store"]
+__all__ = ["FsspecStore", "LocalStore", "Store"]
 
 _TEMPORARY = ".tmp-"
 
@@ -120,8 +120,13 @@ class FsspecStore:
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Upload in parts of `multipart_bytes`, the memory it needs; abort on an error."""
         path = f"{self._path}/{name}"
-        # Object stores have no folders; the others need one.
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if isinstance(self._fs, AsyncFileSystem):
+            self._upload(path, chunks)
+        else:
+            self._write_and_move(path, chunks)
+
+    def _upload(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Write to an object store, where a file exists once it is closed."""
         file = self._fs.open(path, "wb", block_size=self._multipart_bytes)
         try:
             for chunk in chunks:
@@ -133,6 +138,21 @@ class FsspecStore:
             file.closed = True
             raise
         file.close()
+
+    def _write_and_move(self, path: str, chunks: Iterable[Buffer]) -> None:
+        """Write to a filesystem with folders, under another name until all bytes are there."""
+        folder = path.rpartition("/")[0]
+        temporary = f"{folder}/{_TEMPORARY}{uuid.uuid4().hex}"
+        self._fs.makedirs(folder, exist_ok=True)
+        try:
+            with self._fs.open(temporary, "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+            self._fs.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Fetch one byte range."""
@@ -151,6 +171,7 @@ class FsspecStore:
         return {
             name.lstrip("/").removeprefix(root).lstrip("/"): info["size"]
             for name, info in found.items()
+            if not name.rpartition("/")[2].startswith(_TEMPORARY)
         }
 
     def remove(self, name: str) -> None:
@@ -160,14 +181,6 @@ class FsspecStore:
 
     def __str__(self) -> str:
         return self._url
-
-
-def open_store(url: str | Path, **options: Any) -> Store:
-    """Return a local store for a path or file:// URL, an fsspec store for any other URL."""
-    text = str(url)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    return FsspecStore(text, **options) if re.match(r"\w[\w+.-]*://", text) else LocalStore(text)
 
 
 def _write_all(descriptor: int, chunk: Buffer) -> None:

@@ -55,6 +55,8 @@ class Tier:
     """Where its files are."""
     keep: int = 2
     """Complete checkpoints to keep, 1 or more; older ones are deleted."""
+    name: str = ""
+    """Tells several remote tiers apart; a node's own tiers go by the node's name."""
     required: bool = True
     """Whether a failed write ends training at the next save; else it is only logged."""
 

@@ -1,0 +1,67 @@
+import errno
+
+import pytest
+
+from lightning_hetero.checkpoint import FaultyStore, MemoryStore, RetryingStore, RetryPolicy
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+
+
+class Flaky:
+    """Fails a number of times with one error."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.left = failures
+        self.error = error
+
+    def __call__(self, verb: str, name: str) -> None:
+        if self.left:
+            self.left -= 1
+            raise self.error
+
+
+@pytest.mark.parametrize("failures", [0, 1, 4])
+def test_a_store_that_recovers_in_time_loses_nothing(failures: int) -> None:
+    inner = MemoryStore()
+    pauses: list[float] = []
+    flaky = Flaky(failures, ConnectionError("500"))
+    store = RetryingStore(FaultyStore(inner, flaky), RetryPolicy(), sleep=pauses.append)
+    store.write("x", [b"ab", b"c"])
+    assert inner.files == {"x": b"abc"}
+    assert len(pauses) == failures
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    pauses: list[float] = []
+    policy = RetryPolicy(attempts=10, first_pause_s=1.0, longest_pause_s=8.0)
+    store = RetryingStore(
+        FaultyStore(MemoryStore(), Flaky(99, TimeoutError("slow"))), policy, sleep=pauses.append
+    )
+    with pytest.raises(CheckpointError, match="in 10 attempts"):
+        store.read("x")
+    for index, pause in enumerate(pauses):
+        middle = min(8.0, 2.0**index)
+        assert 0.5 * middle <= pause <= 1.5 * middle
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "no"),
+        PermissionError(13, "no"),
+        OSError(errno.ENOSPC, "full"),
+        OSError(errno.EROFS, "read-only"),
+    ],
+)
+def test_hopeless_errors_are_raised_at_once(error: OSError) -> None:
+    pauses: list[float] = []
+    store = RetryingStore(
+        FaultyStore(MemoryStore(), Flaky(9, error)), RetryPolicy(), sleep=pauses.append
+    )
+    with pytest.raises(OSError, match=str(error.strerror)):
+        store.list()
+    assert pauses == []
+
+
+def test_a_policy_without_attempts_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="attempts"):
+        RetryPolicy(attempts=0)

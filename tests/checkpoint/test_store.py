@@ -1,0 +1,198 @@
+"""Stores write whole files or none: on disk, in memory, and on a real S3 server."""
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.checkpoint import (
+    CheckpointWriter,
+    FsspecStore,
+    LocalStore,
+    MemoryStore,
+    RetryingStore,
+    RetryPolicy,
+    Source,
+    Store,
+    Tier,
+    TierKind,
+    open_store,
+    recover,
+)
+from lightning_hetero.core.errors import CheckpointError
+from tests.checkpoint.states import assert_is_state, contents, needs_of
+from tests.checkpoint.test_recovery import PLANS
+
+
+@pytest.fixture(scope="module")
+def s3_options() -> Iterator[dict[str, object]]:
+    """Start an S3 server on loopback; give the options that reach it."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(port, server)
+        yield {
+            "key": "test",
+            "secret": "test",
+            "endpoint_url": f"http://127.0.0.1:{port}",
+            "client_kwargs": {"region_name": "eu-west-1"},
+            "config_kwargs": {"retries": {"max_attempts": 1}},
+        }
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
+    for _ in range(300):
+        if server.poll() is not None:
+            raise RuntimeError(f"the S3 server ended with code {server.returncode}")
+        with contextlib.suppress(OSError):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+            connection.request("GET", "/")
+            connection.getresponse()
+            connection.close()
+            return
+        time.sleep(0.1)
+    raise RuntimeError("the S3 server didn't start")
+
+
+@pytest.fixture(params=["local", "memory", "fsspec-memory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return LocalStore(tmp_path)
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "fsspec-memory":
+        return FsspecStore(f"memory://{tmp_path.name}")
+    return s3_store(request.getfixturevalue("s3_options"), tmp_path.name.replace("_", "-").lower())
+
+
+def s3_store(options: dict[str, object], bucket: str) -> FsspecStore:
+    found = FsspecStore(f"s3://{bucket}/run", multipart_bytes=5 << 20, **options)
+    with contextlib.suppress(FileExistsError):
+        found._fs.mkdir(bucket)
+    return found
+
+
+def test_a_written_file_is_read_back_whole_and_in_part(store: Store) -> None:
+    data = os.urandom(100_000)
+    store.write("a/b.bin", [data[:7], data[7:50_000], data[50_000:]])
+    store.write("c.bin", [b"x"])
+    assert store.read("a/b.bin") == data
+    assert store.read("a/b.bin", 6, 50_001) == data[6:50_001]
+    assert store.read("a/b.bin", 99_999, 100_000) == data[-1:]
+    assert store.read("a/b.bin", 5, 5) == b""
+    assert store.list() == {"a/b.bin": 100_000, "c.bin": 1}
+    store.write("c.bin", [b"yz"])
+    assert store.read("c.bin") == b"yz"
+    store.remove("a/b.bin")
+    store.remove("a/b.bin")
+    assert store.list() == {"c.bin": 2}
+    with pytest.raises(OSError, match=r"a/b|No such|does not exist"):
+        store.read("a/b.bin")
+
+
+@pytest.mark.parametrize("size_mib", [1, 12])
+def test_a_write_that_fails_half_way_leaves_nothing(store: Store, size_mib: int) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(size_mib):
+            yield os.urandom(1 << 20)
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        store.write("a/b.bin", chunks())
+    assert store.list() == {}
+
+
+def test_a_failed_write_keeps_the_earlier_file(store: Store) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"new"
+        raise ConnectionError("gone")
+
+    store.write("a/b.bin", [b"old"])
+    with pytest.raises(ConnectionError):
+        store.write("a/b.bin", chunks())
+    assert store.read("a/b.bin") == b"old"
+
+
+def test_an_empty_place_lists_nothing(tmp_path: Path) -> None:
+    assert LocalStore(tmp_path / "none").list() == {}
+    assert FsspecStore("memory://no/such/place").list() == {}
+
+
+def test_large_files_go_to_s3_in_parts(s3_options: dict[str, object]) -> None:
+    store = s3_store(s3_options, "large")
+    data = os.urandom(11 << 20)
+    store.write("x/y", [data[i : i + (1 << 20)] for i in range(0, len(data), 1 << 20)])
+    assert store.list() == {"x/y": len(data)}
+    assert store.read("x/y", 5 << 20, 6 << 20) == data[5 << 20 : 6 << 20]
+
+
+def test_a_checkpoint_goes_through_s3(s3_options: dict[str, object]) -> None:
+    plan, size = PLANS["one device"]
+    s3_store(s3_options, "runs")
+
+    def tiers() -> list[Tier]:
+        return [Tier(kind=TierKind.REMOTE, store=open_store("s3://runs/one", **s3_options), keep=1)]
+
+    for step in (1, 2):
+        writer = CheckpointWriter(tiers())
+        assert writer.save(contents(step, plan, size)[0]).wait_until_uploaded(60)
+        writer.close()
+    names = open_store("s3://runs/one", **s3_options).list()
+    assert names
+    assert all(name.startswith("step-000000000002") for name in names), "step 1 was to be pruned"
+    needs = needs_of(0, plan, size)
+    recovered = recover(needs, tiers())
+    assert_is_state(recovered, needs, 2)
+    assert recovered is not None
+    assert set(recovered.report.bytes_by_source) == {Source.REMOTE}
+
+
+def test_a_refused_connection_to_s3_is_a_checkpoint_error() -> None:
+    pytest.importorskip("s3fs")
+    store = RetryingStore(
+        FsspecStore(
+            "s3://bucket/run",
+            key="k",
+            secret="s",
+            endpoint_url="http://127.0.0.1:9",
+            config_kwargs={"retries": {"max_attempts": 0}, "connect_timeout": 1},
+        ),
+        RetryPolicy(attempts=2, first_pause_s=0.0),
+    )
+    with pytest.raises(CheckpointError, match=r"s3://bucket/run in 2 attempts"):
+        store.write("x", [b"1"])
+
+
+def test_urls_and_paths_open_the_right_store(tmp_path: Path) -> None:
+    assert isinstance(open_store(tmp_path), LocalStore)
+    assert str(open_store(f"file://{tmp_path}")) == str(tmp_path)
+    assert isinstance(open_store("memory://x"), RetryingStore)
+    with pytest.raises(CheckpointError, match="nosuch"):
+        open_store("nosuch://x")
+
+
+def test_removing_the_last_file_removes_the_folder_and_leftovers(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.write("a/b", [b"1"])
+    (tmp_path / "a" / ".tmp-leftover").write_bytes(b"torn")
+    assert store.list() == {"a/b": 1}
+    store.remove("a/b")
+    assert list(tmp_path.iterdir()) == []
