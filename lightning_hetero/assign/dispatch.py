@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.bounds import fast_lower_bound_s
-from lightning_hetero.assign.cost import CostTable, IntArray, PipelineCost, as_lengths
-from lightning_hetero.assign.greedy import fitting_times_s, place_greedily
+from lightning_hetero.assign.cost import CostTable, FloatArray, IntArray, PipelineCost, as_lengths
+from lightning_hetero.assign.greedy import Placement, fitting_times_s, place_greedily
 from lightning_hetero.assign.improve import improve_dispatch
 from lightning_hetero.core.errors import AssignmentError
 
@@ -26,6 +26,7 @@ _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shu
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
 _MAX_IMPROVE_CELLS = 2e6  # Most sequences x pipelines improved: about 0.1 s.
 _NUM_IMPROVED = 8
+_NUM_TARGETS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,10 @@ def dispatch(
     bound_s = fast_lower_bound_s(sizes, times_s, table)
     cells = len(sizes) * len(pipelines)
     num_rows = max(1, min(num_trials, int(_MAX_CELLS / cells)))
-    placement = place_greedily(sizes, times_s, table, _orders(sizes, num_rows, seed))
+    placement = place_greedily(
+        sizes, times_s, table, _orders(sizes, num_rows, seed), np.zeros(num_rows)
+    )
+    placement = _with_targets(sizes, times_s, table, placement, bound_s)
     ranking = np.argsort(placement.latencies_s, kind="stable")
     best_of, best_s = placement.pipeline_of[ranking[0]], float(placement.latencies_s[ranking[0]])
     num_improved = max(1, min(_NUM_IMPROVED, int(_MAX_IMPROVE_CELLS / cells)))
@@ -75,6 +79,26 @@ def dispatch(
             best_of, best_s = improved_of, improved_s
     return Dispatch(
         pipeline_of=tuple(best_of.tolist()), latency_s=best_s, lower_bound_s=min(bound_s, best_s)
+    )
+
+
+def _with_targets(
+    lengths: IntArray,
+    times_s: FloatArray,
+    table: CostTable,
+    placement: Placement,
+    bound_s: float,
+) -> Placement:
+    """Add rows that fill pipelines up to targets between the bound and the best latency."""
+    least_s = float(placement.latencies_s.min())
+    if least_s <= bound_s * (1 + 1e-9) or len(placement.latencies_s) == 1:
+        return placement
+    targets_s = bound_s + (least_s - bound_s) * np.linspace(0.0, 1.0, _NUM_TARGETS)
+    orders = np.broadcast_to(np.argsort(-lengths, kind="stable"), (_NUM_TARGETS, len(lengths)))
+    filled = place_greedily(lengths, times_s, table, orders.astype(np.int64), targets_s)
+    return Placement(
+        pipeline_of=np.concatenate([placement.pipeline_of, filled.pipeline_of]),
+        latencies_s=np.concatenate([placement.latencies_s, filled.latencies_s]),
     )
 
 

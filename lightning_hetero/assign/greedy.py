@@ -36,18 +36,25 @@ def fitting_times_s(lengths: IntArray, table: CostTable) -> FloatArray:
 
 
 def place_greedily(
-    lengths: IntArray, times_s: FloatArray, table: CostTable, orders: IntArray
+    lengths: IntArray,
+    times_s: FloatArray,
+    table: CostTable,
+    orders: IntArray,
+    targets_s: FloatArray,
 ) -> Placement:
     """Give each sequence, in each row's order, to the pipeline that then ends first.
 
     That pipeline also keeps the largest end smallest, which is Algorithm 1's rule; where several
-    do, the paper takes the first and this the least loaded.
+    do, the paper takes the first and this the least loaded. A row with a target instead takes the
+    least roomy pipeline that still ends by the target, and saves the roomy ones, which are
+    expensive, for sequences that fit nowhere else.
 
     Args:
         lengths: [B].
         times_s: [B, D] from `fitting_times_s`.
         table: The D pipelines.
         orders: [rows, B] permutations.
+        targets_s: [rows] latencies to stay below, 0 for none.
     """
     num_rows, num_pipelines = len(orders), times_s.shape[1]
     shape = (num_rows, num_pipelines)
@@ -57,6 +64,10 @@ def place_greedily(
     rows = np.arange(num_rows)
     pipeline_of = np.empty((num_rows, len(lengths)), dtype=np.int64)
     ordered = lengths[orders].astype(np.float64)
+    # Rows with targets come last; a negative key goes before every time, the least roomy first.
+    targets = int((targets_s > 0).sum())
+    first = num_rows - targets
+    rank = np.argsort(np.argsort(table.max_len, kind="stable"), kind="stable") - 1e6
     has_bubbles = bool(table.num_bubbles.any())
     for step in range(len(lengths)):
         time_s = times_s[orders[:, step]]
@@ -66,6 +77,9 @@ def place_greedily(
         # The least micro-batches that hold the tokens: at least one, as every length is positive.
         num_microbatches = np.ceil((tokens + ordered[:, step, None]) * per_token - 1e-9)
         total_s += fixed_s + table.c * num_microbatches
+        if targets:
+            in_time = total_s[first:] <= targets_s[first:, None]
+            total_s[first:][in_time] = np.broadcast_to(rank, in_time.shape)[in_time]
         chosen = total_s.argmin(axis=1)
         pipeline_of[:, step] = chosen
         chosen_s = time_s[rows, chosen]

@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.bounds import fast_lower_bound_s
-from lightning_hetero.assign.cost import CostTable, IntArray, PipelineCost, as_lengths
+from lightning_hetero.assign.cost import (
+    CostTable,
+    IntArray,
+    PipelineCost,
+    as_lengths,
+    microbatch_times_s,
+)
 from lightning_hetero.assign.dispatch import Dispatch, dispatch
 from lightning_hetero.assign.greedy import fitting_times_s
 from lightning_hetero.assign.pack import Packing, pack_all
@@ -26,10 +32,7 @@ __all__ = ["assign_iteration", "pack_dispatch"]
 class _Packed:
     dispatch: Dispatch
     packings: tuple[Packing, ...]
-
-    @property
-    def latency_s(self) -> float:
-        return max(packing.latency_s for packing in self.packings)
+    latency_s: float
 
 
 def assign_iteration(
@@ -58,11 +61,12 @@ def assign_iteration(
     for index in sorted(range(len(candidates)), key=bounds_s.__getitem__):
         if bounds_s[index] == np.inf or (best and bounds_s[index] >= best.latency_s):
             break
-        found = dispatch(sizes, candidates[index], num_trials, seed)
+        pipelines = candidates[index]
+        found = dispatch(sizes, pipelines, num_trials, seed)
         # Packing only adds to a dispatch's latency.
         if best and found.latency_s >= best.latency_s:
             continue
-        packed = _Packed(dispatch=found, packings=pack_dispatch(sizes, found, candidates[index]))
+        packed = _packed(sizes, found, pipelines)
         if best is None or packed.latency_s < best.latency_s:
             best, best_index = packed, index
     if best is None:
@@ -78,6 +82,17 @@ def assign_iteration(
         latency_s=best.latency_s,
         lower_bound_s=min(*bounds_s, best.latency_s),
     )
+
+
+def _packed(sizes: IntArray, dispatched: Dispatch, pipelines: Sequence[PipelineCost]) -> _Packed:
+    """Pack a dispatch; its latency is that of the schedules, which Eq. 1 overrates."""
+    packings = pack_dispatch(sizes, dispatched, pipelines)
+    pipeline_of = np.array(dispatched.pipeline_of, dtype=np.int64)
+    ends_s = [
+        cost.schedule_s(microbatch_times_s(sizes[pipeline_of == j], packing.micro_batches, cost))
+        for j, (cost, packing) in enumerate(zip(pipelines, packings, strict=True))
+    ]
+    return _Packed(dispatch=dispatched, packings=packings, latency_s=max(ends_s))
 
 
 def pack_dispatch(

@@ -186,12 +186,33 @@ class _Search:
 
     def _near(self, longest: int) -> set[tuple[int, ...]]:
         """Return the whole plans near the fractional plans for data up to `longest`."""
-        found: set[tuple[int, ...]] = set()
+        found = self._uniform(longest)
         workload = self._workload(longest)
         for with_bubbles in (False, True):
             plan = fractional_plan(workload, with_bubbles=with_bubbles)
             if plan is not None:
                 found |= self._rounded(plan.counts, longest)
+        return found
+
+    def _uniform(self, longest: int) -> set[tuple[int, ...]]:
+        """Return plans all of whose pipelines hold `longest`, with one scheme per device type.
+
+        Once with the schemes that take least device time, once with those that end first.
+        """
+        alone_s = (self.table.times_s(np.array([longest]))[0] + self.table.c) * (
+            self.table.num_bubbles + 1
+        )
+        roomy = self.usable & (self.table.max_len >= longest)
+        found = set()
+        for merit in (self.efficiency / self.devices.sum(axis=1), 1.0 / alone_s):
+            plan, left = np.zeros(len(self.costs), dtype=np.int64), self.available
+            for k in np.argsort(-merit, kind="stable").tolist():
+                needs = self.devices[k] > 0
+                if roomy[k]:
+                    plan[k] = int((left[needs] // self.devices[k][needs]).min())
+                    left = left - plan[k] * self.devices[k]
+            if plan.any():
+                found.add(self._filled(plan))
         return found
 
     def _workload(self, longest: int) -> Workload:
