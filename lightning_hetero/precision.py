@@ -75,13 +75,20 @@ class HeteroPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.sum_over_ranks is not None
-        gradients = [g for p in self.main_params(optimizer) if (g := p.grad) is not None]
-        squares = [
-            torch.linalg.vector_norm(g, dtype=torch.float32).double() ** 2 for g in gradients
-        ]
-        device = gradients[0].device if gradients else None
-        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        norm = self.sum_over_ranks(own if device is None else own.to(device)).sqrt()
+        parameters = list(self.main_params(optimizer))
+        gradients = [g for p in parameters if (g := p.grad) is not None]
+        # A rank may own no slice that has a gradient; its device still takes part in the sum.
+        own = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        for gradient in gradients:
+            own += torch.linalg.vector_norm(gradient, dtype=torch.float32).double() ** 2
+        norm = self.sum_over_ranks(own).sqrt()
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.to(device=gradient.device, dtype=gradient.dtype))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        # Not torch's: it refuses a rank that owns no slice with a gradient.
+        for parameter in self.main_params(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.clamp_(min=-clip_val, max=clip_val)
