@@ -33,6 +33,13 @@ from lightning_hetero.straggler.mitigation import (
     PolicyState,
 )
 from lightning_hetero.straggler.period import CommunicationOp, Period, infer_period
+from lightning_hetero.straggler.swap import (
+    SwapConfig,
+    SwapProposal,
+    gradient_links,
+    propose_swap,
+    swap_ranks,
+)
 from lightning_hetero.straggler.traces import read_flight_recorder, read_profiler_trace
 
 __all__ = [
@@ -59,15 +66,20 @@ __all__ = [
     "PolicyState",
     "RankTimes",
     "Suspect",
+    "SwapConfig",
+    "SwapProposal",
     "balance_microbatches",
     "diagnose",
     "find_suspects",
     "format_message",
+    "gradient_links",
     "infer_period",
+    "propose_swap",
     "read_events",
     "read_flight_recorder",
     "read_profiler_trace",
     "ring_rounds",
     "suspect_ranks",
+    "swap_ranks",
     "tree_rounds",
 ]

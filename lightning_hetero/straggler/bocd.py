@@ -237,7 +237,12 @@ class BocdDetector:
         if self._healthy_log is not None and shift < 0.0:
             # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
             enough = enough or after_log <= 0.5 * (self._healthy_log + before_log)
-        return enough and is_significant(before, after, scale=self._scale)
+        # A burst and the values around it make a run, too; enough of them must be on the new side.
+        middle = 0.5 * (before_log + after_log)
+        num_beyond = sum((value > middle) == (shift > 0.0) for value in after)
+        if not enough or num_beyond < self.config.min_run:
+            return False
+        return is_significant(before, after, scale=self._scale)
 
     def _settle(self, run: int) -> None:
         """Let the present level begin at its last `run` values, without a report."""

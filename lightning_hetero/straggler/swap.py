@@ -1,0 +1,177 @@
+"""Decide which ranks swap places when a link or a device is slow: Greyhound's S3.
+
+Data parallelism moves more bytes than pipeline parallelism, so a congested link should join
+neighbouring stages of one pipeline rather than two holders of the same layers. Slow devices should
+share as few stages as possible, ⌈slow devices / ranks per stage⌉, interior ones first, because the
+first and last stages also hold embedding and head. These two rules order the candidates; what is
+chosen is what `predict_s` (the simulator) finds fastest, so a rule that doesn't hold does no harm.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.straggler.locate import Pair
+
+__all__ = ["SwapConfig", "SwapProposal", "gradient_links", "propose_swap", "swap_ranks"]
+
+Swap = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapConfig:
+    """How long to look.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    max_swaps: int = 8
+    """Most swaps in one proposal, 1 or more."""
+    predictions_per_swap: int = 24
+    """Candidates predicted for each swap, the most promising first, 1 or more."""
+    least_gain: float = 0.01
+    """Least relative gain of a swap, 0 or more."""
+
+    def __post_init__(self) -> None:
+        if self.max_swaps < 1 or self.predictions_per_swap < 1 or self.least_gain < 0.0:
+            raise ConfigurationError(
+                f"max_swaps {self.max_swaps} and predictions_per_swap {self.predictions_per_swap} "
+                f"must be 1 or more, least_gain {self.least_gain} 0 or more."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapProposal:
+    """A plan with places swapped, and what it should gain."""
+
+    plan: ParallelPlan
+    swaps: tuple[Swap, ...]
+    """Groups of ranks that changed places, in order."""
+    before_s: float
+    """Predicted iteration time of the plan as it is, with the fault."""
+    after_s: float
+    """Predicted iteration time of the proposed plan, with the fault."""
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{_join(a)} ↔ {_join(b)}" for a, b in self.swaps)
+        return f"swapped places of ranks {pairs}"
+
+
+def propose_swap(
+    plan: ParallelPlan,
+    *,
+    slow_ranks: Mapping[int, float],
+    slow_links: Collection[Pair],
+    predict_s: Callable[[ParallelPlan], float],
+    spares: Sequence[int] = (),
+    config: SwapConfig | None = None,
+) -> SwapProposal | None:
+    """Return the best plan found by swapping places, or None if no swap helps.
+
+    Args:
+        plan: The plan that runs; layers and micro-batches of each place stay as they are.
+        slow_ranks: Slow ranks and their slowdown.
+        slow_links: Pairs of ranks whose link is congested.
+        predict_s: Predicts the iteration time of a plan under the present faults; with
+            micro-batches balanced, if S2 goes along.
+        spares: Idle ranks that may take a slow rank's place.
+        config: How long to look.
+    """
+    settings = config or SwapConfig()
+    suspects = sorted({*slow_ranks, *(rank for pair in slow_links for rank in pair)})
+    before_s = best_s = predict_s(plan)
+    best, swaps = plan, []
+    for _ in range(settings.max_swaps):
+        candidates = [(swap_ranks(best, *swap), swap) for swap in _moves(best, suspects, spares)]
+        candidates.sort(key=lambda candidate: _penalty(candidate[0], slow_ranks, slow_links))
+        tried = [
+            (predict_s(candidate), index, candidate, swap)
+            for index, (candidate, swap) in enumerate(candidates[: settings.predictions_per_swap])
+        ]
+        if not tried:
+            break
+        found_s, _, candidate, swap = min(tried, key=lambda entry: entry[:2])
+        if found_s > best_s * (1.0 - settings.least_gain):
+            break
+        best, best_s = candidate, found_s
+        swaps.append(swap)
+    if not swaps:
+        return None
+    return SwapProposal(plan=best, swaps=tuple(swaps), before_s=before_s, after_s=best_s)
+
+
+def swap_ranks(plan: ParallelPlan, group_a: Sequence[int], group_b: Sequence[int]) -> ParallelPlan:
+    """Return the plan with the ranks of two groups in each other's places, idle ones too."""
+    if len(group_a) != len(group_b):
+        raise ConfigurationError(
+            f"Groups {list(group_a)} and {list(group_b)} differ in size; swap equal groups."
+        )
+    target = dict(zip((*group_a, *group_b), (*group_b, *group_a), strict=True))
+    pipelines = tuple(
+        replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, ranks=tuple(target.get(rank, rank) for rank in stage.ranks))
+                for stage in pipeline.stages
+            ),
+        )
+        for pipeline in plan.pipelines
+    )
+    return ParallelPlan(pipelines=pipelines)
+
+
+def gradient_links(plan: ParallelPlan, links: Collection[Pair]) -> tuple[Pair, ...]:
+    """Return those links whose two ranks hold common layers in different pipelines."""
+    return tuple(pair for pair in links if _carries_gradients(plan, pair))
+
+
+def _carries_gradients(plan: ParallelPlan, pair: Pair) -> bool:
+    place_a, place_b = plan.place(pair[0]), plan.place(pair[1])
+    if place_a is None or place_b is None or place_a.pipeline_index == place_b.pipeline_index:
+        return False
+    layers_a, layers_b = (_layers(plan, place) for place in (place_a, place_b))
+    return max(layers_a.start, layers_b.start) < min(layers_a.stop, layers_b.stop)
+
+
+def _layers(plan: ParallelPlan, place: RankPlace) -> range:
+    return plan.pipelines[place.pipeline_index].stages[place.stage_index].layers
+
+
+def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -> Iterator[Swap]:
+    """Yield swaps of a suspect, or of its whole stage, with another rank or stage."""
+    stages = [stage.ranks for _, _, stage in plan.iter_stages()]
+    seen: set[frozenset[tuple[int, ...]]] = set()
+    for suspect in suspects:
+        place = plan.place(suspect)
+        if place is None:
+            continue
+        own = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
+        others = [ranks for ranks in stages if ranks != own]
+        swaps: list[Swap] = [(own, ranks) for ranks in others if len(ranks) == len(own)]
+        singles = [rank for ranks in others for rank in ranks] + list(spares)
+        swaps += [((suspect,), (rank,)) for rank in singles]
+        for swap in swaps:
+            if frozenset(swap) not in seen:
+                seen.add(frozenset(swap))
+                yield swap
+
+
+def _penalty(
+    plan: ParallelPlan, slow_ranks: Mapping[int, float], slow_links: Collection[Pair]
+) -> tuple[int, int, int]:
+    """Return what the two rules hold against a plan: less is more promising."""
+    slow_stages = {
+        (place.pipeline_index, place.stage_index)
+        for rank in slow_ranks
+        if (place := plan.place(rank)) is not None
+    }
+    num_outer = sum(
+        stage in (0, plan.pipelines[pipeline].num_stages - 1) for pipeline, stage in slow_stages
+    )
+    return len(gradient_links(plan, slow_links)), len(slow_stages), num_outer
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

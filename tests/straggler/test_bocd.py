@@ -1,0 +1,181 @@
+"""Laws of the detector: what it must report, what it must not, and that it survives bad input."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler import BocdConfig, BocdDetector, ChangeKind
+from tests.straggler.corpus import DEVELOPMENT_SEEDS, make_corpus, score
+
+
+def changes(values, config=None):
+    detector = BocdDetector(config)
+    found = (detector.update(float(value)) for value in values)
+    return [change for change in found if change is not None]
+
+
+def slowdowns(values):
+    return [(c.step, c.onset_step) for c in changes(values) if c.kind is ChangeKind.SLOWDOWN]
+
+
+def noisy(levels, jitter=0.02, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.concatenate([level * np.exp(rng.normal(0, jitter, n)) for level, n in levels])
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.005, 0.02, 0.03])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slowdown_of_a_fifth_is_reported_within_five_iterations(jitter, seed):
+    (change,) = changes(noisy([(0.8, 100), (0.96, 50)], jitter, seed))
+    assert change.kind is ChangeKind.SLOWDOWN
+    assert change.step - 100 <= 4
+    assert abs(change.onset_step - 100) <= 1
+    assert change.ratio == pytest.approx(1.2, abs=0.06)
+    assert 0.9 < change.confidence <= 1.0
+    assert change.is_slow
+
+
+@pytest.mark.parametrize("ratio", [1.15, 1.5, 2.0, 4.0, 10.0])
+def test_onset_and_end_are_reported(ratio):
+    found = changes(noisy([(1.0, 120), (ratio, 60), (1.0, 60)]))
+    assert [change.kind for change in found] == [ChangeKind.SLOWDOWN, ChangeKind.RECOVERY]
+    assert found[1].onset_step == pytest.approx(180, abs=2)
+    assert not found[1].is_slow
+    assert found[1].healthy == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_partial_recovery_is_still_slow():
+    found = changes(noisy([(1.0, 100), (2.0, 50), (1.3, 50), (1.0, 50)], 0.01))
+    kinds = [change.kind for change in found]
+    assert kinds == [ChangeKind.SLOWDOWN, ChangeKind.RECOVERY, ChangeKind.RECOVERY]
+    assert [change.is_slow for change in found] == [True, True, False]
+
+
+def test_a_second_slowdown_on_top_of_the_first_is_reported():
+    found = changes(noisy([(1.0, 100), (1.4, 60), (2.5, 60)], 0.01))
+    assert [change.kind for change in found] == [ChangeKind.SLOWDOWN] * 2
+    assert found[1].healthy == pytest.approx(1.0, rel=0.02)
+
+
+def test_an_improvement_is_no_slowdown_and_becomes_the_healthy_level():
+    found = changes(noisy([(1.0, 100), (0.7, 100), (1.0, 50)]))
+    assert [change.kind for change in found] == [ChangeKind.IMPROVEMENT, ChangeKind.SLOWDOWN]
+    assert not found[0].is_slow
+    assert found[1].healthy == pytest.approx(0.7, rel=0.02)
+
+
+@pytest.mark.parametrize("ratio", [1.03, 1.06, 0.95])
+def test_differences_below_a_tenth_are_not_reported(ratio):
+    assert changes(noisy([(1.0, 150), (ratio, 300)])) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.floats(1.5, 100.0), st.integers(1, 3))
+def test_single_outliers_and_short_bursts_are_not_reported(seed, height, width):
+    values = noisy([(1.0, 150)], 0.02, seed)
+    values[90 : 90 + width] *= height
+    assert changes(values) == []
+
+
+def test_slow_first_iterations_are_not_reported():
+    values = noisy([(3.0, 2), (1.5, 4), (1.0, 150)])
+    values[0] = 40.0
+    assert changes(values) == []
+
+
+def test_periodic_spikes_are_not_reported():
+    values = noisy([(1.0, 600)], 0.03)
+    values[::25] *= 2.5
+    values[1::25] *= 2.0
+    assert changes(values) == []
+
+
+def test_an_accumulation_pattern_is_not_reported_but_its_slowdown_is():
+    values = noisy([(1.0, 400)], 0.01)
+    values[::4] *= 3.0
+    values[300:] *= 1.5
+    (change,) = changes(values)
+    assert change.kind is ChangeKind.SLOWDOWN
+    assert 298 <= change.onset_step <= 302
+
+
+def test_gradual_drift_is_followed_silently():
+    drift = np.exp(np.linspace(0.0, 0.3, 2500))
+    assert changes(noisy([(1.0, 2500)]) * drift) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(1e-6, 1e6), st.integers(0, 100))
+def test_the_unit_does_not_matter(scale, seed):
+    values = noisy([(1.0, 60), (1.5, 20)], 0.02, seed)
+    plain, scaled = changes(values), changes(values * scale)
+    assert [(c.step, c.onset_step, c.kind) for c in plain] == [
+        (c.step, c.onset_step, c.kind) for c in scaled
+    ]
+    assert len(plain) == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(allow_nan=True, allow_infinity=True, width=64),
+            st.sampled_from([0.0, -1.0, 5e-324, 1e308, math.nan, math.inf]),
+        ),
+        max_size=80,
+    )
+)
+def test_any_floats_are_survived(values):
+    found = changes([1.0] * 20 + values + [1.0] * 20)
+    assert all(math.isfinite(change.confidence) and change.ratio > 0 for change in found)
+
+
+def test_clock_jumps_and_failed_measurements_are_ignored_and_counted():
+    values = noisy([(1.0, 100), (1.5, 20)])
+    values[[20, 40, 60]] = (math.nan, -3600.0, 3600.0)
+    values[[30, 31]] = (math.inf, 0.0)
+    (change,) = changes(values)
+    assert abs(change.onset_step - 100) <= 1
+
+
+@pytest.mark.parametrize("cut", [1, 50, 104, 160])
+def test_state_survives_json_and_goes_on_identically(cut):
+    values = noisy([(1.0, 100), (1.6, 80), (1.0, 80)])
+    whole = changes(values)
+    first = BocdDetector()
+    found = [first.update(float(value)) for value in values[:cut]]
+    second = BocdDetector()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    found += [second.update(float(value)) for value in values[cut:]]
+    assert [change for change in found if change is not None] == whole
+
+
+def test_state_of_another_configuration_is_refused():
+    state = BocdDetector(BocdConfig(longest_short_run=30)).state_dict()
+    with pytest.raises(ConfigurationError):
+        BocdDetector().load_state_dict(state)
+    with pytest.raises(ConfigurationError):
+        BocdDetector().load_state_dict({"version": 2})
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_change": 0.0}, {"hazard": 1.0}, {"min_run": 1}, {"min_history": 2}]
+)
+def test_bad_configurations_are_refused(options):
+    with pytest.raises(ConfigurationError):
+        BocdConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_nodes"), [(DEVELOPMENT_SEEDS[0], 1), (DEVELOPMENT_SEEDS[1], 4)]
+)
+def test_a_small_corpus_is_judged_almost_without_errors(seed, num_nodes):
+    jobs = make_corpus(seed, num_jobs=30, num_nodes=num_nodes, fault_share=0.5, num_steps=600)
+    result = score(jobs, slowdowns)
+    assert result.num_jobs - result.num_correct <= 1
+    assert np.median(result.reactions) <= 5
