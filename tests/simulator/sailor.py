@@ -118,6 +118,8 @@ class SailorCost(ProfileCost):
             return 0.0
         nodes = [self.cluster.nodes[self.node_of_rank[rank]] for rank in ranks]
         message = num_bytes / count
+        if len({self.node_of_rank[rank] for rank in ranks}) == 1:
+            return 2 * (count - 1) * message / self._intra_rate(nodes[0].device, count)
         slowest = max(
             node.count * message / self._inter_rate(node.device, node.count, message)
             for node in nodes

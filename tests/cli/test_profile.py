@@ -1,0 +1,70 @@
+import pytest
+
+from lightning_hetero.cli import main
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.devices import DeviceSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.profile import Profile
+
+SIZES = """
+name: tiny
+num_layers: 4
+hidden_size: 32
+num_heads: 4
+num_kv_heads: 2
+intermediate_size: 64
+vocab_size: 96
+gated_mlp: true
+tied_embeddings: false
+"""
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(SIZES)
+    options = "--device cpu --device-name core --sequence-lengths 16 32 --repeats 1"
+    return f"profile --model tiny.yaml --output p.json {options}".split()
+
+
+def test_a_measured_profile_serves_simulate(words, capsys):
+    assert main(words) == 0
+    assert "written to p.json" in capsys.readouterr().out
+    core = DeviceSpec(
+        name="core",
+        peak_flops_per_s=1e10,
+        memory_bytes=2**30,
+        memory_bytes_per_s=1e10,
+        intra_node_bytes_per_s=1e9,
+    )
+    Cluster(nodes=(Node(device="core", count=2),), devices=(core,)).save("c.yaml")
+    ParallelPlan.even(world_size=2, num_layers=4, num_stages=2).save("plan.json")
+    arguments = "simulate plan.json --cluster c.yaml --model tiny.yaml --profile p.json"
+    batch = "--sequence-length 16 --global-batch-size 4"
+    assert main(f"{arguments} {batch}".split()) == 0
+    assert "limited by" in capsys.readouterr().out
+    assert main(f"{arguments} {batch} --max-profile-age-days 0".split()) == 2
+    assert "days old" in capsys.readouterr().err
+
+
+def test_profiles_of_two_device_types_merge_into_one_file(words):
+    assert main(words) == 0
+    assert main([*words, "--device-name", "other", "--merge", "p.json"]) == 0
+    assert [device.device for device in Profile.load("p.json").devices] == ["core", "other"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--tp-degrees", "3"], "doesn't divide"),
+        (["--device", "abacus"], "no device"),
+        (["--output", "no/where.json"], "folder doesn't exist"),
+        (["--merge", "none.json"], "Can't read the profile"),
+        (["--sequence-lengths", "0"], "1 or more"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, change, message, capsys):
+    assert main([*words, *change]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

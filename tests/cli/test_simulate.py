@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from lightning_hetero.cli import main
+from lightning_hetero.core.plan import ParallelPlan
+
+CLUSTER = """
+nodes:
+  - {device: A100-80GB, count: 4, price_per_hour: 10}
+  - {device: H800-80GB, count: 4, price_per_hour: 20}
+"""
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "c.yaml").write_text(CLUSTER)
+    ParallelPlan.even(world_size=8, num_layers=24, num_stages=2, tp_degree=2).save("plan.json")
+    sizes = "--model bert-large --sequence-length 512 --global-batch-size 64"
+    return f"simulate plan.json --cluster c.yaml {sizes}".split()
+
+
+def test_prints_every_stage_and_writes_trace_and_picture(words, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main([*words, "--trace", "t.json", "--plot", "p.svg"]) == 0
+    output = capsys.readouterr().out
+    assert "A100-80GB" in output
+    assert "H800-80GB" in output
+    assert "12-23 (12)" in output
+    assert "iteration time" in output
+    assert "32,768 tokens an iteration" in output
+    assert "per 10⁹ tokens" in output
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+
+
+def test_a_stage_that_does_not_fit_is_said(words, capsys):
+    assert main([*words, "--micro-batch-size", "64", "--sequence-length", "8192"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "llama-0b"], "Unknown model"),
+        (["--model", "llama-7b"], "covers 24 layers"),
+        (["--cluster", "none.yaml"], "Can't read the cluster"),
+        (["--profile", "c.yaml"], "not valid JSON"),
+        (["--sequence-length", "0"], "1 or more"),
+        (["--micro-batch-size", "3"], "multiple"),
+        (["--trace", "no/where.json"], "Can't write"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, change, message, capsys):
+    assert main([*words, *change]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,211 @@
+"""Laws of the roofline and of profiles as costs."""
+
+import dataclasses
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster, Link, Node
+from lightning_hetero.core.errors import PlanError, ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
+from lightning_hetero.simulator import ProfileCost, RooflineCost, StageShape, StateLayout
+
+HYDRAULIS = Path(__file__).resolve().parents[2].parent / "shared/data/hydraulis/llama13b-a800.json"
+CLUSTER = Cluster(
+    nodes=(
+        Node(device="A100-80GB", count=4),
+        Node(device="H800-80GB", count=4),
+        Node(device="A100-80GB", count=4),
+    ),
+    links=(Link(nodes=(0, 2), bytes_per_s=1e9, latency_s=1e-3),),
+)
+LLAMA = ModelSpec.load("llama-7b")
+lengths_lists = st.lists(st.integers(1, 8192), min_size=1, max_size=5).map(tuple)
+
+
+def profile_of(*, includes_tp_traffic=True, **changes) -> Profile:
+    def times(tp, lengths, scale):
+        return BlockTimes(
+            tp_degree=tp,
+            lengths=lengths,
+            blocks={1: (1.0 * scale, 2.0 * scale), 2: (1.8 * scale, 3.8 * scale)},
+            embedding=(0.1, 0.2),
+            head=(0.3, 0.5),
+        )
+
+    devices = tuple(
+        DeviceProfile(
+            device=name,
+            times=tuple(times(tp, (n,), n / tp / speed) for tp in (1, 2) for n in (100, 200)),
+            memory=(
+                LayerMemory(
+                    tp_degree=1,
+                    layer_bytes_per_token=7.0,
+                    head_bytes_per_token=5.0,
+                    embedding_bytes_per_token=3.0,
+                ),
+            ),
+            step_s_per_param=2e-9,
+            includes_tp_traffic=includes_tp_traffic,
+        )
+        for name, speed in (("A100-80GB", 1.0), ("H800-80GB", 2.0))
+    )
+    profile = Profile(
+        model=LLAMA,
+        devices=devices,
+        versions={},
+        date=datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+    )
+    return dataclasses.replace(profile, **changes)
+
+
+@given(lengths_lists, st.sampled_from([1, 2, 4]), st.integers(1, 16))
+@settings(max_examples=50)
+def test_roofline_grows_with_layers_and_tokens_and_never_beats_the_peak(lengths, tp, layers):
+    cost = RooflineCost(CLUSTER, LLAMA)
+    shape = StageShape("A100-80GB", tp, layers)
+    forward, backward = cost.compute_s(shape, lengths)
+    peak = cost.device("A100-80GB").peak_flops_per_s * tp
+    assert forward >= layers * LLAMA.flops_per_layer(lengths) / peak
+    assert backward >= 2 * layers * LLAMA.flops_per_layer(lengths) / peak
+    more = cost.compute_s(shape._replace(num_layers=layers + 1), lengths)
+    longer = cost.compute_s(shape, (*lengths, 1))
+    assert more > (forward, backward)
+    assert longer[0] >= forward
+    assert longer[1] >= backward
+
+
+@given(lengths_lists)
+@settings(max_examples=30)
+def test_a_packed_microbatch_is_no_slower_than_one_sequence_of_as_many_tokens(lengths):
+    cost = RooflineCost(CLUSTER, LLAMA)
+    shape = StageShape("A100-80GB", 1, 4)
+    assert sum(cost.compute_s(shape, lengths)) <= sum(cost.compute_s(shape, (sum(lengths),)))
+
+
+def test_embedding_and_head_cost_time_and_memory_where_they_stand():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    middle = StageShape("A100-80GB", 1, 4)
+    first, last = middle._replace(has_embedding=True), middle._replace(has_head=True)
+    times = [sum(cost.compute_s(shape, (4096,))) for shape in (middle, first, last)]
+    assert times[0] < times[1] < times[2]
+    params = [cost.num_stage_params(shape) for shape in (middle, first, last)]
+    assert params[1] - params[0] == LLAMA.embedding_params
+    assert params[2] - params[0] == LLAMA.head_params
+    used = [cost.stage_bytes(shape, 2, [(4096,)], 1) for shape in (middle, last)]
+    logits = 10 * LLAMA.vocab_size * 4096
+    assert used[1] - used[0] == pytest.approx(logits + LLAMA.head_params * (4 + 16 / 2))
+
+
+def test_a_tied_head_on_the_same_stage_is_held_once():
+    tied = ModelSpec.load("bert-large")
+    cost = RooflineCost(CLUSTER, tied)
+    whole = StageShape("A100-80GB", 1, 24, has_embedding=True, has_head=True)
+    assert cost.num_stage_params(whole) == tied.num_params
+
+
+def test_a_stage_is_as_slow_as_its_slowest_device_and_link():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    mixed = cost.shape_of(StagePlan(ranks=(0, 4), layers=range(4)))
+    assert mixed.device == "A100-80GB"
+    across = cost.shape_of(StagePlan(ranks=(0, 1, 8), layers=range(4)))
+    assert across.link == (1e9, 1e-3)
+    inside = cost.shape_of(StagePlan(ranks=(0, 1, 2), layers=range(4)))
+    assert sum(cost.compute_s(across, (512,))) > sum(cost.compute_s(inside, (512,)))
+
+
+def test_transfers_use_the_clusters_links():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    assert cost.transfer_s(0, 8, 1e9) == pytest.approx(1.001)
+    assert cost.transfer_s(0, 4, 50e9) == pytest.approx(1 + 10e-6)
+    assert cost.transfer_s(0, 1, 300e9) == pytest.approx(1 + 3e-6)
+    assert cost.all_reduce_s((3,), 1e9) == 0
+    assert cost.all_reduce_s((0, 8), 1e9) == pytest.approx(2 * (0.5 + 1e-3))
+
+
+def test_usable_memory_leaves_room_for_the_process():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    assert 0.9 * 80 * 2**30 < cost.usable_bytes("A100-80GB") < 79 * 2**30
+
+
+def test_ranks_and_layers_beyond_cluster_and_model_are_refused():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    with pytest.raises(PlanError, match="rank 12"):
+        cost.shape_of(StagePlan(ranks=(12,), layers=range(4)))
+    with pytest.raises(PlanError, match="32 layers"):
+        cost.shape_of(StagePlan(ranks=(0,), layers=range(40)))
+
+
+def test_profiled_microbatches_cost_what_was_measured_and_others_what_the_fit_says():
+    cost = ProfileCost(CLUSTER, LLAMA, profile_of())
+    shape = StageShape("A100-80GB", 1, 3, has_embedding=True, has_head=True)
+    assert cost.compute_s(shape, (200,)) == pytest.approx((2.8 * 200 + 0.4, 5.8 * 200 + 0.7))
+    assert cost.compute_s(shape, (150,)) == pytest.approx((2.8 * 150 + 0.4, 5.8 * 150 + 0.7))
+    assert cost.compute_s(shape, (100, 50)) == pytest.approx(cost.compute_s(shape, (150,)))
+
+
+def test_profiled_memory_and_step_replace_the_estimates():
+    cost = ProfileCost(CLUSTER, LLAMA, profile_of())
+    shape = StageShape("A100-80GB", 1, 4, has_embedding=True, has_head=True)
+    assert cost.activation_bytes(shape, 10) == 10 * (4 * 7 + 3)
+    assert cost.transient_bytes(shape, 10) == 50
+    assert cost.step_s(shape, 1e9) == pytest.approx(2.0)
+    sharded = shape._replace(tp_degree=2)
+    roofline = RooflineCost(CLUSTER, LLAMA)
+    assert cost.activation_bytes(sharded, 10) == roofline.activation_bytes(sharded, 10)
+
+
+def test_traffic_that_one_rank_cannot_measure_is_added():
+    shape = StageShape("A100-80GB", 2, 2)
+    with_traffic, without = (
+        ProfileCost(CLUSTER, LLAMA, profile_of(includes_tp_traffic=flag)) for flag in (True, False)
+    )
+    added = 2 * without.layer_traffic_s(shape, 100)
+    assert added > 0
+    assert without.compute_s(shape, (100,)) == pytest.approx(
+        tuple(seconds + added for seconds in with_traffic.compute_s(shape, (100,)))
+    )
+
+
+def test_a_mixed_tp_group_takes_the_device_that_was_measured_slower():
+    devices = tuple(
+        dataclasses.replace(device, device=name)
+        for device, name in zip(profile_of().devices, ("H800-80GB", "A100-80GB"), strict=True)
+    )
+    cost = ProfileCost(CLUSTER, LLAMA, profile_of(devices=devices))
+    assert cost.shape_of(StagePlan(ranks=(0, 4), layers=range(4))).device == "H800-80GB"
+
+
+def test_profiles_of_other_models_or_devices_are_refused():
+    with pytest.raises(ProfileError, match="other sizes"):
+        ProfileCost(CLUSTER, ModelSpec.load("llama-13b"), profile_of())
+    with pytest.raises(ProfileError, match="H800"):
+        ProfileCost(CLUSTER, LLAMA, profile_of(devices=profile_of().devices[:1]))
+
+
+def test_replicated_states_cost_every_replica_all_of_them():
+    shape = StageShape("A100-80GB", 1, 4)
+    sharded = RooflineCost(CLUSTER, LLAMA)
+    replicated = RooflineCost(CLUSTER, LLAMA, layout=StateLayout.replicated())
+    assert replicated.fixed_bytes(shape, 4) == sharded.fixed_bytes(shape, 1)
+    assert replicated.fixed_bytes(shape, 4) > sharded.fixed_bytes(shape, 4)
+
+
+@pytest.mark.skipif(not HYDRAULIS.exists(), reason=f"no profile at {HYDRAULIS}")
+@pytest.mark.parametrize("length", [2048, 8192, 32768])
+def test_roofline_is_within_30_percent_of_measured_a800_stages(length):
+    data = json.loads(HYDRAULIS.read_text())
+    model = dataclasses.replace(ModelSpec.load("llama-13b"), vocab_size=data["model"]["vocab_size"])
+    cost = RooflineCost(Cluster(nodes=(Node(device="A800-80GB", count=8),)), model)
+    for scheme in data["schemes"]:
+        whole = scheme["pp"] == 1
+        layers = 40 // scheme["pp"]
+        shape = StageShape("A800-80GB", scheme["tp"], layers, has_embedding=whole, has_head=whole)
+        measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
+        assert sum(cost.compute_s(shape, (length,))) == pytest.approx(measured_s, rel=0.30)
