@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from lightning_hetero.core.errors import HeteroError
 
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = words[0] if words and words[0] in _COMMANDS else None
-    module: ModuleType | None = None
+    run = None
     for name, summary in _COMMANDS.items():
         path = f"{__name__}.{name}"
         if importlib.util.find_spec(path) is None:
@@ -43,12 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == chosen:
             module = importlib.import_module(path)
             module.add_parser(subparsers)
+            run = getattr(module, f"run_{name}")
         else:
             subparsers.add_parser(name, help=summary)
     parsed = parser.parse_args(words)
-    assert module is not None, "argparse accepts only the chosen command here"
+    assert run is not None, "argparse accepts only the chosen command here"
     try:
-        return int(getattr(module, f"run_{chosen}")(parsed))
+        return int(run(parsed))
     except HeteroError as error:
         message = " ".join(str(error).split())
         print(f"lightning-hetero {chosen}: error: {message}", file=sys.stderr)

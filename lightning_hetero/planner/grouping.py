@@ -34,7 +34,7 @@ from lightning_hetero.planner.patterns import (
     solve_cover,
 )
 
-__all__ = ["Grouping", "effective_power", "group_devices"]
+__all__ = ["Grouping", "deal_evenly", "effective_power", "group_devices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class _Search:
             return
         try:
             if num_groups is None:
-                self._deal_evenly()
+                self._start_from_deal()
                 self._search_intervals()
             else:
                 self._resolve(num_groups, 0, exact=True)
@@ -152,19 +152,19 @@ class _Search:
         except TimeoutError:
             pass
 
-    def _deal_evenly(self) -> None:
+    def _start_from_deal(self) -> None:
         """Start from the best round-robin deal, so that weak intervals are never opened."""
         index = {tuple(row): i for i, row in enumerate(self.compositions.tolist())}
         position = np.searchsorted(self.ends, np.arange(len(self.compositions)), side="right")
         best: tuple[float, int] = (0.0, 0)
         for num_groups in range(1, int(self.counts.sum()) + 1):
-            rows = [index.get(row) for row, _ in _dealt(self.counts.tolist(), num_groups)]
+            rows = [index.get(row) for row, _ in deal_evenly(self.counts.tolist(), num_groups)]
             if all(row is not None for row in rows):
                 weakest = max(position[row] for row in rows if row is not None)
                 best = max(best, (num_groups * float(self.candidates[weakest]), num_groups))
         self.objective = best[0]
         if best[1]:
-            dealt = _dealt(self.counts.tolist(), best[1])
+            dealt = deal_evenly(self.counts.tolist(), best[1])
             self.solution = [row for row, repeats in dealt for _ in range(repeats)]
 
     def _search_intervals(self) -> None:
@@ -269,7 +269,7 @@ def _rounded(power: FloatArray) -> FloatArray:
     return np.round(power / scale, 11) * scale
 
 
-def _dealt(counts: Sequence[int], num_groups: int) -> list[tuple[tuple[int, ...], int]]:
+def deal_evenly(counts: Sequence[int], num_groups: int) -> list[tuple[tuple[int, ...], int]]:
     """Deal units round robin; return the compositions that arise and how often each does.
 
     Each type goes on where the type before it ended, so that remainders spread.

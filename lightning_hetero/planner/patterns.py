@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from lightning_hetero.core.errors import PlanningError
 
-__all__ = ["CoverBound", "cover_bound", "enumerate_compositions", "solve_cover", "to_solution"]
+__all__ = [
+    "CoverBound",
+    "cover_bound",
+    "enumerate_compositions",
+    "quiet_solver",
+    "solve_cover",
+    "to_solution",
+]
 
 MAX_COMPOSITIONS = 3_000_000
 
@@ -77,7 +84,7 @@ def cover_bound(compositions: IntArray, counts: IntArray, pool: set[int]) -> Cov
         counts: Units of each type.
         pool: Indices of rows to start with; rows found are added to it.
     """
-    solver = _quiet_solver()
+    solver = quiet_solver()
     for count in counts:
         solver.addVar(-_UNUSED_PENALTY, _UNUSED_PENALTY)
         solver.changeColCost(solver.getNumCol() - 1, float(count))
@@ -125,7 +132,7 @@ def solve_cover(
     if not len(compositions):
         return None
     num_columns, num_types = compositions.shape
-    solver = _quiet_solver()
+    solver = quiet_solver()
     solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
     limits = (counts[None, :] // np.maximum(compositions, 1)).astype(np.float64)
     upper = np.where(compositions > 0, limits, np.inf).min(axis=1)
@@ -155,10 +162,10 @@ def to_solution(values: Sequence[float]) -> IntArray:
     return rounded
 
 
-def _quiet_solver() -> highspy.Highs:
+def quiet_solver() -> highspy.Highs:
+    """Return a solver that prints nothing and always does the same."""
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
-    # One thread and a fixed seed: the same cluster gives the same plan.
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
     return solver

@@ -1,0 +1,185 @@
+"""Local search on the simulator: move a layer, a micro-batch or a stage, keep what is faster.
+
+Balancing and sharing are exact for their own objectives, but neither sees warm-up, links, gradient
+exchange and memory together; the simulator does. Moves are tried in one fixed order and the first
+that helps is kept, until none helps or the budget is spent.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.estimate import Estimator
+from lightning_hetero.planner.layout import Layout, PipelineLayout, to_plan
+from lightning_hetero.simulator import Simulation, simulate
+
+__all__ = ["Candidate", "Judge", "improve"]
+
+_MIN_GAIN = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout with layers and micro-batches: everything but the ranks."""
+
+    layout: Layout
+    """The pipelines' stages by node."""
+    layers: tuple[tuple[int, ...], ...]
+    """[pipeline][stage] layers."""
+    num_microbatches: tuple[int, ...]
+    """Micro-batches of each pipeline, at least 1."""
+
+
+class Judge:
+    """Simulates candidates, checks their memory and remembers what it saw."""
+
+    def __init__(
+        self, estimator: Estimator, score: Callable[[ParallelPlan, Simulation], float]
+    ) -> None:
+        self.estimator = estimator
+        self._score = score
+        self._scores: dict[Candidate, float] = {}
+        self.work_done = 0
+        """Actions simulated so far; what budgets count."""
+
+    @property
+    def num_simulated(self) -> int:
+        """Number of candidates simulated."""
+        return len(self._scores)
+
+    def plan(self, candidate: Candidate) -> ParallelPlan:
+        """Return the candidate with ranks."""
+        return to_plan(
+            candidate.layout,
+            candidate.layers,
+            candidate.num_microbatches,
+            self.estimator.cost.cluster,
+        )
+
+    def simulate(self, plan: ParallelPlan) -> Simulation:
+        """Return the simulation of a plan with its own numbers of micro-batches."""
+        microbatch = self.estimator.workload.microbatch
+        batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
+        return simulate(plan, self.estimator.cost, batches)
+
+    def score(self, candidate: Candidate) -> float:
+        """Return what to minimise; infinite if a stage's memory doesn't suffice."""
+        if candidate not in self._scores:
+            self.work_done += self.work_of(candidate)
+            plan = self.plan(candidate)
+            simulation = self.simulate(plan)
+            fits = self.fits(plan, simulation)
+            self._scores[candidate] = self._score(plan, simulation) if fits else float("inf")
+        return self._scores[candidate]
+
+    def fits(self, plan: ParallelPlan, simulation: Simulation) -> bool:
+        """Return whether every stage has the memory it needs."""
+        cost = self.estimator.cost
+        return all(
+            needed <= cost.usable_bytes(cost.shape_of(stage).device)
+            for pipeline, row in zip(plan.pipelines, simulation.stage_memory_bytes, strict=True)
+            for stage, needed in zip(pipeline.stages, row, strict=True)
+        )
+
+    def work_of(self, candidate: Candidate) -> int:
+        """Return about how many actions a simulation runs."""
+        distinct = set(
+            zip(
+                map(self.estimator.key, candidate.layout),
+                candidate.layers,
+                candidate.num_microbatches,
+                strict=True,
+            )
+        )
+        actions = sum(2 * len(layers) * count for _, layers, count in distinct)
+        return 40 * sum(map(len, candidate.layers)) + actions
+
+
+def improve(candidate: Candidate, judge: Judge, *, budget: int) -> Candidate:
+    """Return the candidate after all moves that help, within `budget` simulated actions."""
+    best, score = candidate, judge.score(candidate)
+    limit = judge.work_done + budget
+    improved = True
+    while improved:
+        improved = False
+        for family in (_move_layers, _move_microbatches, _move_stages):
+            for moved in family(best, judge.estimator):
+                if judge.work_done >= limit:
+                    return best
+                moved_score = judge.score(moved)
+                if moved_score < score * (1 - _MIN_GAIN):
+                    best, score, improved = moved, moved_score, True
+                    break
+            if improved:
+                break
+    return best
+
+
+def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Give a layer of one stage to another, in all pipelines that are alike."""
+    for members in _alike(candidate, estimator):
+        layers = candidate.layers[members[0]]
+        for source, target in itertools.permutations(range(len(layers)), 2):
+            if layers[source] > 1:
+                moved = list(layers)
+                moved[source] -= 1
+                moved[target] += 1
+                rows = list(candidate.layers)
+                for member in members:
+                    rows[member] = tuple(moved)
+                yield replace(candidate, layers=tuple(rows))
+
+
+def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Give a micro-batch of one pipeline to another."""
+    if estimator.equal_microbatches:
+        return
+    firsts = [members[0] for members in _alike(candidate, estimator)]
+    lasts = [members[-1] for members in _alike(candidate, estimator)]
+    for source, target in itertools.product(firsts, lasts):
+        if source != target and candidate.num_microbatches[source] > 1:
+            counts = list(candidate.num_microbatches)
+            counts[source] -= 1
+            counts[target] += 1
+            yield replace(candidate, num_microbatches=tuple(counts))
+
+
+def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Swap the nodes of two stages, then balance and share anew."""
+    places = [
+        (p, s) for p, pipeline in enumerate(candidate.layout) for s in range(len(pipeline.nodes))
+    ]
+    classes = estimator.classes
+    seen: set[tuple[object, ...]] = set()
+    for (p, s), (q, t) in itertools.combinations(places, 2):
+        one, other = candidate.layout[p], candidate.layout[q]
+        if one.tp_degree != other.tp_degree or one.nodes[s] == other.nodes[t]:
+            continue
+        kind = (
+            (estimator.key(one), s, candidate.num_microbatches[p]),
+            (estimator.key(other), t, candidate.num_microbatches[q]),
+        )
+        if classes[one.nodes[s]] == classes[other.nodes[t]] and kind in seen:
+            continue
+        seen.add(kind)
+        nodes = [list(pipeline.nodes) for pipeline in candidate.layout]
+        nodes[p][s], nodes[q][t] = nodes[q][t], nodes[p][s]
+        layout = tuple(
+            PipelineLayout(pipeline.tp_degree, tuple(row))
+            for pipeline, row in zip(candidate.layout, nodes, strict=True)
+        )
+        estimate = estimator.layout(layout)
+        if estimate is not None:
+            yield Candidate(
+                layout=layout, layers=estimate.layers, num_microbatches=estimate.num_microbatches
+            )
+
+
+def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
+    """Return indices of pipelines of one class, layers and micro-batches, grouped."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, pipeline in enumerate(candidate.layout):
+        key = (estimator.key(pipeline), candidate.layers[index], candidate.num_microbatches[index])
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())

@@ -1,0 +1,310 @@
+"""Which groupings are worth looking at: all of them on tiny clusters, else the solvers' favourites.
+
+For every TP degree Eq. 3's optimum, units dealt evenly over different numbers of groups, and the
+pipelines that finish the most micro-batches (`rates`). Stages run from the slowest device to the
+fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.planner.bound import bound_iteration_time_s
+from lightning_hetero.planner.estimate import Estimator
+from lightning_hetero.planner.grouping import deal_evenly, group_devices
+from lightning_hetero.planner.layout import Layout, PipelineLayout
+from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
+from lightning_hetero.planner.patterns import IntArray, enumerate_compositions
+from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
+
+__all__ = ["bound_time_s", "enumerate_layouts", "propose_layouts"]
+
+_MAX_COMPOSITIONS = 6000
+_GROUPING_TIME_LIMIT_S = 20.0
+
+
+class _Types:
+    """Device types of a cluster, slowest first, and what the solvers need to know of them."""
+
+    def __init__(self, estimator: Estimator, counts: Sequence[int]) -> None:
+        cluster = estimator.cost.cluster
+        self.estimator = estimator
+        self.counts = counts
+        node_of: dict[str, int] = {}
+        for index, node in enumerate(cluster.nodes):
+            if counts[index]:
+                node_of.setdefault(node.device, index)
+        self.names = sorted(node_of, key=lambda name: (-self.seconds(node_of[name], 1), name))
+        self.nodes = [node_of[name] for name in self.names]
+        self.totals = np.array([self._units(name, 1) for name in self.names], dtype=np.int64)
+
+    def _units(self, name: str, tp_degree: int) -> int:
+        nodes = self.estimator.cost.cluster.nodes
+        return sum(
+            count // tp_degree
+            for node, count in zip(nodes, self.counts, strict=True)
+            if node.device == name
+        )
+
+    def units(self, tp_degree: int) -> list[int]:
+        """Return tensor-parallel groups of each type that nodes can hold."""
+        return [self._units(name, tp_degree) for name in self.names]
+
+    def seconds(self, node: int, tp_degree: int) -> float:
+        """Return seconds of a micro-batch through all layers on one unit of a node."""
+        forward, backward = self.estimator.stage_times_s(node, tp_degree, first=False, last=False)
+        return float(forward[-1] + backward[-1])
+
+    def powers(self, tp_degree: int) -> list[float]:
+        """Return micro-batches per second of a unit of each type."""
+        return [1.0 / self.seconds(node, tp_degree) for node in self.nodes]
+
+    def min_memory_bytes(self, tp_degree: int, num_groups: int, num_stages: int) -> int:
+        """Return what all ranks of one tp_rank of a group need together."""
+        estimator = self.estimator
+        held = min((num_stages + 2) // 2, estimator.workload.num_microbatches)
+        batches = [estimator.workload.microbatch] * held
+        return int(
+            max(
+                estimator.cost.stage_bytes(
+                    estimator.shape(node, tp_degree, estimator.num_layers, first=True, last=True),
+                    num_groups,
+                    batches,
+                    held,
+                )
+                for node in self.nodes
+            )
+        )
+
+    def groups(self, tp_degree: int, compositions: Sequence[Sequence[int]]) -> list[Group]:
+        """Return groups with their stages from the slowest type to the fastest."""
+        return [
+            Group(
+                tp_degree,
+                tuple(n for n, k in zip(self.names, row, strict=True) for _ in range(k)),
+            )
+            for row in compositions
+        ]
+
+
+def propose_layouts(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+) -> list[Layout]:
+    """Return layouts worth estimating.
+
+    Args:
+        estimator: Costs, workload and cluster.
+        counts: Devices of each node that may be used.
+        tp_degrees: Tensor-parallel degrees to consider.
+    """
+    types = _Types(estimator, counts)
+    groupings: list[list[Group]] = []
+    for tp_degree in tp_degrees:
+        if sum(types.units(tp_degree)):
+            groupings += _dealt(types, tp_degree)
+            groupings += _by_effective_power(types, tp_degree)
+    groupings += _by_rate(types, tp_degrees)
+    layouts = []
+    for groups in dict.fromkeys(map(tuple, groupings)):
+        for order in MappingOrder:
+            layout = map_groups(groups, estimator.cost.cluster, counts, order)
+            if layout is not None:
+                layouts.append(layout)
+    return list(dict.fromkeys(layouts))
+
+
+def bound_time_s(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], upper_s: float
+) -> float:
+    """Return seconds that every plan takes at least; `upper_s` are those of a plan that exists."""
+    types = _Types(estimator, counts)
+    most_stages = min(estimator.num_layers, sum(counts))
+    compositions = {}
+    for tp_degree in tp_degrees:
+        units = types.units(tp_degree)
+        if sum(units):
+            compositions[tp_degree] = enumerate_compositions(units, most_stages)
+    return bound_iteration_time_s(estimator, types.nodes, types.totals, compositions, upper_s)
+
+
+def _dealt(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
+    """Deal units evenly over every number of groups, or over a spread of numbers."""
+    units = types.units(tp_degree)
+    most = min(sum(units), types.estimator.workload.num_microbatches)
+    least = -(-sum(units) // types.estimator.num_layers)
+    spread = np.unique(np.geomspace(max(least, 1), max(most, 1), 40).astype(int))
+    for num_groups in range(least, most + 1) if most <= 64 else spread.tolist():
+        dealt = deal_evenly(units, num_groups)
+        rows = [row for row, repeats in dealt for _ in range(repeats)]
+        if all(map(any, rows)):
+            yield types.groups(tp_degree, rows)
+
+
+def _by_effective_power(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
+    """Solve Eq. 3, with the memory and micro-batches of the number of groups it finds."""
+    estimator, units = types.estimator, types.units(tp_degree)
+    cost = estimator.cost
+    rooms = [int(cost.usable_bytes(name)) for name in types.names]
+    total = estimator.workload.num_microbatches
+    seen: set[int] = set()
+    num_groups = min(sum(units), total)
+    while num_groups not in seen and len(seen) < 4:
+        seen.add(num_groups)
+        num_stages = -(-sum(units) // num_groups)
+        try:
+            grouping = group_devices(
+                units,
+                types.powers(tp_degree),
+                rooms,
+                types.min_memory_bytes(tp_degree, num_groups, num_stages),
+                max(1, total // num_groups),
+                _max_stages(len(units), estimator.num_layers),
+                time_limit_s=_GROUPING_TIME_LIMIT_S,
+            )
+        except PlanningError:
+            # Fewer groups own larger shares of the states; more of them need less each.
+            if num_groups == sum(units):
+                return
+            num_groups = min(2 * num_groups, sum(units))
+            continue
+        yield types.groups(tp_degree, grouping.groups)
+        num_groups = len(grouping.groups)
+
+
+def _max_stages(num_types: int, num_layers: int) -> int:
+    """Return the longest pipeline to consider, so that compositions stay in the thousands."""
+    longest = num_layers
+    while _num_compositions(num_types, longest) > _MAX_COMPOSITIONS and longest > 8:
+        longest -= 1
+    return longest
+
+
+def _num_compositions(num_types: int, longest: int) -> int:
+    return int(np.prod([(longest + i) / i for i in range(1, num_types + 1)]))
+
+
+def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
+    """Choose the pipelines that finish the most, per TP degree and over all of them."""
+    degrees = [tp for tp in tp_degrees if sum(types.units(tp))]
+    rates = {tp: _rates(types, tp) for tp in degrees}
+    for chosen in [*([tp] for tp in degrees), degrees] if len(degrees) > 1 else [degrees]:
+        if not chosen:
+            continue
+        merged = PipelineRates(
+            devices=np.concatenate([rates[tp][1].devices for tp in chosen]),
+            slope_s=np.concatenate([rates[tp][1].slope_s for tp in chosen]),
+            fill_s=np.concatenate([rates[tp][1].fill_s for tp in chosen]),
+        )
+        totals = types.totals
+        if len(chosen) == 1:
+            totals = np.array(types.units(chosen[0])) * chosen[0]
+        times = choose_pipelines(merged, totals, types.estimator.workload.num_microbatches)
+        if times is None:
+            continue
+        groups: list[Group] = []
+        start = 0
+        for tp in chosen:
+            compositions = rates[tp][0]
+            used = times[start : start + len(compositions)]
+            start += len(compositions)
+            for index in np.flatnonzero(used):
+                groups += types.groups(tp, [compositions[index].tolist()]) * int(used[index])
+        yield groups
+
+
+def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
+    """Return compositions of a TP degree and how fast each is."""
+    estimator = types.estimator
+    units = types.units(tp_degree)
+    longest = _max_stages(len(units), estimator.num_layers)
+    compositions = enumerate_compositions(units, longest)
+    lengths = compositions.sum(axis=1)
+    pairs = [
+        estimator.stage_times_s(node, tp_degree, first=False, last=False) for node in types.nodes
+    ]
+    times = [np.maximum.accumulate(forward + backward) for forward, backward in pairs]
+    slope = np.full(len(compositions), np.inf)
+    for length in np.unique(lengths).tolist():
+        rows = np.flatnonzero(lengths == length)
+        held = min((length + 2) // 2, estimator.workload.num_microbatches)
+        replicas = max(1, sum(units) // length)
+        most = np.array(
+            [
+                estimator.most_layers(node, tp_degree, (False, False), replicas, held)
+                for node in types.nodes
+            ]
+        )
+        slope[rows] = bottleneck_times_s(compositions[rows], times, most)
+    return compositions, PipelineRates(
+        devices=compositions * tp_degree, slope_s=slope, fill_s=slope * (lengths - 1)
+    )
+
+
+def enumerate_layouts(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], limit: int
+) -> list[Layout] | None:
+    """Return every layout up to swapping equal nodes, or None if there are more than `limit`."""
+    cluster = estimator.cost.cluster
+    most_stages = estimator.num_layers
+    most_pipelines = estimator.workload.num_microbatches
+    pipelines = [
+        PipelineLayout(tp, nodes)
+        for tp in tp_degrees
+        for nodes in _node_sequences([count // tp for count in counts], most_stages)
+    ]
+    if len(pipelines) > limit:
+        return None
+    sizes = [(node.count, node.price_per_hour) for node in cluster.nodes]
+    alike = [(estimator.classes[i], *sizes[i]) for i in range(len(sizes))]
+    found: dict[Layout, Layout] = {}
+    visited = 0
+    stack: list[tuple[Layout, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
+    while stack:
+        layout, start, free = stack.pop()
+        if layout:
+            found.setdefault(_relabel(layout, alike), layout)
+        if len(layout) == most_pipelines:
+            continue
+        for index in range(start, len(pipelines)):
+            pipeline = pipelines[index]
+            left = list(free)
+            for node in pipeline.nodes:
+                left[node] -= pipeline.tp_degree
+            if min(left) >= 0:
+                visited += 1
+                if visited > 8 * limit or len(found) > limit:
+                    return None
+                stack.append(((*layout, pipeline), index, tuple(left)))
+    return list(found.values())
+
+
+def _node_sequences(units: Sequence[int], longest: int) -> Iterator[tuple[int, ...]]:
+    """Yield every sequence of nodes that uses each at most as often as it has units."""
+    stack: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), tuple(units))]
+    while stack:
+        nodes, left = stack.pop()
+        if nodes:
+            yield nodes
+        if len(nodes) == longest:
+            continue
+        for node in range(len(units)):
+            if left[node]:
+                rest = (*left[:node], left[node] - 1, *left[node + 1 :])
+                stack.append(((*nodes, node), rest))
+
+
+def _relabel(layout: Layout, alike: Sequence[object]) -> Layout:
+    """Rename equal nodes by first appearance; layouts that then agree are the same."""
+    order = sorted(layout, key=lambda p: (p.tp_degree, [str(alike[node]) for node in p.nodes]))
+    free: dict[object, list[int]] = {}
+    for node in reversed(range(len(alike))):
+        free.setdefault(alike[node], []).append(node)
+    names: dict[int, int] = {}
+    renamed = []
+    for pipeline in order:
+        for node in pipeline.nodes:
+            if node not in names:
+                names[node] = free[alike[node]].pop()
+        renamed.append(PipelineLayout(pipeline.tp_degree, tuple(names[n] for n in pipeline.nodes)))
+    return tuple(sorted(renamed))

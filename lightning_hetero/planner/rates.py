@@ -1,0 +1,166 @@
+"""Groups for unequal micro-batches: the most micro-batches that a cluster can finish by a time T.
+
+Where pipelines may run different numbers of micro-batches, groups need not be equally strong, and
+Eq. 3's least effective power is the wrong measure. A pipeline of composition p with bottleneck
+t_p and fill f_p finishes (T - f_p)/t_p micro-batches by T, so for a given T the programme is
+
+    maximise    Σ_p x_p·(T - f_p)/t_p
+    subject to  Σ_p x_p·devices_p ≤ devices of every type,  x_p ≥ 0 and whole,
+
+over compositions of every TP degree, and the least T that finishes all of them is found by Newton
+steps: T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from lightning_hetero.planner.patterns import FloatArray, IntArray, quiet_solver, to_solution
+
+__all__ = ["PipelineRates", "best_mix", "bottleneck_times_s", "choose_pipelines"]
+
+_MAX_COLUMNS = 1500
+_NEWTON_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRates:
+    """Compositions and how fast each is, one row a composition."""
+
+    devices: IntArray
+    """Devices of each type that the pipeline takes."""
+    slope_s: FloatArray
+    """Seconds of one more micro-batch."""
+    fill_s: FloatArray
+    """Seconds besides."""
+
+
+def bottleneck_times_s(
+    compositions: IntArray, layer_times_s: Sequence[FloatArray], most_layers: IntArray
+) -> FloatArray:
+    """Return the least bottleneck of each composition: Eq. 4 for all of them at once.
+
+    Args:
+        compositions: Units of each type, one row a composition.
+        layer_times_s: For each type, seconds of a micro-batch with 0, 1, ... layers, rising.
+        most_layers: For each type, the layers that fit into a unit.
+
+    Returns:
+        Seconds; infinite where the layers don't fit.
+    """
+    num_layers = len(layer_times_s[0]) - 1
+    levels = np.unique(np.concatenate([times[1:] for times in layer_times_s]))
+    capacity = np.array(
+        [
+            np.minimum(np.searchsorted(times, levels, side="right") - 1, most)
+            for times, most in zip(layer_times_s, most_layers, strict=True)
+        ]
+    )
+    fits = compositions @ capacity >= num_layers
+    first = np.argmax(fits, axis=1)
+    times: FloatArray = np.where(fits[np.arange(len(fits)), first], levels[first], np.inf)
+    return times
+
+
+def choose_pipelines(
+    rates: PipelineRates, counts: IntArray, num_microbatches: int
+) -> IntArray | None:
+    """Return how often to use each composition, or None if nothing finishes all the work."""
+    keep = np.flatnonzero(np.isfinite(rates.slope_s) & (rates.devices <= counts).all(axis=1))
+    if not len(keep):
+        return None
+    devices = rates.devices[keep]
+    slope, fill = rates.slope_s[keep], rates.fill_s[keep]
+    time_s = float((fill + slope * num_microbatches).min())
+    best: IntArray | None = None
+    for _ in range(_NEWTON_STEPS):
+        work = (time_s - fill) / slope
+        times = _most_work(devices, work, counts, num_microbatches)
+        if times is None or float(times @ work) < num_microbatches * (1 + 1e-6):
+            break
+        best = times
+        time_s = float((num_microbatches + times @ (fill / slope)) / (times @ (1 / slope)))
+    if best is None:
+        return None
+    result: IntArray = np.zeros(len(rates.slope_s), dtype=np.int64)
+    result[keep] = best
+    return result
+
+
+def best_mix(devices: IntArray, work: FloatArray, counts: IntArray) -> float:
+    """Return the most work of any fractional mix of pipelines within the cluster.
+
+    Args:
+        devices: Devices of each type that a pipeline takes, one row a pipeline.
+        work: What each pipeline does.
+        counts: Devices of each type.
+    """
+    if not len(work) or work.max() <= 0:
+        return 0.0
+    prices = _prices(devices, work, counts)
+    # Prices that miss a pipeline by rounding are raised until none is missed: then they bound.
+    missed = float((work / np.maximum(devices @ prices, 1e-300)).max())
+    return float(counts @ prices) * max(missed, 1.0)
+
+
+def _most_work(
+    devices: IntArray, work: FloatArray, counts: IntArray, num_microbatches: int
+) -> IntArray | None:
+    """Solve the programme for one T over the compositions that the relaxation likes best."""
+    useful = np.flatnonzero(work >= 1.0)
+    if not len(useful):
+        return None
+    prices = _prices(devices[useful], work[useful], counts)
+    loss = (devices[useful] @ prices - work[useful]) / work[useful]
+    chosen = useful[np.argsort(loss, kind="stable")[:_MAX_COLUMNS]]
+    solver = quiet_solver()
+    # Node limits, not time limits: the same cluster must give the same plan.
+    solver.setOptionValue("mip_max_nodes", 40)
+    solver.setOptionValue("mip_rel_gap", 2e-3)
+    limits = np.where(devices[chosen] > 0, counts // np.maximum(devices[chosen], 1), np.inf)
+    _add_columns(solver, devices[chosen], -work[chosen], limits.min(axis=1), counts)
+    indices = np.arange(len(chosen), dtype=np.int32)
+    integer = np.array([highspy.HighsVarType.kInteger] * len(chosen))
+    solver.changeColsIntegrality(len(chosen), indices, integer)
+    # Every pipeline needs a micro-batch.
+    ones = np.ones(len(chosen))
+    solver.addRow(-highspy.kHighsInf, float(num_microbatches), len(chosen), indices, ones)
+    solver.run()
+    if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return None
+    times: IntArray = np.zeros(len(work), dtype=np.int64)
+    times[chosen] = to_solution(solver.getSolution().col_value)
+    return times
+
+
+def _prices(devices: IntArray, work: FloatArray, counts: IntArray) -> FloatArray:
+    """Return the relaxation's price of a device of each type, adding columns as they pay."""
+    active = np.unique(np.argsort(-work / devices.sum(axis=1), kind="stable")[:32])
+    while True:
+        solver = quiet_solver()
+        upper = np.full(len(active), highspy.kHighsInf)
+        _add_columns(solver, devices[active], -work[active], upper, counts)
+        solver.run()
+        prices: FloatArray = np.maximum(-np.array(solver.getSolution().row_dual), 0.0)
+        gain = work - devices @ prices
+        better = np.argsort(-gain, kind="stable")[:16]
+        better = better[gain[better] > 1e-7 * work[better]]
+        added = np.union1d(active, better)
+        if len(added) == len(active):
+            return prices
+        active = added
+
+
+def _add_columns(
+    solver: highspy.Highs, devices: IntArray, cost: FloatArray, upper: FloatArray, counts: IntArray
+) -> None:
+    num_columns = len(cost)
+    indices = np.arange(num_columns, dtype=np.int32)
+    solver.addVars(num_columns, np.zeros(num_columns), upper)
+    solver.changeColsCost(num_columns, indices, cost)
+    for kind, count in enumerate(counts):
+        used = np.flatnonzero(devices[:, kind]).astype(np.int32)
+        values = devices[used, kind].astype(np.float64)
+        solver.addRow(-highspy.kHighsInf, float(count), len(used), used, values)
