@@ -40,11 +40,16 @@ def deal_out(
     """
     if getattr(dataloader, "deals_by_pipeline", False):
         return dataloader
-    _refuse_rank_sampler(getattr(dataloader, "sampler", None))
+    batch_sampler = getattr(dataloader, "batch_sampler", None)
+    for source in (dataloader, batch_sampler):
+        _refuse_rank_sampler(getattr(source, "sampler", None))
     if not isinstance(dataloader, DataLoader) or _is_stream(dataloader):
         if not isinstance(dataloader, Iterable):
             return dataloader
-        return DealtIterable(dataloader, num_pipelines=len(shares), pipeline_index=pipeline_index)
+        # What a pipeline without micro-batches were given, no one would compute.
+        working = [index for index, share in enumerate(shares) if share]
+        place = working.index(pipeline_index) if pipeline_index in working else None
+        return DealtIterable(dataloader, num_pipelines=len(working), pipeline_index=place)
     inner: Any = dataloader.batch_sampler
     records_indices = hasattr(inner, "seen_batch_indices")
     sampler: Any = DealtBatchSampler(
