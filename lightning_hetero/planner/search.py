@@ -20,7 +20,7 @@ from lightning_hetero.planner.proposals import bound_time_s, enumerate_layouts, 
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, RooflineCost, Simulation
 
-__all__ = ["PlannedCandidate", "PlanningResult", "plan"]
+__all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback", "plan"]
 
 _MAX_ENUMERATED = 12_000
 _MAX_ENUMERATED_DEVICES = 6
@@ -28,7 +28,7 @@ _IMPROVE_BUDGET = 1_500_000
 _SIMULATED = 24
 _IMPROVED = 6
 
-Progress = Callable[[str, float], None]
+ProgressCallback = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
 
 
@@ -93,7 +93,7 @@ def plan(
     options: PlanningOptions | None = None,
     *,
     cost: CostModel | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> PlanningResult:
     """Return the best plans that were found, ranked by the simulator.
 
@@ -117,7 +117,11 @@ def plan(
 
 class _Search:
     def __init__(
-        self, cost: CostModel, workload: Workload, options: PlanningOptions, progress: Progress
+        self,
+        cost: CostModel,
+        workload: Workload,
+        options: PlanningOptions,
+        progress: ProgressCallback,
     ) -> None:
         self.cost = cost
         self.workload = workload

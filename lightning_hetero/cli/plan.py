@@ -1,0 +1,241 @@
+"""Plan for a cluster: `lightning-hetero plan --cluster cluster.yaml --model llama-7b ...`."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lightning_hetero.cli.simulate import add_workload_arguments, cost_of
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner import (
+    Objective,
+    PlannedCandidate,
+    PlanningOptions,
+    PlanningResult,
+    Workload,
+    plan,
+)
+from lightning_hetero.planner.search import ProgressCallback
+from lightning_hetero.simulator import CostModel, Simulation, plot_timeline, simulate
+
+__all__ = ["add_parser", "run_plan"]
+
+_GIB = 2**30
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand's arguments."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="plan pipelines, layers and micro-batches for a cluster",
+        description="Find the best pipelines for unequal devices, and say how good they are.",
+    )
+    add_workload_arguments(parser)
+    parser.add_argument(
+        "--objective",
+        choices=[str(objective) for objective in Objective],
+        default=str(Objective.THROUGHPUT),
+        help="what to maximise, or tokens per money (default: throughput)",
+    )
+    parser.add_argument(
+        "--tp-degrees",
+        type=int,
+        nargs="+",
+        metavar="DEGREE",
+        help="tensor-parallel degrees to consider (default: all that nodes and heads allow)",
+    )
+    parser.add_argument(
+        "--equal-microbatches",
+        action="store_true",
+        help="give every pipeline the same number of micro-batches, as AutoHet does",
+    )
+    parser.add_argument("--top", type=int, default=5, help="plans to list (default: 5)")
+    parser.add_argument("--output", help="write the best plan to this JSON file")
+    parser.add_argument("--plot", help="draw its timeline into this .svg, .png or .pdf file")
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Plan, print the best plan and the runners-up, write plan and picture."""
+    cost = cost_of(arguments)
+    workload = Workload(
+        sequence_length=arguments.sequence_length,
+        global_batch_size=arguments.global_batch_size,
+        sequences_per_microbatch=arguments.micro_batch_size,
+    )
+    degrees = arguments.tp_degrees
+    options = PlanningOptions(
+        objective=Objective(arguments.objective),
+        equal_microbatches=arguments.equal_microbatches,
+        tp_degrees=None if degrees is None else tuple(degrees),
+        num_candidates=arguments.top,
+    )
+    with _progress() as progress:
+        result = plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
+    console = Console()
+    console.print(_plan_table(result.best, cost))
+    for line in _summary(result, cost):
+        console.print(line, highlight=False)
+    if len(result.candidates) > 1:
+        console.print()
+        console.print(_candidates_table(result, cost))
+    _write(arguments, result, cost)
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[ProgressCallback]:
+    """Show a bar on a terminal's stderr; it disappears when done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("Planning", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+def _plan_table(candidate: PlannedCandidate, cost: CostModel) -> Table:
+    """Return one line per stage; pipelines that are alike share their lines."""
+    found, simulation = candidate.plan, candidate.simulation
+    title = f"{cost.model.name} on {cost.cluster.num_ranks} devices"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("pipeline", "stage", "device"):
+        table.add_column(column, no_wrap=True)
+    for column in ("TP", "layers", "micro-\nbatches", "memory used/\navailable GiB", "busy"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for members in _alike(found, simulation, cost):
+        first = members[0]
+        pipeline = found.pipelines[first]
+        for stage_index, stage in enumerate(pipeline.stages):
+            shape = cost.shape_of(stage)
+            used = simulation.stage_memory_bytes[first][stage_index]
+            available = cost.usable_bytes(shape.device)
+            busy = max(simulation.stage_busy[member][stage_index] for member in members)
+            table.add_row(
+                _ranges(members) if stage_index == 0 else "",
+                str(stage_index),
+                shape.device,
+                str(stage.tp_degree),
+                f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
+                str(pipeline.num_microbatches) if stage_index == 0 else "",
+                f"{used / _GIB:.1f}/{available / _GIB:.1f}",
+                f"{busy:.0%}",
+                end_section=stage_index == pipeline.num_stages - 1,
+            )
+    return table
+
+
+def _summary(result: PlanningResult, cost: CostModel) -> list[str]:
+    best = result.best
+    time_s = best.simulation.iteration_time_s
+    exposed = best.simulation.exchange_s / time_s
+    lines = [
+        f"iteration time  {time_s:.4g} s ({exposed:.1%} of it exposed exchange and optimizer step)",
+        f"throughput      {result.tokens_per_s:,.0f} tokens/s "
+        f"({result.workload.num_tokens:,} tokens an iteration)",
+        f"bound           no plan can be faster than {result.lower_bound_s:.4g} s: "
+        f"this one is within {result.gap:.1%}",
+        f"limited by      {result.limit}",
+    ]
+    money = best.money_per_token(result.workload.num_tokens)
+    if money is not None:
+        lines.append(f"price           {money * 1e9:,.2f} per 10⁹ tokens")
+    idle = cost.cluster.num_ranks - len(best.plan.ranks)
+    if idle:
+        lines.append(f"idle            {idle} of {cost.cluster.num_ranks} devices")
+    lines.append(
+        f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
+    )
+    return lines
+
+
+def _candidates_table(result: PlanningResult, cost: CostModel) -> Table:
+    """Return one line per plan: how its pipelines are made and what it takes."""
+    table = Table(title="Best plans", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("rank", justify="right")
+    table.add_column("pipelines", overflow="fold")
+    for column in ("devices", "seconds", "tokens/s", "per 10⁹ tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    num_tokens = result.workload.num_tokens
+    for rank, candidate in enumerate(result.candidates, start=1):
+        money = candidate.money_per_token(num_tokens)
+        table.add_row(
+            str(rank),
+            _describe(candidate.plan, cost),
+            str(len(candidate.plan.ranks)),
+            f"{candidate.simulation.iteration_time_s:.4g}",
+            f"{candidate.simulation.tokens_per_s(num_tokens):,.0f}",
+            "-" if money is None else f"{money * 1e9:,.2f}",
+        )
+    return table
+
+
+def _describe(found: ParallelPlan, cost: CostModel) -> str:
+    """Return the pipelines in a few words, such as `2 × (2·A100-80GB + H800-80GB)`."""
+    counts: dict[str, int] = {}
+    for pipeline in found.pipelines:
+        stages: dict[str, int] = {}
+        for stage in pipeline.stages:
+            device = cost.shape_of(stage).device
+            name = f"{device} TP{stage.tp_degree}" if stage.tp_degree > 1 else device
+            stages[name] = stages.get(name, 0) + 1
+        parts = [name if count == 1 else f"{count}·{name}" for name, count in stages.items()]
+        text = " + ".join(parts)
+        counts[text] = counts.get(text, 0) + 1
+    return ", ".join(f"{count} × ({text})" for text, count in counts.items())
+
+
+def _alike(found: ParallelPlan, simulation: Simulation, cost: CostModel) -> list[list[int]]:
+    """Return indices of pipelines that the table would describe in the same words, grouped."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, pipeline in enumerate(found.pipelines):
+        stages = tuple((cost.shape_of(stage), stage.layers) for stage in pipeline.stages)
+        memory = simulation.stage_memory_bytes[index]
+        groups.setdefault((stages, pipeline.num_microbatches, memory), []).append(index)
+    return list(groups.values())
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """Return `0-3, 7` for [0, 1, 2, 3, 7], with their number if there are several."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], index]
+        else:
+            runs.append([index])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:3])
+    if len(runs) > 3:
+        shown += ", ..."
+    return shown if len(indices) == 1 else f"{shown} ({len(indices)} ×)"
+
+
+def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostModel) -> None:
+    found = result.best.plan
+    if arguments.output:
+        try:
+            found.save(arguments.output)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Can't write the plan to {arguments.output}: {error.strerror}. Name another file."
+            ) from error
+    if arguments.plot:
+        microbatch = result.workload.microbatch
+        batches = [[microbatch] * (p.num_microbatches or 0) for p in found.pipelines]
+        simulation = simulate(found, cost, batches, record_events=True)
+        labels = [
+            [
+                f"pipeline {index}, stage {s}: {stage.tp_degree} × {cost.shape_of(stage).device}, "
+                f"layers {stage.layers.start}-{stage.layers.stop - 1}"
+                for s, stage in enumerate(pipeline.stages)
+            ]
+            for index, pipeline in enumerate(found.pipelines)
+        ]
+        plot_timeline(Path(arguments.plot), found, simulation, stage_labels=labels)
