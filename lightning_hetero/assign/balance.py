@@ -47,9 +47,17 @@ class BinRows:
 
 
 def balance(
-    times_s: FloatArray, tokens: FloatArray, num_bins: IntArray, max_tokens: FloatArray
+    times_s: FloatArray,
+    tokens: FloatArray,
+    num_bins: IntArray,
+    max_tokens: FloatArray,
+    *,
+    tightest: bool = False,
 ) -> BinRows:
-    """Return each row's items spread longest first, each into the emptiest bin with room."""
+    """Return each row's items spread longest first, each into the emptiest bin with room.
+
+    With `tightest` into the bin with the least room instead, which fits where the other rule fails.
+    """
     num_rows, num_items = times_s.shape
     rows = np.arange(num_rows)
     loads_s = np.where(_missing_bins(num_bins), _BLOCKED, 0.0)
@@ -58,7 +66,8 @@ def balance(
     is_valid = np.ones(num_rows, dtype=bool)
     for item in range(num_items):
         blocked = np.where(room < tokens[:, item, None], _BLOCKED, 0.0)
-        keys = loads_s + blocked
+        keys = np.where(loads_s < _BLOCKED, room, _BLOCKED) if tightest else loads_s
+        keys = keys + blocked
         chosen = keys.argmin(axis=1)
         is_valid &= keys[rows, chosen] < _BLOCKED
         bin_of[:, item] = chosen

@@ -10,7 +10,7 @@ to the lower bound remains, an integer programme may use what is left of a time 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -250,7 +250,12 @@ def _rows_of(problems: list[_Problem]) -> tuple[list[tuple[int, int]], BinRows]:
         tokens[row, :count] = problems[owner].lengths
     num_bins = np.array([problems[owner].counts[row] for owner, row in owners])
     max_tokens = np.array([float(problems[owner].cost.max_len) for owner, _ in owners])
-    return owners, balance(times_s, tokens, num_bins, max_tokens)
+    rows = balance(times_s, tokens, num_bins, max_tokens)
+    if rows.is_valid.all():
+        return owners, rows
+    tight = balance(times_s, tokens, num_bins, max_tokens, tightest=True)
+    bin_of = np.where(rows.is_valid[:, None], rows.bin_of, tight.bin_of)
+    return owners, replace(rows, bin_of=bin_of, is_valid=rows.is_valid | tight.is_valid)
 
 
 def _offer_rows(problems: list[_Problem], owners: list[tuple[int, int]], rows: BinRows) -> None:

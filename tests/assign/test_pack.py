@@ -1,0 +1,152 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.assign import pack, pack_all
+from lightning_hetero.assign.balance import balance, improve_balance
+from lightning_hetero.assign.cost import as_lengths, sequence_times_s
+from lightning_hetero.assign.exact import pack_into
+from lightning_hetero.assign.pack import microbatch_range, packing_lower_bound_s
+from lightning_hetero.assign.partitions import partition_sums, partitions
+from lightning_hetero.core.errors import AssignmentError
+from tests.assign.cases import cost, pack_cases
+
+
+def optimum_s(lengths, pipeline) -> float:
+    """Return the least Eq. 1 over the range of numbers of micro-batches, one group at a time."""
+    counts = microbatch_range(as_lengths(lengths), pipeline)
+    best = [np.inf]
+
+    def place(index: int, groups: list[list[int]]) -> None:
+        if index == len(lengths):
+            if len(groups) in counts:
+                longest = max(sum(map(pipeline.sequence_time_s, group)) for group in groups)
+                best[0] = min(best[0], pipeline.latency_s(longest, len(groups)))
+            return
+        for group in [*groups, None]:
+            chosen = [] if group is None else group
+            if sum(chosen) + lengths[index] <= pipeline.max_len:
+                if group is None:
+                    groups.append(chosen)
+                chosen.append(lengths[index])
+                place(index + 1, groups)
+                chosen.pop()
+                if group is None:
+                    groups.pop()
+
+    place(0, [])
+    return best[0]
+
+
+@settings(deadline=None)
+@given(pack_cases())
+def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) -> None:
+    lengths, pipeline = case
+    packing = pack(lengths, pipeline, time_budget_s=0)
+    assert sorted(i for batch in packing.micro_batches for i in batch) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in batch) for batch in packing.micro_batches]
+    assert min(sums) > 0
+    assert max(sums) <= pipeline.max_len
+    longest_s = max(
+        sum(pipeline.sequence_time_s(lengths[i]) for i in batch) for batch in packing.micro_batches
+    )
+    assert packing.latency_s == pytest.approx(pipeline.latency_s(longest_s, len(sums)))
+    assert packing.lower_bound_s <= packing.latency_s
+
+
+@settings(deadline=None, max_examples=60)
+@given(pack_cases(max_sequences=7))
+def test_up_to_eight_sequences_are_packed_exactly(case) -> None:
+    lengths, pipeline = case
+    best_s = optimum_s(lengths, pipeline)
+    packing = pack(lengths, pipeline, time_budget_s=0)
+    assert packing.latency_s == pytest.approx(best_s)
+    assert packing.lower_bound_s <= best_s * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=12)
+@given(pack_cases(max_sequences=9).filter(lambda case: len(case[0]) == 9))
+def test_more_are_within_2_per_cent_of_the_optimum_and_bounds_never_above_it(case) -> None:
+    lengths, pipeline = case
+    best_s = optimum_s(lengths, pipeline)
+    packing = pack(lengths, pipeline, time_budget_s=5.0)
+    assert packing.latency_s <= best_s * 1.02
+    assert packing.lower_bound_s <= best_s * (1 + 1e-6)
+    assert pack(lengths, pipeline, time_budget_s=0).lower_bound_s <= best_s * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(pack_cases(max_sequences=14), min_size=1, max_size=4))
+def test_packing_pipelines_together_equals_packing_each_alone(cases) -> None:
+    lengths, pipelines = zip(*cases, strict=True)
+    together = pack_all(lengths, pipelines)
+    alone = [pack(item, pipe, time_budget_s=0) for item, pipe in zip(lengths, pipelines)]  # noqa: B905
+    assert [p.latency_s for p in together] == pytest.approx([p.latency_s for p in alone])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_the_lower_bound_of_a_number_of_microbatches_holds(times, count) -> None:
+    times_s = np.sort(times)[::-1]
+    _, counts = partitions(len(times))
+    best_s = partition_sums(times_s[None])[0][counts <= count].min()
+    assert packing_lower_bound_s(times_s, count) <= best_s * (1 + 1e-9)
+
+
+def test_there_are_as_many_partitions_as_the_bell_numbers_say() -> None:
+    assert [len(partitions(n)[0]) for n in range(9)] == [1, 1, 2, 5, 15, 52, 203, 877, 4140]
+
+
+@settings(deadline=None, max_examples=50)
+@given(pack_cases(max_sequences=20), st.integers(2, 6))
+def test_swaps_never_fill_the_fullest_bin_further(case, count) -> None:
+    lengths, pipeline = case
+    sizes = np.sort(as_lengths(lengths))[::-1]
+    times_s = sequence_times_s(sizes, pipeline)[None]
+    rows = balance(
+        times_s, sizes[None].astype(float), np.array([count]), np.array([float(pipeline.max_len)])
+    )
+    after = improve_balance(rows, stop_at_s=np.zeros(1))
+    assert after.fullest_s()[0] <= rows.fullest_s()[0]
+    if after.is_valid[0]:
+        sums = np.bincount(after.bin_of[0], weights=sizes)
+        assert sums.max() <= pipeline.max_len
+
+
+def test_an_integer_programme_says_when_too_few_microbatches_hold_no_packing() -> None:
+    sizes = np.array([60, 60, 60], dtype=np.int64)
+    result = pack_into(sizes, cost(max_len=100), 2)
+    assert result.bin_of is None
+    assert result.lower_bound_s == np.inf
+
+
+def test_a_time_budget_of_almost_nothing_still_packs() -> None:
+    lengths = np.random.default_rng(0).integers(100, 2000, 40)
+    packing = pack(lengths, cost(max_len=8000, num_stages=6), time_budget_s=1e-9)
+    assert sum(map(len, packing.micro_batches)) == 40
+
+
+def test_microbatches_range_from_maxlen_to_utillen() -> None:
+    lengths = np.full(20, 1000)
+    assert microbatch_range(lengths, cost(max_len=8000, util_len=2500)) == range(3, 9)
+    assert microbatch_range(lengths, cost(max_len=8000, util_len=10)) == range(3, 21)
+    assert microbatch_range(lengths, cost(max_len=8000, util_len=8000)) == range(3, 6)
+
+
+def test_deep_pipelines_get_more_microbatches() -> None:
+    lengths = np.full(32, 500)
+    shallow = pack(lengths, cost(num_stages=1), time_budget_s=0)
+    deep = pack(lengths, cost(num_stages=8), time_budget_s=0)
+    assert len(shallow.micro_batches) == 1
+    assert len(deep.micro_batches) > 4
+
+
+def test_a_sequence_above_maxlen_is_named() -> None:
+    with pytest.raises(AssignmentError, match=r"Sequence 1 has 900 tokens .* takes 500"):
+        pack([10, 900], cost(max_len=500))
+
+
+def test_a_pipeline_without_sequences_has_no_microbatches() -> None:
+    packing = pack([], cost())
+    assert (packing.micro_batches, packing.latency_s) == ((), 0.0)
