@@ -68,6 +68,8 @@ class StateLayout:
 
 def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
     """Return the most tokens that any `num_in_flight` consecutive micro-batches hold together."""
+    if len(set(microbatches)) == 1:
+        return sum(microbatches[0]) * min(num_in_flight, len(microbatches))
     tokens = [sum(microbatch) for microbatch in microbatches]
     window = sum(tokens[:num_in_flight])
     most = window
@@ -94,9 +96,16 @@ class CostModel(ABC):
             index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
         ]
         self._specs = {n.device: cluster.device_of_node(i) for i, n in enumerate(cluster.nodes)}
+        self.special_links = {
+            (low, high): cluster.link_between_nodes(low, high)
+            for low, high in (sorted(link.nodes) for link in cluster.links)
+            if low != high
+        }
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._shapes: dict[tuple[tuple[int, ...], int, int], StageShape] = {}
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
+        self._updates: dict[tuple[StageShape, int], float] = {}
+        self._fixed: dict[tuple[StageShape, int], float] = {}
 
     @abstractmethod
     def measure_stage_s(
@@ -188,9 +197,23 @@ class CostModel(ABC):
 
     def fixed_bytes(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the bytes of weights, gradients and optimizer states on one rank."""
-        layout = self.layout
-        held = self.num_stage_params(shape) * (layout.weight_bytes + layout.gradient_bytes)
-        return held + self.num_owned_params(shape, num_pipelines) * layout.owned_bytes
+        key = (shape, num_pipelines)
+        found = self._fixed.get(key)
+        if found is None:
+            layout = self.layout
+            held = self.num_stage_params(shape) * (layout.weight_bytes + layout.gradient_bytes)
+            owned = self.num_owned_params(shape, num_pipelines) * layout.owned_bytes
+            found = self._fixed[key] = held + owned
+        return found
+
+    def update_s(self, shape: StageShape, num_pipelines: int) -> float:
+        """Return the seconds of the optimizer's step on one rank of a stage."""
+        key = (shape, num_pipelines)
+        found = self._updates.get(key)
+        if found is None:
+            owned = self.num_owned_params(shape, num_pipelines)
+            found = self._updates[key] = self.step_s(shape, owned)
+        return found
 
     def stage_bytes(
         self,
@@ -203,7 +226,7 @@ class CostModel(ABC):
         if not microbatches:
             return self.fixed_bytes(shape, num_pipelines)
         held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
-        longest = max(sum(microbatch) for microbatch in microbatches)
+        longest = max(map(sum, microbatches))
         return (
             self.fixed_bytes(shape, num_pipelines)
             + self.activation_bytes(shape, held)

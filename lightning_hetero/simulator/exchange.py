@@ -183,18 +183,29 @@ class _ReadyTimes:
 
 
 def _rates_to_peers(cost: CostModel, ranks: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Return for each rank the sum over its peers of 1 / bandwidth, and its largest latency."""
+    """Return for each rank the sum over its peers of 1 / bandwidth, and its largest latency.
+
+    Linear in ranks and links: peers on other nodes count at the cluster's rate, and the few links
+    that differ correct that.
+    """
     nodes = [cost.node_of_rank[rank] for rank in ranks]
-    example = dict(zip(nodes, ranks, strict=True))
     per_node = Counter(nodes)
-    rates: dict[int, tuple[float, float]] = {}
-    for node, rank in example.items():
-        rate, latency = 0.0, 0.0
-        for peer_node, count in per_node.items():
-            peers = count - (peer_node == node)
-            if peers:
-                bytes_per_s, link_latency_s = cost.link(rank, example[peer_node])
-                rate += peers / bytes_per_s
-                latency = max(latency, link_latency_s)
-        rates[node] = rate, latency
-    return [rates[node][0] for node in nodes], [rates[node][1] for node in nodes]
+    default_bytes_per_s = cost.cluster.inter_node_bytes_per_s
+    default_latency_s = cost.cluster.inter_node_latency_s
+    far = {node: len(ranks) - count for node, count in per_node.items()}
+    rate = {node: count / default_bytes_per_s for node, count in far.items()}
+    latency = dict.fromkeys(per_node, 0.0)
+    for (node_a, node_b), (bytes_per_s, latency_s) in cost.special_links.items():
+        for node, peer in ((node_a, node_b), (node_b, node_a)):
+            if node in per_node and peer in per_node:
+                far[node] -= per_node[peer]
+                rate[node] += per_node[peer] * (1 / bytes_per_s - 1 / default_bytes_per_s)
+                latency[node] = max(latency[node], latency_s)
+    for node, rank in dict(zip(nodes, ranks, strict=True)).items():
+        if far[node]:
+            latency[node] = max(latency[node], default_latency_s)
+        if per_node[node] > 1:
+            bytes_per_s, latency_s = cost.link(rank, rank)
+            rate[node] += (per_node[node] - 1) / bytes_per_s
+            latency[node] = max(latency[node], latency_s)
+    return [rate[node] for node in nodes], [latency[node] for node in nodes]

@@ -31,8 +31,8 @@ class Event:
     pipeline_index: int
     stage_index: int
     kind: str
-    """"F" or "B" (compute), "SF" or "SB" (a message to the next or previous stage), "pull", "push"
-    or "step"."""
+    """Compute is "F", "B" or "step"; a message to the next stage "SF", to the previous "SB"; the
+    exposed exchange "pull" or "push"."""
     microbatch_index: int
     """The micro-batch; -1 where none is meant."""
     start_s: float
@@ -133,10 +133,7 @@ def simulate(
     has_work = [bool(batches) for batches in microbatches]
     spans = [[row[-1] if row else 0.0 for row in times.backward_s] for times in compute]
     pushed = exchange.push_end_s(ends, spans, has_work)
-    steps = [
-        [cost.step_s(shape, cost.num_owned_params(shape, plan.num_pipelines)) for shape in row]
-        for row in shapes
-    ]
+    steps = [[cost.update_s(shape, plan.num_pipelines) for shape in row] for row in shapes]
     finish = [
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)

@@ -1,6 +1,6 @@
 """Predicted against measured times, and how long a prediction takes.
 
-Sailor's plans on GH200 and mixed RTX nodes: the profiles of single layers and the networks' measured
+Sailor's plans on GH200 and mixed RTX nodes: profiles of single layers and the networks' measured
 curves go in, no iteration time does. The roofline, which knows nothing but data sheets, against the
 stages of LLaMA 13B that Hydraulis measured on A800. The peer of these rows is the measurement.
 

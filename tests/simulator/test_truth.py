@@ -1,12 +1,15 @@
 """Predictions against iterations that were really run; nothing is fitted to their times."""
 
+import json
 import statistics
 
 import pytest
 
+from lightning_hetero.core.profile import Profile
 from lightning_hetero.simulator import Simulation, simulate
 from tests.simulator.sailor import ROOT, MeasuredRun, SailorCost, load_profile, load_run
 
+PROFILES = sorted((ROOT / "profiles").glob("*/*.json"))
 RUNS = sorted((ROOT / "measured").glob("*.json"))
 
 pytestmark = pytest.mark.skipif(not RUNS, reason=f"no measured plans under {ROOT}")
@@ -30,3 +33,18 @@ def test_mean_absolute_error_of_iteration_times_is_at_most_8_percent():
     runs = [load_run(path) for path in RUNS]
     errors = [abs(predict(run).iteration_time_s / run.iteration_time_s - 1) for run in runs]
     assert statistics.mean(errors) <= 0.08
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_profiles_of_layers_become_profiles_of_ours(path, tmp_path):
+    profile = load_profile(path.parent.name, {path.stem})
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+    measured = json.loads(path.read_text())
+    num_layers = profile.model.num_layers
+    for times in profile.device(path.stem).times:
+        layers = measured[str(len(times.lengths))][str(times.tp_degree)]
+        blocks = [layers[str(layer)] for layer in range(1, num_layers + 1)]
+        whole = [sum(block[direction] for block in blocks) for direction in range(2)]
+        assert times.layers_s(num_layers) == pytest.approx(tuple(whole))
+        assert times.head == tuple(layers[str(num_layers + 1)][:2])

@@ -1,0 +1,168 @@
+"""The exchange's closed forms against walking every layer and every pair of ranks."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster, Link, Node
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.simulator import RooflineCost, StateLayout
+from lightning_hetero.simulator.exchange import ExchangeTable, cut_segments
+
+NUM_LAYERS = 6
+MODEL = ModelSpec(
+    name="tiny",
+    num_layers=NUM_LAYERS,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=4,
+    intermediate_size=128,
+    vocab_size=200,
+    gated_mlp=True,
+    tied_embeddings=False,
+)
+
+
+@st.composite
+def plans(draw) -> ParallelPlan:
+    pipelines, rank = [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        inner = draw(st.sets(st.integers(1, NUM_LAYERS - 1), max_size=3))
+        edges = [0, *sorted(inner), NUM_LAYERS]
+        tp_degree = draw(st.sampled_from([1, 2]))
+        stages = []
+        for start, stop in itertools.pairwise(edges):
+            ranks = tuple(range(rank, rank + tp_degree))
+            stages.append(StagePlan(ranks=ranks, layers=range(start, stop)))
+            rank += tp_degree
+        pipelines.append(PipelinePlan(stages=tuple(stages)))
+    return ParallelPlan(pipelines=tuple(pipelines))
+
+
+@st.composite
+def costs(draw, *, overlap: bool = True) -> RooflineCost:
+    counts = draw(st.lists(st.integers(1, 4), min_size=3, max_size=16))
+    counts.append(max(0, 32 - sum(counts)) + 1)
+    last = len(counts) - 1
+    pairs = draw(
+        st.sets(st.tuples(st.integers(0, last), st.integers(0, last)).map(sorted).map(tuple))
+    )
+    links = tuple(
+        Link(nodes=pair, bytes_per_s=1e6 * (2 + index), latency_s=1e-3 * index)
+        for index, pair in enumerate(sorted(pairs))
+    )
+    cluster = Cluster(
+        nodes=tuple(Node(device="A100-40GB", count=count) for count in counts),
+        links=links,
+        inter_node_bytes_per_s=1e7,
+        inter_node_latency_s=2e-4,
+    )
+    return RooflineCost(cluster, MODEL, layout=StateLayout(overlap=overlap))
+
+
+@given(plans(), costs())
+@settings(max_examples=60, deadline=None)
+def test_segments_cover_every_pipelines_layers_once_from_last_to_first(plan, cost):
+    segments = cut_segments(plan, cost)
+    assert not segments[0].is_layers
+    assert not segments[-1].is_layers
+    for index, pipeline in enumerate(plan.pipelines):
+        held = [0] * pipeline.num_stages
+        order = []
+        for segment in segments[1:-1]:
+            held[segment.stages[index]] += segment.num_units
+            order.append(segment.stages[index])
+        assert held == [len(stage.layers) for stage in pipeline.stages]
+        assert order == sorted(order, reverse=True)
+        assert segments[0].stages[index] == pipeline.num_stages - 1
+        assert segments[-1].stages[index] == 0
+
+
+@given(plans(), costs())
+@settings(max_examples=60, deadline=None)
+def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
+    table = ExchangeTable(plan, cost)
+    for segment, push, pull in zip(table.segments, table.push_s, table.pull_s, strict=True):
+        stages = [p.stages[s] for p, s in zip(plan.pipelines, segment.stages, strict=True)]
+        for index, stage in enumerate(stages):
+            share = segment.params_per_unit / stage.tp_degree / len(stages) * 2
+            peers = [
+                cost.cluster.link_between(stage.ranks[0], other.ranks[0])
+                for other in stages
+                if other is not stage
+            ]
+            expected = sum(share / rate for rate, _ in peers)
+            expected += max((latency for _, latency in peers), default=0.0)
+            assert push[index] == pytest.approx(expected)
+            assert pull[index] == pytest.approx(expected)
+
+
+def walk_pushes(
+    plan: ParallelPlan,
+    table: ExchangeTable,
+    ends: Sequence[Sequence[float]],
+    spans: Sequence[Sequence[float]],
+    has_work: Sequence[bool],
+) -> list[list[float]]:
+    """Push every unit one after another."""
+    sent = [[0.0] * p.num_stages for p in plan.pipelines]
+    received = [[0.0] * p.num_stages for p in plan.pipelines]
+    layer = NUM_LAYERS
+    for number, (segment, push) in enumerate(zip(table.segments, table.push_s, strict=True)):
+        for _ in range(segment.num_units):
+            layer -= segment.is_layers
+            ready = {}
+            for p, pipeline in enumerate(plan.pipelines):
+                s = segment.stages[p]
+                layers = pipeline.stages[s].layers
+                ahead = (layer - layers.start) / len(layers) if segment.is_layers else 0.0
+                ahead = 1.0 if number == 0 else ahead
+                if has_work[p]:
+                    ready[p] = ends[p][s] - spans[p][s] * ahead
+                    sent[p][s] = max(sent[p][s], ready[p]) + push[p]
+            for p, s in enumerate(segment.stages):
+                start = max(received[p][s], *ready.values())
+                received[p][s] = start + push[p]
+        for p, s in enumerate(segment.stages):
+            last = max(sent[q][segment.stages[q]] for q in ready)
+            received[p][s] = max(received[p][s], last)
+    return [
+        [max(a, b, c) for a, b, c in zip(*rows, strict=True)]
+        for rows in zip(sent, received, ends, strict=True)
+    ]
+
+
+@given(plans(), costs(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_queues_end_when_walking_every_layer_says(plan, cost, data):
+    table = ExchangeTable(plan, cost)
+    seconds = st.floats(0.0, 0.2)
+    spans = [[data.draw(seconds) for _ in p.stages] for p in plan.pipelines]
+    ends = [[span + data.draw(seconds) for span in row] for row in spans]
+    idle = data.draw(st.integers(0, plan.num_pipelines - 1))
+    has_work = [plan.num_pipelines == 1 or p != idle for p in range(plan.num_pipelines)]
+    walked = walk_pushes(plan, table, ends, spans, has_work)
+    for row, expected in zip(table.push_end_s(ends, spans, has_work), walked, strict=True):
+        assert row == pytest.approx(expected)
+
+
+@given(plans(), costs())
+@settings(max_examples=40, deadline=None)
+def test_no_stage_starts_before_its_first_layer_was_pulled_nor_later_than_all(plan, cost):
+    table = ExchangeTable(plan, cost)
+    forwards = [[0.01] * p.num_stages for p in plan.pipelines]
+    starts = table.pull_start_s(forwards)
+    for index, row in enumerate(starts):
+        for stage, start in enumerate(row):
+            pulls = [
+                (segment.num_units, pull[index])
+                for segment, pull in zip(table.segments, table.pull_s, strict=True)
+                if segment.stages[index] == stage
+            ]
+            total = sum(units * seconds for units, seconds in pulls)
+            assert pulls[-1][1] - 1e-12 <= start <= total + 1e-12
+            assert start + 0.01 >= total
