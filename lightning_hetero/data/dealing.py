@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import ConfigurationError
@@ -162,6 +163,10 @@ class DealtBatchSampler(Sampler[list[int]]):
         """Yield the user's batches, with torch's generator seeded alike on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed + self._epoch)
+            sampler = getattr(self._batch_sampler, "sampler", None)
+            if isinstance(sampler, StatefulRandomSampler):
+                # Seeded by chance when it was made, and its order hangs on the epochs before.
+                sampler.generator.manual_seed(self._seed + self._epoch)
             batches = iter(self._batch_sampler)
             first = list(islice(batches, 1))
         yield from chain(first, batches)
