@@ -1,0 +1,305 @@
+"""Training runs that tests compare: one case under a plan, or the same on a single device.
+
+`train` runs in the processes of the pool and returns plain data.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
+from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.runtime.boundary import seed_of
+from tests.toy import CONTEXT, GPT, VOCABULARY, TokenRows, quiet
+
+SEED = 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained and how; without a plan, on a single device."""
+
+    plan: dict[str, Any] | None = None
+    world_size: int = 1
+    model: str = "gpt"
+    num_layers: int = 3
+    tied: bool = False
+    optimizer: str = "adamw"
+    batch_size: int = 2
+    num_rows: int = 12
+    num_microbatches: int | None = None
+    accumulate: int = 1
+    clip_val: float | None = None
+    clip_algorithm: str = "norm"
+    ownership: str = "auto"
+    max_epochs: int = 1
+
+    @property
+    def num_pipelines(self) -> int:
+        return 1 if self.plan is None else len(self.plan["pipelines"])
+
+    def on_single_device(self) -> "Case":
+        """The same run without a plan: its batch is what all pipelines' batches are together."""
+        batch_size = self.batch_size * self.num_pipelines
+        return replace(self, plan=None, world_size=1, batch_size=batch_size)
+
+
+@dataclass
+class Outcome:
+    """What a rank knows after a run."""
+
+    losses: list[float]
+    weights: dict[str, np.ndarray]
+    logged: dict[str, float]
+    parameter_bytes: list[int]
+    """After each iteration."""
+    held: list[str]
+    """Parameters of which the rank holds compute weights at the end."""
+    own_bytes: dict[str, int]
+    """Bytes of the rank's slice of each parameter."""
+    peak_in_flight: int
+    batches_seen: int
+
+
+class Recorded(L.LightningModule):
+    """Keeps the losses that Lightning's hooks see, and steps the optimizer that a case asks for."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        decay = [p for p in self.parameters() if p.ndim >= 2]
+        rest = [p for p in self.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        if self.case.optimizer == "sgd":
+            optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        else:
+            # Adam divides by the gradient's own size. With the usual eps of 1e-8 a gradient that is
+            # zero but for rounding becomes a step of full length, in a random direction.
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class RowsModule(Recorded):
+    """The tests' own GPT on rows with uneven numbers of ignored targets."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.model = GPT(case.num_layers, 16, tied=case.tied)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        logits = self.model(ids)
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
+
+
+class PackedSamples(Dataset[Any]):
+    def __init__(self, num_rows: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(2, 30, (num_rows,), generator=generator).tolist()
+        self.rows = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+class PackedModule(Recorded):
+    """The reference model on packed samples of different lengths."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        config = LMConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_layers=case.num_layers,
+            num_heads=4,
+            num_kv_heads=2,
+            tie_embeddings=case.tied,
+            init_std=0.2,
+        )
+        self.model = HeteroLM(config)
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
+        loss = packed_cross_entropy(logits, batch.labels)
+        # An epoch's mean weighs iterations of packed samples by their target tokens.
+        size = batch.num_target_tokens
+        self.log("train_loss", loss, batch_size=size, on_step=True, on_epoch=True)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            PackedSamples(self.case.num_rows),
+            batch_size=self.case.batch_size,
+            collate_fn=PackedCollate(),
+        )
+
+
+class MaskingModule(Recorded):
+    """Masks tokens at random in its step, with every generator there is, and drops out in layers.
+
+    All targets count, so that micro-batches of as many rows have the same weight.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.model = GPT(case.num_layers, 16, tied=case.tied)
+        for block in self.model.blocks:
+            block.norm1 = nn.Sequential(block.norm1, nn.Dropout(0.3))
+        self.model.ln_f = nn.Sequential(self.model.ln_f, nn.Dropout(0.3))
+        self.drawn: list[tuple[float, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, _ = batch
+        draws = (random.random(), float(np.random.rand()), float(torch.rand(())))
+        self.drawn.append(draws)
+        masked = torch.where(torch.rand(ids.shape) < 0.2 + 0.1 * draws[0], 0, ids)
+        logits = self.model(masked) * (1 + draws[1] + torch.rand(()))
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids.reshape(-1))
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
+
+
+class SeededMaskingModule(MaskingModule):
+    """The same module seeded by hand, one micro-batch a batch, as the documentation says."""
+
+    def __init__(self, case: Case, microbatches_per_iteration: int) -> None:
+        super().__init__(case)
+        self.per_iteration = microbatches_per_iteration
+        self.parts: tuple[int, ...] = ()
+        for index, block in enumerate(self.model.blocks):
+            block.register_forward_pre_hook(lambda *_, index=index: self.seed_torch(index))
+        self.model.blocks[-1].register_forward_hook(lambda *_: self.seed_torch(-1))
+
+    def seed_torch(self, *more: int) -> None:
+        torch.manual_seed(seed_of(*self.parts, *more))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        iteration, index = divmod(batch_idx, self.per_iteration)
+        self.parts = (SEED, 0, self.current_epoch, iteration, index)
+        seed = seed_of(*self.parts)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        self.seed_torch()
+        return super().training_step(batch, batch_idx)
+
+
+MODULES = {"gpt": RowsModule, "packed": PackedModule, "masking": MaskingModule}
+
+
+def train(rank: int, case: Case) -> Outcome:
+    """Train a case on one of its ranks."""
+    L.seed_everything(SEED, verbose=False)
+    return fit(MODULES[case.model](case), case)
+
+
+def train_seeded(rank: int, case: Case, microbatches_per_iteration: int) -> Outcome:
+    """Train a masking case on a single device, seeded by hand."""
+    L.seed_everything(SEED, verbose=False)
+    return fit(SeededMaskingModule(case, microbatches_per_iteration), case)
+
+
+def fit(module: Recorded, case: Case) -> Outcome:
+    watch = Watch()
+    trainer = L.Trainer(
+        **quiet(callbacks=[watch]),
+        **_strategy(case),
+        max_epochs=case.max_epochs,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.clip_val,
+        gradient_clip_algorithm=case.clip_algorithm if case.clip_val else None,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module)
+    return Outcome(
+        losses=module.losses,
+        weights={name: value.numpy() for name, value in module.state_dict().items()},
+        logged={name: float(value) for name, value in trainer.callback_metrics.items()},
+        parameter_bytes=watch.parameter_bytes,
+        held=watch.held,
+        own_bytes=watch.own_bytes,
+        peak_in_flight=watch.peak_in_flight,
+        batches_seen=trainer.global_step,
+    )
+
+
+def _strategy(case: Case) -> dict[str, Any]:
+    if case.plan is None:
+        return {"devices": 1}
+    strategy = HeteroStrategy(
+        plan=ParallelPlan.from_dict(case.plan),
+        num_microbatches=case.num_microbatches,
+        ownership=case.ownership,
+    )
+    return {"strategy": strategy, "devices": case.world_size}
+
+
+class Watch(L.Callback):
+    """Looks at the engine while it is there."""
+
+    def __init__(self) -> None:
+        self.parameter_bytes: list[int] = []
+        self.held: list[str] = []
+        self.own_bytes: dict[str, int] = {}
+        self.peak_in_flight = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if isinstance(trainer.strategy, HeteroStrategy):
+            engine = trainer.strategy.engine
+            self.parameter_bytes.append(engine.num_parameter_bytes)
+            self.held = sorted(engine.weights.shards)
+            self.own_bytes = {
+                name: item.numel() * item.element_size()
+                for name, item in engine.store.masters.items()
+            }
+            self.peak_in_flight = engine.peak_in_flight
+
+
+def stage(ranks: int | list[int], first: int, last: int) -> dict[str, Any]:
+    ranks = [ranks] if isinstance(ranks, int) else ranks
+    return {"ranks": ranks, "layers": [first, last]}
+
+
+def pipeline(*stages: dict[str, Any], num_microbatches: int | None = None) -> dict[str, Any]:
+    count = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
+    return {"stages": list(stages), **count}
+
+
+def plan_of(*pipelines: dict[str, Any]) -> dict[str, Any]:
+    return {"pipelines": list(pipelines)}
+
+
+__all__ = [
+    "CONTEXT",
+    "SEED",
+    "Case",
+    "Outcome",
+    "pipeline",
+    "plan_of",
+    "stage",
+    "train",
+    "train_seeded",
+]

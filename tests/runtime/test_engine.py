@@ -1,0 +1,118 @@
+"""Laws of an engine: determinism, and what a rank holds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.processes import ProcessPool
+from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
+
+pytestmark = pytest.mark.dist
+
+THREE_PIPELINES = plan_of(
+    pipeline(stage(0, 0, 3), num_microbatches=2),
+    pipeline(stage(3, 0, 1), stage(1, 1, 3), num_microbatches=3),
+    pipeline(stage(2, 0, 3), num_microbatches=1),
+)
+ASYMMETRIC = plan_of(
+    pipeline(stage(0, 0, 3)),
+    pipeline(stage(1, 0, 1), stage(2, 1, 3)),
+)
+
+
+def assert_bitwise_equal(first: Outcome, second: Outcome) -> None:
+    assert first.losses == second.losses
+    assert first.logged == second.logged
+    for name, value in first.weights.items():
+        assert np.array_equal(value, second.weights[name]), name
+
+
+@pytest.mark.parametrize("model", ["gpt", "packed", "masking"])
+def test_two_runs_of_a_plan_are_equal_bit_for_bit(pool: ProcessPool, model: str) -> None:
+    case = Case(
+        plan=THREE_PIPELINES, world_size=4, model=model, tied=True, num_rows=40, clip_val=0.1
+    )
+    first, second = (pool.run(train, 4, case) for _ in range(2))
+    assert len(first[0].losses) > 2
+    for one, other in zip(first, second, strict=True):
+        assert_bitwise_equal(one, other)
+        assert_bitwise_equal(one, first[0])
+
+
+def total_bytes(outcome: Outcome, names: list[str]) -> int:
+    return sum(outcome.weights[name].nbytes for name in names)
+
+
+def layer_of(name: str) -> int | None:
+    _, _, rest = name.partition("blocks.")
+    return int(rest.split(".")[0]) if rest else None
+
+
+def names_of_stage(outcome: Outcome, first: int, last: int, num_layers: int) -> set[str]:
+    """What a stage of an untied GPT needs: layers, embeddings if first, head if last."""
+    names = {n for n in outcome.weights if (i := layer_of(n)) is not None and first <= i < last}
+    if first == 0:
+        names |= {"model.wte.weight", "model.wpe"}
+    if last == num_layers:
+        names |= {"model.ln_f.weight", "model.ln_f.bias", "model.head.weight"}
+    return names
+
+
+@pytest.mark.parametrize("ownership", ["holders", "even", "parameter"])
+def test_a_rank_holds_its_stage_and_its_slices_and_no_more(
+    pool: ProcessPool, ownership: str
+) -> None:
+    case = Case(plan=ASYMMETRIC, world_size=3, ownership=ownership, num_rows=16)
+    outcomes = pool.run(train, 3, case)
+    stages = [(0, 3), (0, 1), (1, 3)]
+    for outcome, (first, last) in zip(outcomes, stages, strict=True):
+        needed = names_of_stage(outcome, first, last, 3)
+        assert set(outcome.held) == needed
+        stage_bytes = total_bytes(outcome, sorted(needed))
+        slice_bytes = sum(outcome.own_bytes.values())
+        # Slices of what a rank holds are views of it. A slice elsewhere takes memory of its own.
+        foreign = sum(own for name, own in outcome.own_bytes.items() if name not in needed)
+        assert outcome.parameter_bytes[-1] == stage_bytes + foreign
+        assert outcome.parameter_bytes[-1] <= stage_bytes + slice_bytes
+    whole = total_bytes(outcomes[0], list(outcomes[0].weights))
+    assert sum(sum(outcome.own_bytes.values()) for outcome in outcomes) == whole
+    assert all(outcome.parameter_bytes[-1] < whole for outcome in outcomes[1:])
+
+
+def test_outer_weights_leave_the_stages_that_do_not_use_them_after_one_iteration(
+    pool: ProcessPool,
+) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
+    outcomes = pool.run(train, 3, Case(plan=plan, world_size=3))
+    for outcome, index in zip(outcomes, range(3), strict=True):
+        assert set(outcome.held) == names_of_stage(outcome, index, index + 1, 3)
+        assert outcome.parameter_bytes[-1] <= outcome.parameter_bytes[0]
+    tied = pool.run(train, 3, Case(plan=plan, world_size=3, tied=True))
+    holders = [index for index, item in enumerate(tied) if "model.wte.weight" in item.held]
+    assert holders == [0, 2]
+
+
+def test_an_idle_rank_holds_slices_only(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(2, 0, 2), stage(0, 2, 3)))
+    idle = pool.run(train, 3, Case(plan=plan, world_size=3))[1]
+    assert idle.held == []
+    assert idle.parameter_bytes[-1] == sum(idle.own_bytes.values()) > 0
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
+def test_1f1b_holds_the_activations_of_num_stages_minus_stage_index_microbatches(
+    pool: ProcessPool, num_microbatches: int
+) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
+    case = Case(plan=plan, world_size=3, num_microbatches=num_microbatches, batch_size=6)
+    for index, outcome in enumerate(pool.run(train, 3, case)):
+        assert outcome.peak_in_flight == min(3 - index, num_microbatches)
+
+
+def test_the_number_of_microbatches_changes_nothing_but_rounding(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 3)))
+    case = Case(plan=plan, world_size=2, batch_size=6)
+    whole = pool.run(train, 2, replace(case, num_microbatches=1))[0]
+    cut = pool.run(train, 2, replace(case, num_microbatches=5))[0]
+    np.testing.assert_allclose(cut.losses, whole.losses, rtol=1e-5)

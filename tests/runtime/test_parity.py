@@ -1,0 +1,150 @@
+"""The main law: a plan gives what one big device would, for losses and weights."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.processes import ProcessPool
+from tests.runtime.runs import (
+    Case,
+    Outcome,
+    pipeline,
+    plan_of,
+    stage,
+    train,
+    train_seeded,
+)
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = 1e-5
+
+# Each example trains twice, and one that fails costs new processes: shrinking would take minutes.
+_options = {
+    "deadline": None,
+    "phases": [Phase.explicit, Phase.reuse, Phase.generate],
+    "suppress_health_check": list(HealthCheck),
+}
+
+
+def assert_same_training(found: Outcome, expected: Outcome) -> None:
+    assert found.batches_seen == expected.batches_seen
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=TOLERANCE)
+    assert found.logged.keys() == expected.logged.keys()
+    for name, value in expected.logged.items():
+        np.testing.assert_allclose(found.logged[name], value, rtol=TOLERANCE, err_msg=name)
+    assert_same_weights(found.weights, expected.weights)
+
+
+def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = np.abs(value).max()
+        difference = np.abs(found[name] - value).max()
+        assert difference <= TOLERANCE * scale, f"{name}: {difference:.2e} of {scale:.2e}"
+
+
+def check(pool: ProcessPool, case: Case) -> list[Outcome]:
+    expected = pool.run(train, 1, case.on_single_device())[0]
+    assert len(set(expected.losses)) == len(expected.losses) > 0, "the oracle doesn't train"
+    outcomes = pool.run(train, case.world_size, case, timeout_s=25.0)
+    for outcome in outcomes:
+        assert_same_training(outcome, expected)
+    return outcomes
+
+
+@st.composite
+def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int]) -> dict[str, Any]:
+    cuts = draw(
+        st.lists(
+            st.integers(1, num_layers - 1) if num_layers > 1 else st.nothing(),
+            min_size=len(ranks) - 1,
+            max_size=len(ranks) - 1,
+            unique=True,
+        )
+        if len(ranks) > 1
+        else st.just([])
+    )
+    ends = [0, *sorted(cuts), num_layers]
+    stages = [stage(r, ends[i], ends[i + 1]) for i, r in enumerate(ranks)]
+    return pipeline(*stages, num_microbatches=draw(st.sampled_from([None, 1, 2, 3, 4, 0])))
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, model: str = "gpt") -> Case:
+    num_layers = draw(st.integers(1, 4))
+    world_size = draw(st.sampled_from([2, 3, 4, 4, 3, 1]))
+    ranks = draw(st.permutations(range(world_size)))
+    num_idle = draw(st.sampled_from([0, 0, 0, 1])) if world_size > 1 else 0
+    active = list(ranks[: world_size - num_idle])
+    pipelines: list[dict[str, Any]] = []
+    while active and len(pipelines) < 3:
+        size = draw(st.integers(1, min(len(active), num_layers)))
+        if len(pipelines) == 2:
+            size = min(len(active), num_layers)
+        pipelines.append(draw(pipelines_of(num_layers, active[:size])))
+        active = active[size:]
+    if all(item.get("num_microbatches") == 0 for item in pipelines):
+        pipelines[0]["num_microbatches"] = 3
+    return Case(
+        plan=plan_of(*pipelines),
+        world_size=world_size,
+        model=model,
+        num_layers=num_layers,
+        tied=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+        batch_size=draw(st.integers(1, 5)),
+        num_rows=draw(st.integers(8, 24)),
+        num_microbatches=draw(st.sampled_from([None, 1, 2, 3])),
+        accumulate=draw(st.integers(1, 3)),
+        clip_val=draw(st.sampled_from([None, 0.05, 0.4])),
+        clip_algorithm=draw(st.sampled_from(["norm", "value"])),
+        ownership=draw(st.sampled_from(["auto", "holders", "even", "parameter"])),
+    )
+
+
+@given(case=cases())
+@settings(max_examples=18, derandomize=True, **_options)
+def test_any_plan_trains_as_a_single_device_does(pool: ProcessPool, case: Case) -> None:
+    check(pool, case)
+
+
+@given(case=cases(model="packed"))
+@settings(max_examples=7, derandomize=True, **_options)
+def test_any_plan_trains_the_reference_model_on_packed_samples_alike(
+    pool: ProcessPool, case: Case
+) -> None:
+    check(pool, case)
+
+
+@pytest.mark.slow
+@given(case=st.sampled_from(["gpt", "packed"]).flatmap(lambda model: cases(model=model)))
+@settings(max_examples=150, **_options)
+def test_many_plans_train_as_a_single_device_does(pool: ProcessPool, case: Case) -> None:
+    check(pool, case)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_numbers_do_not_depend_on_the_plan(pool: ProcessPool, *, tied: bool) -> None:
+    case = Case(
+        plan=plan_of(
+            pipeline(stage(2, 0, 2), stage(0, 2, 3), num_microbatches=3),
+            pipeline(stage(1, 0, 3), num_microbatches=1),
+        ),
+        world_size=3,
+        model="masking",
+        tied=tied,
+        batch_size=4,
+        num_rows=24,
+    )
+    single = Case(model="masking", tied=tied, batch_size=2, num_rows=24, accumulate=4)
+    expected = pool.run(train_seeded, 1, single, 4)[0]
+    # One batch of the single device is one of the four micro-batches of an iteration, and Lightning
+    # has divided its loss by accumulate_grad_batches.
+    losses = np.reshape(expected.losses, (-1, 4)).sum(1)
+    for outcome in pool.run(train, 3, case):
+        np.testing.assert_allclose(outcome.losses, losses, rtol=TOLERANCE)
+        assert_same_weights(outcome.weights, expected.weights)
