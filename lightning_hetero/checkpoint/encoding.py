@@ -8,7 +8,7 @@ ordinary safetensors files that the package reads.
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -73,6 +73,8 @@ class FileBody:
     header: bytes
     tensors: Sequence[tuple[torch.Tensor, int]] = ()
     """Each tensor with the dim that comes first in the file."""
+    block_bytes: int = BLOCK_BYTES
+    """Bytes that one checksum covers."""
     _checksums: tuple[int, ...] | None = field(default=None, init=False)
 
     @property
@@ -81,7 +83,7 @@ class FileBody:
         return len(self.header) + sum(t.numel() * t.element_size() for t, _ in self.tensors)
 
     def __iter__(self) -> Iterator[Buffer]:
-        checksums = BlockChecksums(BLOCK_BYTES)
+        checksums = BlockChecksums(self.block_bytes)
         for chunk in self._chunks():
             checksums.update(chunk)
             yield chunk
@@ -107,16 +109,19 @@ class FileBody:
 
 
 def encode_part(
-    snapshot: Snapshot, metadata: Mapping[str, bytes]
+    snapshot: Snapshot, metadata: Mapping[str, bytes], *, block_bytes: int = BLOCK_BYTES
 ) -> tuple[list[FileBody], list[SliceEntry]]:
     """Return the files of a part and the manifest's entries of its slices.
 
     Args:
         snapshot: What was copied.
-        metadata: Names and contents of the metadata files.
+        metadata: Names and contents of the metadata files, one at least.
+        block_bytes: Bytes that one checksum covers.
     """
     content = snapshot.content
-    bodies = [FileBody(name, None, data) for name, data in metadata.items()]
+    bodies = [
+        FileBody(name, None, data, block_bytes=block_bytes) for name, data in metadata.items()
+    ]
     entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
     for unit in sorted({item.unit for item in content.slices}):
         members = [i for i, item in enumerate(content.slices) if item.unit == unit]
@@ -130,7 +135,8 @@ def encode_part(
             if tensors:
                 unit_name = name_of_unit(unit, content.num_layers)
                 name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
-                bodies.append(_encode_file(name, unit, tensors, snapshot, entries))
+                body = _encode_file(name, unit, tensors, snapshot, entries)
+                bodies.append(replace(body, block_bytes=block_bytes))
     slices = [
         SliceEntry(
             parameter=item.parameter,
@@ -156,7 +162,7 @@ def make_manifest(
         part=content.global_rank,
         world_size=content.world_size,
         num_layers=content.num_layers,
-        block_bytes=BLOCK_BYTES,
+        block_bytes=bodies[0].block_bytes,
         files=tuple(body.entry() for body in bodies),
         slices=tuple(slices),
         plan=None if content.plan is None else content.plan.to_dict(),

@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_hetero.checkpoint.blocks import BLOCK_BYTES
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.encoding import (
     SHARED_METADATA,
@@ -103,6 +104,7 @@ class CheckpointWriter:
         node_of_rank: Name of each rank's node.
         transport: The other ranks; used by the writing thread only, so it needs a group of its own.
         replicas: Nodes that hold each part, its own included.
+        block_bytes: Bytes that one checksum covers: what a partial read is rounded to.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class CheckpointWriter:
         node_of_rank: Sequence[str] = ("node",),
         transport: Transport | None = None,
         replicas: int = 1,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         remote = [tier for tier in tiers if tier.kind is TierKind.REMOTE]
         if not tiers or len(remote) > 1:
@@ -128,6 +131,7 @@ class CheckpointWriter:
         self._node_of_rank = tuple(node_of_rank)
         self._transport = transport or SoloTransport()
         self._replicas = replicas
+        self._block_bytes = block_bytes
         self._memory = HostBuffer()
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
         self._uploading = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
@@ -231,7 +235,7 @@ class CheckpointWriter:
 
     def _write_own_tiers(self, job: _Job) -> tuple[_Part, list[tuple[Tier, str]]]:
         content = job.snapshot.content
-        bodies, slices = encode_part(job.snapshot, job.metadata)
+        bodies, slices = encode_part(job.snapshot, job.metadata, block_bytes=self._block_bytes)
         stores: list[Store] = []
         failed: list[tuple[Tier, str]] = []
         manifest: PartManifest | None = None

@@ -1,0 +1,124 @@
+"""`lightning-hetero checkpoint` on folders that were really written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetero.checkpoint import CheckpointWriter, LocalStore, Tier, TierKind, Transport
+from lightning_hetero.cli import main
+from lightning_hetero.core.plan import ParallelPlan
+from tests.checkpoint.states import contents, run_ranks
+
+PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Save steps 1, 2, 3 by two nodes into a folder each."""
+    names = [str(tmp_path / "a"), str(tmp_path / "b")]
+
+    def save(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            [Tier(kind=TierKind.DISK, store=LocalStore(names[rank]), keep=3)],
+            node_of_rank=["a", "b"],
+            transport=transport,
+        )
+        for step in (1, 2, 3):
+            part = contents(step, PLAN, 2)[rank]
+            part.metadata["pytorch-lightning_version"] = "2.6.6"  # type: ignore[index]
+            writer.save(part).wait_until_confirmed(20)
+        writer.close()
+
+    run_ranks(2, save)
+    return names
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["checkpoint", *words])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_list_says_what_is_complete(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "list", *folders)
+    assert code == 0
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0] == ["step", "attempt", "parts", "complete", "in"]
+    assert [row[:4] for row in rows[1:]] == [[str(s), "0", "2/2", "yes"] for s in (3, 2, 1)]
+    _, text = run(capsys, "list", folders[0])
+    assert [line.split()[2:4] for line in text.splitlines()[1:]] == [["1/2", "no"]] * 3
+    assert "no checkpoints" in run(capsys, "list", folders[0] + "/none")[1]
+
+
+def test_inspect_prints_the_bitmap_and_where_each_layer_comes_from(
+    folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "inspect", *folders)
+    assert code == 0
+    lines = [line.split() for line in text.splitlines()]
+    marks = {line[0]: line[2:] for line in lines if len(line) == 4 and line[2] in "#.+"}
+    assert marks["layer-0000"] == ["#", "."]
+    assert marks["layer-0003"] == [".", "#"]
+    plan = text[text.index("recovered from") :]
+    assert f"from {folders[0]}" in next(x for x in plan.splitlines() if "layer-0001" in x)
+    assert f"from {folders[1]}" in next(x for x in plan.splitlines() if "layer-0002" in x)
+    code, text = run(capsys, "inspect", folders[0], "--step", "2")
+    assert code == 0
+    assert "layer-0003" not in text
+
+
+def test_verify_finds_a_flipped_bit_and_a_torn_manifest(
+    folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "verify", *folders)[0] == 0
+    target = next(Path(folders[0]).glob("step-*3-*/layer-0001*.weights.safetensors"))
+    data = bytearray(target.read_bytes())
+    data[-5] ^= 8
+    target.write_bytes(data)
+    code, text = run(capsys, "verify", *folders)
+    assert code == 1
+    assert target.name in text
+    assert "checksum of block 0" in text
+    manifest = next(Path(folders[1]).glob("step-*3-*/part-00001.json"))
+    manifest.write_bytes(manifest.read_bytes()[:50])
+    code, text = run(capsys, "verify", *folders, "--step", "3")
+    assert code == 1
+    assert "no valid manifest of parts [1]" in text
+
+
+def test_export_writes_the_whole_model(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "model.ckpt"
+    code, text = run(capsys, "export", *folders, "--output", str(output), "--step", "2")
+    assert code == 0
+    assert "step 2" in text
+    loaded = torch.load(output, weights_only=True)
+    assert loaded["global_step"] == 2
+    assert loaded["state_dict"]["3.up"].shape == (32, 8)
+
+
+def test_prune_keeps_the_newest_complete_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(tmp_path)
+    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(place), keep=9)])
+    for step in (1, 2, 3, 4):
+        writer.save(contents(step, ParallelPlan.even(world_size=1, num_layers=4), 1)[0])
+    writer.close()
+    assert "deleted 2" in run(capsys, "prune", place, "--keep", "2")[1]
+    text = run(capsys, "list", place)[1]
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["4", "3"]
+    assert run(capsys, "prune", place, "--keep", "0")[0] == 2
+
+
+def test_what_is_not_there_is_one_line_and_code_2(
+    folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "inspect", folders[0])
+    assert code == 2
+    assert "no complete checkpoint" in text
+    code, text = run(capsys, "export", *folders, "--step", "9", "--output", "x")
+    assert code == 2
+    assert "[3, 2, 1]" in text

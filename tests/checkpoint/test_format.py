@@ -1,0 +1,197 @@
+"""Files are ordinary safetensors, manifests notice any change, metadata loads without pickle."""
+
+import contextlib
+import itertools
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from lightning_hetero.checkpoint import (
+    CheckpointContent,
+    CheckpointWriter,
+    LocalStore,
+    SliceContent,
+    SliceNeed,
+    Tier,
+    TierKind,
+    recover,
+)
+from lightning_hetero.checkpoint.blocks import (
+    BlockChecksums,
+    align_to_blocks,
+    first_corrupt_block,
+)
+from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
+from lightning_hetero.checkpoint.manifest import (
+    CheckpointId,
+    PartManifest,
+    manifest_name,
+    parse_manifest_name,
+)
+from lightning_hetero.core.errors import CheckpointError
+from tests.checkpoint.states import contents, full_tensor
+from tests.checkpoint.test_recovery import PLANS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of one saved checkpoint."""
+    root = tmp_path_factory.mktemp("saved")
+    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(root))])
+    plan, size = PLANS["one device"]
+    saved = writer.save(contents(6, plan, size)[0])
+    saved.wait_until_confirmed(20)
+    writer.close()
+    return root / saved.id.folder
+
+
+def test_there_is_one_file_per_layer_and_kind_and_a_manifest(folder: Path) -> None:
+    names = sorted(path.name for path in folder.iterdir())
+    units = ["after", "before", *(f"layer-{i:04d}" for i in range(4))]
+    files = [f"{u}.part-00000.{k}.safetensors" for u in units for k in ("weights", "optimizer")]
+    assert names == sorted([*files, "confirmed", "metadata.pt", "part-00000.json", "rank-00000.pt"])
+
+
+def test_the_safetensors_package_reads_the_files(folder: Path) -> None:
+    weights = load_file(folder / "layer-0002.part-00000.weights.safetensors")
+    assert sorted(weights) == ["2.down", "2.norm", "2.up"]
+    assert torch.equal(weights["2.up"], full_tensor("2.up", (32, 8), 6))
+    # The dim along which it is cut comes first.
+    assert torch.equal(weights["2.down"].movedim(0, 1), full_tensor("2.down", (8, 32), 6))
+    state = load_file(folder / "layer-0002.part-00000.optimizer.safetensors")
+    assert torch.equal(state["2.norm/exp_avg"], full_tensor("2.norm/m", (8,), 6))
+    assert state["2.norm/step"].shape == ()
+
+
+def test_the_manifests_byte_ranges_are_those_of_safetensors(folder: Path) -> None:
+    manifest = PartManifest.decode((folder / "part-00000.json").read_bytes())
+    for piece in manifest.slices:
+        for tensor in piece.tensors:
+            data = (folder / tensor.file).read_bytes()
+            length = int.from_bytes(data[:8], "little")
+            key = piece.parameter + ("" if tensor.key == "weight" else f"/{tensor.key}")
+            start, stop = json.loads(data[8 : 8 + length])[key]["data_offsets"]
+            assert (tensor.begin, tensor.end) == (8 + length + start, 8 + length + stop)
+
+
+def test_metadata_loads_with_weights_only(folder: Path) -> None:
+    metadata = torch.load(folder / "metadata.pt", weights_only=True)
+    assert metadata == {"global_step": 6, "loops": {"done": [6, "x"]}}
+
+
+def test_metadata_that_needs_pickle_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="metadata entry 'callbacks'"):
+        encode_metadata({"good": 1, "callbacks": {"x": Path("a")}}, what="metadata")
+
+
+@given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
+def test_a_manifest_with_any_flipped_bit_is_refused_or_equal(position: int, bit: int) -> None:
+    manifest = PartManifest(
+        id=CheckpointId(12, 3),
+        part=1,
+        world_size=2,
+        num_layers=4,
+        block_bytes=1024,
+        files=(),
+        slices=(),
+        plan=None,
+        versions={"torch": "2"},
+    )
+    data = bytearray(manifest.encode())
+    data[position % len(data)] ^= 1 << bit
+    with contextlib.suppress(CheckpointError):
+        assert PartManifest.decode(bytes(data)) == manifest
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 100, -1, -2])
+def test_a_torn_manifest_is_refused(folder: Path, cut: int) -> None:
+    data = (folder / "part-00000.json").read_bytes()
+    if cut == -1:
+        # Only the newline is gone.
+        assert PartManifest.decode(data[:cut])
+        return
+    with pytest.raises(CheckpointError, match="torn"):
+        PartManifest.decode(data[:cut])
+
+
+def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
+    text = (folder / "part-00000.json").read_text()
+    body = json.loads(text)["manifest"]
+    body["format"] = 2
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    outer = f'{{"crc32": "{zlib.crc32(canonical.encode()):08x}", "manifest": {canonical}}}'
+    with pytest.raises(CheckpointError, match=r"format 2.*torch"):
+        PartManifest.decode(outer.encode())
+
+
+@given(step=st.integers(0, 10**15), attempt=st.integers(0, 10**7), part=st.integers(0, 10**6))
+def test_names_parse_back(step: int, attempt: int, part: int) -> None:
+    checkpoint = CheckpointId(step, attempt)
+    assert CheckpointId.parse(checkpoint.folder) == checkpoint
+    assert parse_manifest_name(manifest_name(checkpoint, part)) == (checkpoint, part)
+
+
+@pytest.mark.parametrize("name", ["x", "step-1-0/part-00000.json", "a/b/part-00000.json", ""])
+def test_other_names_are_no_manifests(name: str) -> None:
+    assert parse_manifest_name(name) is None
+
+
+@given(
+    data=st.binary(min_size=1, max_size=300),
+    block=st.integers(1, 64),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+    flip=st.integers(0, 10**6),
+)
+def test_checksums_find_the_flipped_block_however_the_stream_is_cut(
+    data: bytes, block: int, cuts: list[int], flip: int
+) -> None:
+    checksums = BlockChecksums(block)
+    edges = [0, *sorted(min(c, len(data)) for c in cuts), len(data)]
+    for start, stop in itertools.pairwise(edges):
+        checksums.update(data[start:stop])
+    found = checksums.finish()
+    assert len(found) == -(-len(data) // block)
+    assert first_corrupt_block(data, 0, found, block_bytes=block) is None
+    broken = bytearray(data)
+    position = flip % len(data)
+    broken[position] ^= 1
+    assert first_corrupt_block(broken, 0, found, block_bytes=block) == position // block
+    start, stop = align_to_blocks(position, position + 1, block_bytes=block, size_bytes=len(data))
+    assert start <= position < stop <= len(data)
+    assert first_corrupt_block(data[start:stop], start, found, block_bytes=block) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+    piece = SliceContent(
+        parameter="p", unit=0, shape=(2, 3, 4), dim=1, start=0, stop=3, weight=values
+    )
+    tiers = [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))]
+    writer = CheckpointWriter(tiers)
+    writer.save(
+        CheckpointContent(
+            id=CheckpointId(1), global_rank=0, world_size=1, num_layers=1, slices=(piece,)
+        )
+    )
+    writer.close()
+    recovered = recover([SliceNeed("p", (2, 3, 4), 1, 1, 3)], tiers)
+    assert recovered is not None
+    assert recovered.slices[0].weight.dtype == dtype
+    assert torch.equal(
+        recovered.slices[0].weight.to(torch.float32), values[:, 1:].to(torch.float32)
+    )
+    assert recovered.plan is None
+
+
+def test_a_slice_of_the_wrong_shape_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"must have shape \(2, 4\)"):
+        SliceContent(
+            parameter="p", unit=0, shape=(8, 4), dim=0, start=0, stop=2, weight=torch.zeros(3, 4)
+        )

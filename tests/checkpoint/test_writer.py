@@ -1,0 +1,363 @@
+"""Training waits for the snapshot alone; nothing committed is ever lost; failures come out."""
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.checkpoint import (
+    CheckpointWriter,
+    FaultyStore,
+    MemoryStore,
+    RetryingStore,
+    RetryPolicy,
+    SavedCheckpoint,
+    Store,
+    Tier,
+    TierKind,
+    Transport,
+    recover,
+)
+from lightning_hetero.checkpoint.blocks import Buffer
+from lightning_hetero.checkpoint.snapshot import HostBuffer
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
+from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
+from tests.checkpoint.test_recovery import PLANS
+
+PLAN, SIZE = PLANS["one device"]
+
+
+def disk(store: Store, **options: int) -> Tier:
+    return Tier(kind=TierKind.DISK, store=store, **options)
+
+
+class Gate:
+    """A `before` that holds writes up until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, verb: str, name: str) -> None:
+        if verb == "write":
+            self.reached.set()
+            assert self.open.wait(20)
+
+
+def test_save_returns_before_anything_is_written_and_keeps_what_was_saved() -> None:
+    gate, store = Gate(), MemoryStore()
+    writer = CheckpointWriter([disk(FaultyStore(store, gate))])
+    content = contents(1, PLAN, SIZE)[0]
+    saved = writer.save(content)
+    saved.wait_for_snapshot()
+    assert not store.files
+    for item in content.slices:
+        # The optimizer step may go on in place.
+        item.weight.fill_(float("nan"))
+        item.state["exp_avg"].zero_()
+    gate.open.set()
+    writer.close()
+    needs = needs_of(0, PLAN, SIZE)
+    assert_is_state(recover(needs, [disk(store)]), needs, 1)
+
+
+def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
+    gate, store = Gate(), MemoryStore()
+    writer = CheckpointWriter([disk(FaultyStore(store, gate))])
+    first = writer.save(contents(1, PLAN, SIZE)[0])
+    place = first.snapshot.tensors[0, "weight"].data_ptr()
+    result: list[SavedCheckpoint] = []
+    second = threading.Thread(target=lambda: result.append(writer.save(contents(2, PLAN, SIZE)[0])))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "the second save must wait for the first one's memory"
+    gate.open.set()
+    second.join(20)
+    result[0].wait_until_confirmed(20)
+    assert result[0].snapshot.tensors[0, "weight"].data_ptr() == place
+    assert result[0].stall_s > 0.1
+    writer.close()
+
+
+def test_waiting_for_memory_in_vain_is_a_timeout() -> None:
+    memory = HostBuffer()
+    memory.take(contents(1, PLAN, SIZE)[0])
+    with pytest.raises(TimeoutError, match="wasn't written"):
+        memory.take(contents(2, PLAN, SIZE)[0], timeout_s=0.01)
+    memory.close()
+
+
+def test_each_tier_keeps_its_newest_checkpoints() -> None:
+    memory, local, remote = MemoryStore(), MemoryStore(), MemoryStore()
+    writer = CheckpointWriter(
+        [
+            Tier(kind=TierKind.MEMORY, store=memory, keep=1),
+            disk(local, keep=2),
+            Tier(kind=TierKind.REMOTE, store=remote, keep=3),
+        ]
+    )
+    for step in range(1, 6):
+        writer.save(contents(step, PLAN, SIZE)[0]).wait_until_uploaded(20)
+    writer.close()
+
+    def steps(store: MemoryStore) -> list[int]:
+        return sorted({int(name.split("-")[1]) for name in store.files})
+
+    assert (steps(memory), steps(local), steps(remote)) == ([5], [4, 5], [3, 4, 5])
+
+
+def test_a_checkpoint_that_not_all_ranks_wrote_replaces_none() -> None:
+    plan = ParallelPlan.even(world_size=2, num_layers=4)
+    stores = [MemoryStore(), MemoryStore()]
+    broken = [False]
+
+    def before(verb: str, name: str) -> None:
+        if broken[0] and verb == "write":
+            raise OSError(28, "No space left on device")
+
+    def save(rank: int, transport: Transport) -> None:
+        store: Store = stores[0] if rank == 0 else FaultyStore(stores[1], before)
+        writer = CheckpointWriter(
+            [Tier(kind=TierKind.DISK, store=store, keep=1, required=False)],
+            node_of_rank=["a", "b"],
+            transport=transport,
+        )
+        for step in (steps := [1] if not broken[0] else [2, 3]):
+            writer.save(contents(step, plan, 2)[rank]).wait_until_confirmed(20)
+        assert steps
+        writer.close()
+
+    run_ranks(2, save)
+    broken[0] = True
+    run_ranks(2, save)
+    needs = [needs_of(rank, plan, 2) for rank in range(2)]
+    results = run_ranks(
+        2,
+        lambda rank, transport: recover(
+            needs[rank], [disk(stores[rank])], node="ab"[rank], transport=transport
+        ),
+    )
+    for rank in range(2):
+        assert_is_state(results[rank], needs[rank], 1)
+
+
+def test_a_full_disk_comes_out_on_all_ranks_and_the_remote_still_gets_it() -> None:
+    plan = ParallelPlan.even(world_size=2, num_layers=4)
+    stores = [MemoryStore(), MemoryStore(capacity_bytes=2000)]
+    remote = MemoryStore()
+
+    def save(rank: int, transport: Transport) -> str:
+        tiers = [disk(stores[rank]), Tier(kind=TierKind.REMOTE, store=remote)]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        saved = writer.save(contents(1, plan, 2)[rank])
+        with pytest.raises(CheckpointError, match=r"Rank 1 couldn't write step 1.*No space left"):
+            saved.wait_until_confirmed(20)
+        # The upload goes on by itself.
+        assert saved._remote.result(20)
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            writer.save(contents(2, plan, 2)[rank])
+        writer.close()
+        return str(caught.value)
+
+    assert all("Rank 1" in text for text in run_ranks(2, save))
+    needs = [needs_of(rank, plan, 2) for rank in range(2)]
+    tiers = [Tier(kind=TierKind.REMOTE, store=remote)]
+    results = run_ranks(2, lambda rank, transport: recover(needs[rank], tiers, transport=transport))
+    for rank in range(2):
+        assert_is_state(results[rank], needs[rank], 1)
+
+
+def test_a_failing_remote_shows_at_the_next_save_and_local_tiers_go_on() -> None:
+    def down(verb: str, name: str) -> None:
+        raise ConnectionError("answered 500")
+
+    local = MemoryStore()
+    flaky = RetryingStore(
+        FaultyStore(MemoryStore(), down), RetryPolicy(attempts=3, first_pause_s=0.0)
+    )
+    writer = CheckpointWriter([disk(local), Tier(kind=TierKind.REMOTE, store=flaky)])
+    saved = writer.save(contents(1, PLAN, SIZE)[0])
+    saved.wait_until_confirmed(20)
+    with pytest.raises(CheckpointError, match="3 attempts"):
+        saved.wait_until_uploaded(20)
+    with pytest.raises(CheckpointError, match=r"3 attempts.*500"):
+        writer.save(contents(2, PLAN, SIZE)[0])
+    writer.close()
+    needs = needs_of(0, PLAN, SIZE)
+    assert_is_state(recover(needs, [disk(local)]), needs, 1)
+
+
+def test_an_optional_remote_that_fails_never_stops_training() -> None:
+    def down(verb: str, name: str) -> None:
+        raise ConnectionError("answered 500")
+
+    remote = Tier(kind=TierKind.REMOTE, store=FaultyStore(MemoryStore(), down), required=False)
+    writer = CheckpointWriter([disk(MemoryStore()), remote])
+    for step in (1, 2, 3):
+        saved = writer.save(contents(step, PLAN, SIZE)[0])
+        with pytest.raises(CheckpointError, match="500"):
+            saved.wait_until_uploaded(20)
+    writer.close()
+
+
+def test_a_slow_remote_delays_no_checkpoint_and_all_ranks_skip_the_same_uploads() -> None:
+    plan = ParallelPlan.even(world_size=2, num_layers=4)
+    gates = [Gate(), Gate()]
+    remote = MemoryStore()
+    locals_ = [MemoryStore(), MemoryStore()]
+    gates[1].open.set()
+
+    def save(rank: int, transport: Transport) -> list[bool]:
+        tiers = [
+            disk(locals_[rank]),
+            Tier(kind=TierKind.REMOTE, store=FaultyStore(remote, gates[rank])),
+        ]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        saved = []
+        for step in (1, 2, 3):
+            saved.append(writer.save(contents(step, plan, 2)[rank]))
+            saved[-1].wait_until_confirmed(20)
+        assert gates[rank].reached.wait(20)
+        gates[0].open.set()
+        uploaded = [item.wait_until_uploaded(20) for item in saved]
+        writer.close()
+        return uploaded
+
+    assert run_ranks(2, save) == [[True, False, False]] * 2
+    assert {name.split("-")[1] for name in remote.files} == {"000000000001"}
+
+
+def test_a_leaving_nodes_part_goes_to_a_node_that_stays() -> None:
+    plan = ParallelPlan.even(world_size=3, num_layers=4)
+    stores = [MemoryStore() for _ in range(3)]
+
+    def save(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            [disk(stores[rank])], node_of_rank=["a", "b", "c"], transport=transport
+        )
+        writer.save(contents(4, plan, 3)[rank], leaving=["b"]).wait_until_confirmed(20)
+        writer.close()
+
+    run_ranks(3, save)
+    stores[1].files.clear()
+    new_plan = ParallelPlan.even(world_size=2, num_layers=4)
+    needs = [needs_of(rank, new_plan, 2) for rank in range(2)]
+    results = run_ranks(
+        2,
+        lambda rank, transport: recover(
+            needs[rank], [disk(stores[2 * rank])], node="ac"[rank], transport=transport
+        ),
+    )
+    for rank in range(2):
+        assert_is_state(results[rank], needs[rank], 4)
+
+
+def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:
+    plan = ParallelPlan.even(world_size=2, num_layers=4)
+
+    class Rotting(MemoryStore):
+        """Flips a bit of every weight file that is written."""
+
+        def write(self, name: str, chunks: Iterable[Buffer]) -> None:
+            data = bytearray(b"".join(chunks))
+            if name.endswith("weights.safetensors"):
+                data[-1] ^= 1
+            super().write(name, [bytes(data)])
+
+    stores = [Rotting(), MemoryStore()]
+
+    def save(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            [disk(stores[rank])], node_of_rank=["a", "b"], transport=transport, replicas=2
+        )
+        writer.save(contents(1, plan, 2)[rank]).wait_until_confirmed(20)
+        writer.close()
+
+    run_ranks(2, save)
+    assert not any("part-00000.json" in name for name in stores[1].files)
+    assert not any(name.endswith("confirmed") for name in stores[1].files)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 60), st.sampled_from(["write", "commit", "remove", "list"]))
+def test_whichever_file_operation_fails_the_newest_committed_checkpoint_stays(
+    at: int, verb: str
+) -> None:
+    store = MemoryStore()
+    writer = CheckpointWriter([disk(store, keep=1)])
+    writer.save(contents(1, PLAN, SIZE)[0]).wait_until_confirmed(20)
+    writer.close()
+    left = [at]
+
+    def crash(called: str, name: str) -> None:
+        # From the failing operation on nothing works any more: the process is dead.
+        if called == verb or left[0] < 0:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(5, "killed")
+
+    writer = CheckpointWriter([disk(FaultyStore(store, crash), keep=1)])
+    committed = 1
+    for step in (2, 3):
+        try:
+            writer.save(contents(step, PLAN, SIZE)[0]).wait_until_confirmed(20)
+            committed = step
+        except CheckpointError:
+            break
+    needs = needs_of(0, PLAN, SIZE)
+    found = recover(needs, [disk(store)])
+    assert found is not None
+    assert found.id.step >= committed
+    assert_is_state(found, needs, found.id.step)
+
+
+@pytest.mark.parametrize("kinds", [[], [TierKind.REMOTE, TierKind.REMOTE]])
+def test_no_tier_and_two_remote_tiers_are_refused(kinds: list[TierKind]) -> None:
+    with pytest.raises(ConfigurationError, match="one tier or more"):
+        CheckpointWriter([Tier(kind=kind, store=MemoryStore()) for kind in kinds])
+
+
+def test_replicas_need_a_local_tier() -> None:
+    with pytest.raises(ConfigurationError, match="local tier"):
+        CheckpointWriter([Tier(kind=TierKind.REMOTE, store=MemoryStore())], replicas=2)
+
+
+def test_metadata_that_cannot_be_read_back_is_refused_at_once() -> None:
+    writer = CheckpointWriter([disk(MemoryStore())])
+    content = replace(contents(1, PLAN, SIZE)[0], metadata={"hook": Callable})
+    with pytest.raises(CheckpointError, match="'hook'"):
+        writer.save(content)
+    # The host memory is still free.
+    writer.save(contents(2, PLAN, SIZE)[0]).wait_until_confirmed(20)
+    writer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_snapshot_of_device_tensors_is_what_they_were() -> None:
+    content = contents(1, PLAN, SIZE)[0]
+    moved = replace(
+        content,
+        slices=tuple(
+            replace(
+                item,
+                weight=item.weight.cuda(),
+                state={key: value.cuda() for key, value in item.state.items()},
+            )
+            for item in content.slices
+        ),
+    )
+    store = MemoryStore()
+    writer = CheckpointWriter([disk(store)])
+    saved = writer.save(moved)
+    saved.wait_for_snapshot()
+    for item in moved.slices:
+        item.weight.zero_()
+    writer.close()
+    needs = needs_of(0, PLAN, SIZE)
+    assert_is_state(recover(needs, [disk(store)]), needs, 1)
