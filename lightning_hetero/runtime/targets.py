@@ -60,12 +60,18 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         target = args[1] if len(args) > 1 else kwargs["target"]
         if target.is_floating_point():
-            # Class probabilities: the mean runs over the samples.
-            num_targets: Tensor | int = target.numel() // max(target.shape[-1], 1)
+            # Class probabilities: the mean runs over everything but the classes.
+            num_places = target.numel() // max(target.shape[1 if target.ndim > 1 else 0], 1)
+            self._keep(num_places, num_places)
+            return
+        counted = target != kwargs.get("ignore_index", _CLASSIFICATION[func])
+        weight = kwargs.get("weight")
+        if weight is None:
+            self._keep(counted.sum(), target.numel())
         else:
-            ignored = kwargs.get("ignore_index", _CLASSIFICATION[func])
-            num_targets = (target != ignored).sum()
-        self._keep(num_targets, target.numel())
+            # Then torch divides by the sum of the targets' class weights.
+            weights = weight.detach()[torch.where(counted, target, 0)]
+            self._keep((weights * counted).sum(), target.numel())
 
     def _keep(self, num_targets: Tensor | int, size: int) -> None:
         if self.num_targets is None or size > self._size:
