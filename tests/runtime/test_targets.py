@@ -1,0 +1,118 @@
+"""A micro-batch counts as much as its loss averages over."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
+
+
+def watched(loss: Any) -> float | None:
+    with LossWatch() as watch:
+        loss()
+    return None if watch.num_targets is None else float(watch.num_targets)
+
+
+def labels_of(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+def test_cross_entropy_counts_targets_that_are_not_ignored() -> None:
+    logits, labels = torch.randn(5, 4), labels_of(0, -100, 2, 3, -100)
+    assert watched(lambda: F.cross_entropy(logits, labels)) == 3
+    assert watched(lambda: F.cross_entropy(logits, target=labels)) == 3
+    assert watched(lambda: nn.CrossEntropyLoss()(logits, labels)) == 3
+    assert watched(lambda: F.nll_loss(logits, labels)) == 3
+    assert watched(lambda: F.cross_entropy(logits, labels.abs() % 4, ignore_index=0)) == 2
+
+
+def test_losses_that_average_over_elements_count_those() -> None:
+    a, b = torch.rand(3, 4), torch.rand(3, 4)
+    for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy):
+        assert watched(lambda loss=loss: loss(a, b)) == 12
+
+
+def test_losses_that_do_not_average_count_nothing() -> None:
+    logits, labels = torch.randn(5, 4), labels_of(0, 1, 2, 3, 0)
+    assert watched(lambda: F.cross_entropy(logits, labels, reduction="sum")) is None
+    assert watched(lambda: F.mse_loss(logits, logits, reduction="none")) is None
+    assert watched(lambda: logits.mean()) is None
+
+
+def test_the_largest_of_several_losses_counts() -> None:
+    logits, labels = torch.randn(5, 4), labels_of(0, 1, -100, 3, 0)
+
+    def both() -> None:
+        F.cross_entropy(logits[:2], labels[:2])
+        F.cross_entropy(logits, labels)
+        F.mse_loss(logits[:1], logits[:1])
+
+    assert watched(both) == 4
+
+
+def identity_holds(loss: Any, inputs: Tensor, targets: Tensor, cut: int) -> None:
+    """The weighted mean of two parts' losses is the loss of the whole."""
+    total, weights = 0.0, 0.0
+    for part in (slice(0, cut), slice(cut, None)):
+        with LossWatch() as watch:
+            value = loss(inputs[part], targets[part])
+        assert watch.num_targets is not None
+        weight = float(watch.num_targets)
+        total += float(value) * weight if weight else 0.0
+        weights += weight
+    assert total / weights == pytest.approx(float(loss(inputs, targets)), rel=1e-5)
+
+
+@given(seed=st.integers(0, 100), cut=st.integers(1, 7))
+def test_weights_make_a_mean_of_means_the_mean_of_all(seed: int, cut: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(8, 4, generator=generator)
+    labels = torch.randint(4, (8,), generator=generator)
+    labels[torch.rand(8, generator=generator) < 0.3] = -100
+    labels[0] = 1
+    identity_holds(F.cross_entropy, logits, labels, cut)
+    identity_holds(lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), logits, labels, cut)
+    class_weights = torch.tensor([0.1, 2.0, 1.0, 0.5])
+    identity_holds(lambda x, y: F.cross_entropy(x, y, weight=class_weights), logits, labels, cut)
+    identity_holds(
+        lambda x, y: F.nll_loss(F.log_softmax(x, 1), y, weight=class_weights), logits, labels, cut
+    )
+    identity_holds(F.mse_loss, logits, logits.flip(0), cut)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (6, 4, 3, 2)])
+def test_class_probabilities_average_over_places_not_classes(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(shape), torch.rand(shape).softmax(1)
+    numel = logits.numel() // shape[1]
+    assert watched(lambda: F.cross_entropy(logits, targets)) == numel
+    identity_holds(F.cross_entropy, logits, targets, 2)
+
+
+def test_the_module_knows_better_than_the_batch_and_the_batch_than_the_loss() -> None:
+    module = SimpleNamespace(num_target_tokens=lambda batch: batch.size * 10)
+    batch = SimpleNamespace(num_target_tokens=7, size=2)
+    watch = LossWatch()
+    watch.num_targets = 5
+    assert count_targets(module, batch, watch, 3) == 20
+    assert count_targets(object(), batch, watch, 3) == 7
+    assert count_targets(object(), object(), watch, 3) == 5
+    assert count_targets(object(), object(), LossWatch(), 3) == 3
+
+
+def test_a_batch_may_count_by_a_method() -> None:
+    batch = SimpleNamespace(num_target_tokens=lambda: torch.tensor(9))
+    count = count_targets(object(), batch, LossWatch(), 3)
+    assert float(as_weight(count, torch.device("cpu"))) == 9.0
+
+
+def test_weights_are_exact_for_many_tokens() -> None:
+    weight = as_weight(2**24 + 1, torch.device("cpu"))
+    assert weight.dtype == torch.float64
+    assert int(weight) == 2**24 + 1
