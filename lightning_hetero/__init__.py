@@ -1,6 +1,33 @@
-"""Train one transformer across unequal GPUs inside PyTorch Lightning."""
+"""Train one transformer across unequal GPUs inside PyTorch Lightning.
 
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.strategy import HeteroStrategy
+Importing the package registers `strategy="hetero"`, which imports torch and Lightning. The command
+line plans and simulates without them, so there the names load when they are first used.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+    from lightning_hetero.strategy import HeteroStrategy
 
 __all__ = ["HeteroStrategy", "ParallelPlan", "PipelinePlan", "StagePlan"]
+
+_HOMES = {
+    "HeteroStrategy": "lightning_hetero.strategy",
+    "ParallelPlan": "lightning_hetero.core.plan",
+    "PipelinePlan": "lightning_hetero.core.plan",
+    "StagePlan": "lightning_hetero.core.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+if not Path(sys.argv[0]).name.startswith("lightning-hetero"):
+    import_module("lightning_hetero.strategy")

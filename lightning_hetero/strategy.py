@@ -11,8 +11,9 @@ A thin adapter on Lightning's public hooks. What it calls, in order:
 6. `teardown`: whole parameters go back into the module.
 """
 
+import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -26,7 +27,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -34,16 +35,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.dealing import deal_out
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.engine import Engine, EngineConfig, IterationKey
+from lightning_hetero.runtime.failure import FailureDetector, connect_store
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import join_outputs
 from lightning_hetero.runtime.state import (
@@ -53,6 +56,7 @@ from lightning_hetero.runtime.state import (
     spread_whole,
     whole_module_state,
 )
+from lightning_hetero.runtime.step_logs import ALREADY_REDUCED
 
 __all__ = ["HeteroStrategy"]
 
@@ -126,6 +130,7 @@ class HeteroStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._engine: Engine | None = None
         self._communicators: Communicators | None = None
+        self._detector: FailureDetector | None = None
         self._failed = False
 
     # -- processes ------------------------------------------------------------------------------
@@ -202,16 +207,35 @@ class HeteroStrategy(ParallelStrategy):
             self._communicators = Communicators.create(
                 device=self.root_device, timeout=self._timeout
             )
+        if self._detector is None and self.world_size > 1:
+            # A name of its own, since another Trainer of these processes may have used the store.
+            name = self.broadcast(uuid.uuid4().hex)
+            self._detector = FailureDetector(
+                self._connect_store(),
+                name,
+                global_rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+            )
 
-    def _init_process_group(self) -> None:
+    def _connect_store(self) -> Store:
         environment = self.cluster_environment
         assert environment is not None
+        return connect_store(
+            environment.main_address,
+            environment.main_port,
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self._timeout,
+        )
+
+    def _init_process_group(self) -> None:
         device = self.root_device
         default = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
         self._process_group_backend = self._process_group_backend or default
         dist.init_process_group(
             self._process_group_backend,
-            init_method=f"tcp://{environment.main_address}:{environment.main_port}",
+            store=self._connect_store(),
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=self._timeout,
@@ -234,21 +258,19 @@ class HeteroStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> HeteroPrecision:
+        if self._precision_plugin is None:
+            return HeteroPrecision()
         assert isinstance(self._precision_plugin, HeteroPrecision)
         return self._precision_plugin
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is None:
-            self._precision_plugin = HeteroPrecision()
-        elif isinstance(precision_plugin, HeteroPrecision):
-            self._precision_plugin = precision_plugin
-        else:
+        # Lightning gives a plugin of its own for `precision=`; None means that none was chosen yet.
+        if precision_plugin is not None and not isinstance(precision_plugin, HeteroPrecision):
             name: Any = precision_plugin.precision
-            if isinstance(precision_plugin, MixedPrecision) and name == "bf16":
-                name = "bf16-mixed"
-            self._precision_plugin = HeteroPrecision(name)
+            precision_plugin = HeteroPrecision(name)
+        self._precision_plugin = precision_plugin
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -257,6 +279,8 @@ class HeteroStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         self._failed = False
+        if self._detector is not None:
+            self._detector.start()
         # `process_dataloader` deals out whatever order the user's sampler gives. An injected
         # DistributedSampler would shuffle it, and no public option of a strategy prevents that.
         trainer._accelerator_connector.use_distributed_sampler = False
@@ -349,7 +373,8 @@ class HeteroStrategy(ParallelStrategy):
         def step(microbatch: Any) -> Any:
             return module.training_step(microbatch, *args, **kwargs)
 
-        return self.engine.train(step, batch, self._key(args))
+        with self._watching():
+            return self.engine.train(step, batch, self._key(args))
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -370,10 +395,15 @@ class HeteroStrategy(ParallelStrategy):
     def _evaluate(
         self, method: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        outputs = self.engine.evaluate(
-            lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
-        )
-        return join_outputs(outputs)
+        with self._watching():
+            outputs = self.engine.evaluate(
+                lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
+            )
+            return join_outputs(outputs)
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """Turn another rank's failure into `PeerError`, and tell the others of one's own."""
+        return nullcontext() if self._detector is None else self._detector.watching()
 
     def _share_in_pipeline(self, outputs: Any) -> Any:
         """Return the last stage's outputs on every rank of its pipeline; collective."""
@@ -454,7 +484,7 @@ class HeteroStrategy(ParallelStrategy):
         reduce_op: ReduceOp | str | None = "mean",
     ) -> Any:
         """Reduce a tensor over all ranks; `mean`, `sum` and other names of `ReduceOp`."""
-        if self.world_size == 1 or not isinstance(tensor, Tensor):
+        if self.world_size == 1 or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         is_mean = name in ("mean", "avg")
@@ -466,20 +496,23 @@ class HeteroStrategy(ParallelStrategy):
             else name
         )
         tensor = tensor.clone()
-        dist.all_reduce(tensor, op=operation, group=group)
+        with self._watching():
+            dist.all_reduce(tensor, op=operation, group=group)
         return tensor / self.world_size if is_mean else tensor
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if self.world_size > 1 and dist.is_initialized():
-            dist.barrier(group=self._control)
+            with self._watching():
+                dist.barrier(group=self._control)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src, group=self._control)
+        with self._watching():
+            dist.broadcast_object_list(objects, src, group=self._control)
         return objects[0]
 
     # -- checkpoints ----------------------------------------------------------------------------
@@ -535,6 +568,8 @@ class HeteroStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self._detector is not None and not isinstance(exception, PeerError):
+            self._detector.report(exception)
 
     @override
     def teardown(self) -> None:
@@ -544,6 +579,8 @@ class HeteroStrategy(ParallelStrategy):
                 spread_whole(self._engine.store, self._communicators)
             self._engine.boundary.remove()
             self._engine = None
+        if self._detector is not None:
+            self._detector.stop()
         super().teardown()
 
     @classmethod

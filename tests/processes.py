@@ -1,8 +1,9 @@
 """Run a function on several gloo processes that are started once and used again and again.
 
-Starting a process costs seconds of imports, so tests share a pool: `pool.run(function, world_size,
-*arguments)` calls `function(global_rank, *arguments)` in each of the first `world_size` processes,
-with the environment of a launcher, and returns the results by rank.
+A fork server imports torch and Lightning once, so starting a process costs little, and tests share
+a pool: `pool.run(function, world_size, *arguments)` calls `function(global_rank, *arguments)` in
+each of the first `world_size` processes, with the environment of a launcher, and returns the
+results by rank.
 """
 
 import contextlib
@@ -16,6 +17,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.multiprocessing as mp
+
+_DIED = "the process died"
+_SILENT = "no answer in time"
 
 
 class ProcessFailed(Exception):
@@ -63,24 +67,25 @@ class ProcessPool:
         while open_ranks:
             ready = wait(list(open_ranks), timeout=timeout_s)
             if not ready:
-                failures |= dict.fromkeys(open_ranks.values(), f"no answer in {timeout_s} s")
+                failures |= dict.fromkeys(open_ranks.values(), _SILENT)
                 break
             for connection in ready:
                 rank = open_ranks.pop(connection)
                 try:
                     good, value = connection.recv()
                 except EOFError:
-                    good, value = False, "the process died"
+                    good, value = False, _DIED
                 if good:
                     results[rank] = value
                 else:
                     failures[rank] = value
             if failures:
-                timeout_s = min(timeout_s, 20.0)
+                timeout_s = min(timeout_s, 40.0)
         return results, failures
 
     def _grow(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_hetero"])
         while len(self._processes) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -123,7 +128,7 @@ def _serve(connection: Connection) -> None:
             connection.send((True, value))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-            return
+            os._exit(1)  # As an uncaught exception does: connections close.
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

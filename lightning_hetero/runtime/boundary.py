@@ -66,6 +66,8 @@ class MicrobatchRun:
     finished: bool = False
     watching: bool = False
     hidden_in: Tensor | None = field(default=None, repr=False)
+    last_hidden: Tensor | None = field(default=None, repr=False)
+    """What the layer before returned, to see that nothing is computed between layers."""
 
     @property
     def is_last_stage(self) -> bool:
@@ -128,15 +130,20 @@ class StageBoundary:
         run = self._run
         if run is None:
             return forward(*args, **kwargs)
+        if index > 0 and len(run.layers) < run.num_layers:
+            _check_nothing_between(run, index, args, kwargs)
         if index < run.layers.start:
-            return self._pass_through(index, args, kwargs)
+            output = self._pass_through(index, args, kwargs)
+            run.last_hidden = _hidden_output(output, index)
+            return output
         if index == run.layers.start:
             args, kwargs = self._enter(run, args, kwargs)
         _seed_torch(seed_of(*run.seed, index))
         run.before_layer(index)
         output = forward(*args, **kwargs)
+        run.last_hidden = _hidden_output(output, index)
         if index + 1 == run.layers.stop:
-            return self._leave(run, index, output)
+            self._leave(run, run.last_hidden)
         return output
 
     def _enter(
@@ -154,15 +161,13 @@ class StageBoundary:
         run.hidden_in = run.receive(hidden)
         return replace(run.hidden_in)
 
-    def _leave(self, run: MicrobatchRun, index: int, output: Any) -> Any:
-        hidden = _hidden_output(output, index)
+    def _leave(self, run: MicrobatchRun, hidden: Tensor) -> None:
         run.finished = True
         if not run.is_last_stage:
             raise StageEnd(hidden)
         _seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
         run.before_layer(run.num_layers)
         _watch(run)
-        return output
 
     def _pass_through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the layer's input in the form of its output, without computing it."""
@@ -206,6 +211,21 @@ class _LayerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._boundary.call(self._index, self._forward, args, kwargs)
+
+
+def _check_nothing_between(
+    run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    hidden, _ = _hidden_argument(args, kwargs)
+    if run.entered and not run.finished and index <= run.layers.start:
+        return  # A second call of the model, which `_enter` refuses.
+    if run.last_hidden is not None and hidden is not run.last_hidden:
+        raise ModelError(
+            f"The model computes something between layer {index - 1} and layer {index}, which "
+            "would be lost where a stage ends there: a layer's input must be the very tensor that "
+            "the layer before returned. Move the computation into the layers, or use a plan whose "
+            "pipelines have one stage."
+        )
 
 
 def _watch(run: MicrobatchRun) -> None:

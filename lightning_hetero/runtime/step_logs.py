@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LogEntry", "StepLogs"]
+__all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
+
+ALREADY_REDUCED = "already reduced"
+"""Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
@@ -116,10 +119,10 @@ class StepLogs:
         """
         for column, entry in enumerate(entries):
             options = dict(entry.options)
-            options["sync_dist"] = False
             if entry.metric is not None:
                 value: Any = self._module.get_submodule(entry.metric)
             else:
+                options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
                 values, weights = rows[:, 2 * column], rows[:, 2 * column + 1]
                 logged = weights > 0
                 value = _reduce(entry.reduction, values[logged], weights[logged]).float()

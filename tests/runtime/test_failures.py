@@ -1,0 +1,247 @@
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.processes import ProcessFailed, ProcessPool
+from tests.toy import Block, TokenRows, ToyModule, ToyOptions, loader, quiet
+
+pytestmark = pytest.mark.dist
+
+
+class HalfOnCuda:
+    """Makes the plugin where it is used: a GradScaler can't be sent to another process."""
+
+    def make(self) -> MixedPrecision:
+        return MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+
+
+ASYMMETRIC = {
+    "pipelines": [
+        {"stages": [{"ranks": [0], "layers": [0, 3]}]},
+        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 3]}]},
+    ]
+}
+
+
+class ReturnsNone(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class CallsTwice(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.loss(batch)
+
+
+class NeverCalls(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model.head.weight.sum()
+
+
+class Detached(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Manual(ToyModule):
+    def __init__(self, options: ToyOptions) -> None:
+        super().__init__(options)
+        self.automatic_optimization = False
+
+
+class OwnBackward(ToyModule):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class NoLayers(L.LightningModule):
+    def __init__(self, options: ToyOptions) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(torch.randn(2, 4)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class RaisesOnLastStage(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == 2:
+            raise ValueError("a bug of the user's")
+        return loss
+
+
+class KilledInStep(ToyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and self.global_rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class ComputesBetweenLayers(ToyModule):
+    def loss(self, batch: Any) -> Any:
+        ids, labels = batch
+        model = self.model
+        x = model.wte(ids) + model.wpe[: ids.shape[1]]
+        for block in model.blocks:
+            x = block(x) * 1.5
+        logits = model.head(model.ln_f(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class BlockWithMemory(Block):
+    def forward(self, x: Any, first: Any = None) -> Any:
+        return super().forward(x) + first
+
+
+class GivesEmbeddingToLayers(ToyModule):
+    """Every layer sees the embedding, which a stage in the middle doesn't have."""
+
+    def __init__(self, options: ToyOptions) -> None:
+        super().__init__(options)
+        self.model.blocks = torch.nn.ModuleList([BlockWithMemory(16) for _ in range(3)])
+
+    def loss(self, batch: Any) -> Any:
+        ids, labels = batch
+        model = self.model
+        x = first = model.wte(ids) + model.wpe[: ids.shape[1]]
+        for block in model.blocks:
+            x = block(x, first)
+        logits = model.head(model.ln_f(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class RaggedRows(TokenRows):
+    def __getitem__(self, index: int) -> Any:
+        return self.ids[index], self.labels[index][: 1 + index % 2]
+
+
+def ragged_collate(rows: list[Any]) -> Any:
+    return torch.stack([row[0] for row in rows]), torch.cat([row[1] for row in rows])
+
+
+def ragged_loader(num_rows: int, batch_size: int) -> DataLoader[Any]:
+    return DataLoader(RaggedRows(num_rows), batch_size=batch_size, collate_fn=ragged_collate)
+
+
+def fit(
+    rank: int, module: type, plan: dict[str, Any], world_size: int, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    strategy = HeteroStrategy(
+        plan=ParallelPlan.from_dict(plan),
+        num_microbatches=2,
+        timeout=timedelta(seconds=options.pop("timeout_s", 60)),
+    )
+    if "plugins" in options:
+        options["plugins"] = options["plugins"].make()
+    make_loader = ragged_loader if options.pop("ragged", False) else loader
+    trainer = L.Trainer(strategy=strategy, **quiet(devices=world_size, max_steps=4, **options))
+    trainer.fit(module(ToyOptions()), make_loader(64, 4))
+
+
+def failures_of(
+    pool: ProcessPool,
+    module: type,
+    plan: dict[str, Any] | None = None,
+    world_size: int = 3,
+    **options: Any,
+) -> dict[int, str]:
+    with pytest.raises(ProcessFailed) as caught:
+        pool.run(fit, world_size, module, plan or ASYMMETRIC, world_size, options)
+    return caught.value.failures
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (ReturnsNone, {}, "training_step returned None"),
+        (CallsTwice, {}, "calls the model twice"),
+        (NeverCalls, {}, "without calling the model's layers"),
+        (Detached, {}, "loss without gradients"),
+        (Manual, {}, "needs automatic optimization"),
+        (OwnBackward, {}, "overrides backward"),
+        (NoLayers, {}, "has no list of layers"),
+        (ComputesBetweenLayers, {}, "computes something between layer 0 and layer 1"),
+        (RaisesOnLastStage, {}, "a bug of the user's"),
+        # As a plugin, because Lightning itself turns the string "16-mixed" into bf16 on CPU.
+        (ToyModule, {"plugins": HalfOnCuda()}, "GradScaler would skip"),
+        (ToyModule, {"ragged": True}, "can't be cut into micro-batches"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_bad_input_is_a_clear_error_on_every_rank(
+    pool: ProcessPool, module: type, options: dict[str, Any], expected: str
+) -> None:
+    failures = failures_of(pool, module, **options)
+    assert sorted(failures) == [0, 1, 2]
+    for text in failures.values():
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({"pipelines": [{"stages": [{"ranks": [7], "layers": [0, 3]}]}]}, "names rank 7 but 3"),
+        (
+            {
+                "pipelines": [
+                    {"stages": [{"ranks": [0], "layers": [0, 3]}]},
+                    {"stages": [{"ranks": [0], "layers": [0, 3]}]},
+                ]
+            },
+            "Name each rank once",
+        ),
+        (
+            {
+                "pipelines": [
+                    {
+                        "stages": [
+                            {"ranks": [0], "layers": [0, 1]},
+                            {"ranks": [1], "layers": [2, 3]},
+                        ]
+                    }
+                ]
+            },
+            "skips layers",
+        ),
+        ({"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 5]}]}]}, "the model has 3"),
+    ],
+)
+def test_a_wrong_plan_is_a_clear_error_on_every_rank(
+    pool: ProcessPool, plan: dict[str, Any], expected: str
+) -> None:
+    failures = failures_of(pool, ToyModule, plan)
+    assert sorted(failures) == [0, 1, 2]
+    for text in failures.values():
+        assert expected in text
+
+
+def test_what_only_the_first_stage_can_compute_is_refused_in_the_middle(pool: ProcessPool) -> None:
+    stages = [{"ranks": [rank], "layers": [rank, rank + 1]} for rank in range(3)]
+    failures = failures_of(pool, GivesEmbeddingToLayers, {"pipelines": [{"stages": stages}]})
+    assert sorted(failures) == [0, 1, 2]
+    for text in failures.values():
+        assert "used before the layers" in text
+
+
+def test_survivors_name_the_rank_that_was_killed(pool: ProcessPool) -> None:
+    start = time.monotonic()
+    failures = failures_of(pool, KilledInStep, timeout_s=30)
+    assert time.monotonic() - start < 60
+    assert failures[2] == "the process died"
+    for rank in (0, 1):
+        assert "PeerError" in failures[rank]
+        assert "Rank 2 died or stopped answering" in failures[rank]
