@@ -130,7 +130,9 @@ def _draw_iterations(axes: "Axes", events: Sequence[IterationEvent]) -> None:
     axes.plot(steps, times_s, color="#34495e", linewidth=0.9, label="iteration time")
     predicted = [(e.step, e.predicted_s) for e in events if e.predicted_s is not None]
     if predicted:
-        axes.plot(*zip(*predicted, strict=True), color="#7f8c8d", ls=":", label="predicted")
+        axes.plot(
+            *zip(*predicted, strict=True), color="#e59866", ls=":", zorder=3, label="predicted"
+        )
     if times_s:
         # One stalled iteration must not press the rest of the run flat.
         ordered = sorted(times_s)

@@ -11,93 +11,14 @@ seen in the values before, so correlated noise counts), and is tried again with 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
 from lightning_hetero.straggler.run_length import RunLengthPosterior
 from lightning_hetero.straggler.verification import is_significant, median, robust_scale
 
-__all__ = ["BocdConfig", "BocdDetector", "ChangeKind", "ChangePoint"]
-
-
-class ChangeKind(StrEnum):
-    """What a change of the level means."""
-
-    SLOWDOWN = "slowdown"
-    """The level rose."""
-    RECOVERY = "recovery"
-    """The level fell after a slowdown: the cause ended or eased."""
-    IMPROVEMENT = "improvement"
-    """The level fell below the healthy one: nothing to mend."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangePoint:
-    """A verified change of the level."""
-
-    step: int
-    """Number of `update` calls before the one that found the change: its index from 0."""
-    onset_step: int
-    """Index of the first value of the new level."""
-    kind: ChangeKind
-    """What the change means."""
-    before: float
-    """Median of the values before, in their own unit."""
-    after: float
-    """Median of the values since the onset."""
-    ratio: float
-    """after / before."""
-    confidence: float
-    """Probability that the run is short, 0 to 1."""
-    healthy: float
-    """Level without a fault, as known so far."""
-    is_slow: bool
-    """Whether the new level is still slow: False after a recovery means that the cause ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BocdConfig:
-    """How eager the detector is.
-
-    Raises:
-        ConfigurationError: A value is out of range.
-    """
-
-    min_change: float = 0.10
-    """Least relative difference of the levels that counts (Greyhound: 0.10)."""
-    change_probability: float = 0.9
-    """Least probability of a short run, 0 to 1 (Greyhound: 0.9)."""
-    hazard: float = 1e-3
-    """Prior probability of a change before each value, 0 to 1."""
-    min_run: int = 4
-    """Values that a new level must hold before it counts: shorter bursts are outliers."""
-    longest_short_run: int = 40
-    """Values for which a change is tried again until it is verified."""
-    min_history: int = 8
-    """Values that the first level needs before a change from it counts."""
-    warmup: int = 30
-    """Values in which a falling level is taken for the end of the warm-up and not reported."""
-    history: int = 200
-    """Values of the old level to compare with; a slower drift than this is followed silently."""
-
-    def __post_init__(self) -> None:
-        for name in ("min_change", "change_probability", "hazard"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)}; it must lie between 0 and 1."
-                )
-        if not 2 <= self.min_run <= self.longest_short_run <= self.history:
-            raise ConfigurationError(
-                f"min_run {self.min_run}, longest_short_run {self.longest_short_run} and history "
-                f"{self.history} must be 2 or more and ascending."
-            )
-        if self.min_history < self.min_run or self.warmup < 0:
-            raise ConfigurationError(
-                f"min_history is {self.min_history}, warmup {self.warmup}; the first must be "
-                f"min_run ({self.min_run}) or more, the second 0 or more."
-            )
+__all__ = ["BocdDetector"]
 
 
 _DEFAULT_SCALE = 0.03

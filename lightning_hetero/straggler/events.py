@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
+from lightning_hetero.straggler.change import ChangeKind, ChangePoint
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.mitigation import Decision, DecisionKind, Mitigation
 

@@ -1,0 +1,81 @@
+"""Laws of `lightning-hetero stragglers`: every event shows, the picture is drawn."""
+
+import pytest
+
+from lightning_hetero.cli import main
+from lightning_hetero.straggler import (
+    ActionEvent,
+    ChangeEvent,
+    ChangeKind,
+    DecisionKind,
+    EventLog,
+    FindingEvent,
+    FindingKind,
+    IterationEvent,
+    Mitigation,
+)
+
+
+@pytest.fixture
+def log_path(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        for step in range(60):
+            log.write(IterationEvent(step=step, iteration_s=2.0 if 40 <= step < 45 else 1.0))
+        log.write(
+            ChangeEvent(
+                step=43,
+                onset_step=40,
+                kind=ChangeKind.SLOWDOWN,
+                ratio=2.0,
+                before=1.0,
+                after=2.0,
+                confidence=0.98,
+                where="pipeline 1",
+            )
+        )
+        log.write(FindingEvent(step=43, kind=FindingKind.LINK, ranks=(1, 2), ratio=3.0))
+        log.write(
+            ActionEvent(
+                step=45,
+                kind=DecisionKind.APPLY,
+                mitigation=Mitigation.SWAP,
+                reason="5.00 s lost",
+                effect="swapped places of ranks 2 ↔ 3",
+                before_s=2.0,
+                after_s=1.0,
+            )
+        )
+    return path
+
+
+def test_the_table_shows_every_event(log_path, capsys):
+    assert main(["stragglers", str(log_path)]) == 0
+    output = capsys.readouterr().out
+    assert "60 iterations, steps 0 to 59, median 1 s" in output
+    assert "2.00×" in output
+    assert "the link between ranks 1 and 2 is 3.0× slower" in output
+    assert "swapped places of ranks 2 ↔ 3; iteration 2.00 s → 1.00 s" in output
+
+
+def test_the_picture_holds_the_changes(log_path, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.svg"
+    assert main(["stragglers", str(log_path), "--plot", str(picture)]) == 0
+    text = picture.read_text()
+    assert text.lstrip().startswith("<?xml")
+    assert "S3 applied" in text
+
+
+def test_what_cannot_be_read_or_drawn_is_one_line_and_exit_code_2(log_path, tmp_path, capsys):
+    assert main(["stragglers", str(tmp_path / "none.jsonl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    pytest.importorskip("matplotlib")
+    assert main(["stragglers", str(log_path), "--plot", str(tmp_path / "run.xyz")]) == 2
+    assert "run.xyz" in capsys.readouterr().err
+
+
+def test_an_empty_log_says_so(tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert main(["stragglers", str(tmp_path / "empty.jsonl")]) == 0
+    assert "no events" in capsys.readouterr().out
