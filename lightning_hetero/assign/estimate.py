@@ -3,8 +3,8 @@
 Every row is one iteration on one plan. Sequences are dispatched longest first, to the least loaded
 pipeline of the scheme that then ends first. Equal pipelines differ only in their load, so a step
 looks at one pipeline of each of K schemes, and afterwards for the least loaded of the chosen
-scheme's: 25 NumPy calls on [rows, K] and 2 on [rows, most pipelines of a scheme]. Eq. 1 is then
-estimated as if a pipeline's work could be cut evenly into V micro-batches no shorter than its
+scheme's: 25 NumPy calls on [rows, K] and 2 on [rows, most pipelines of a scheme]. The schedule is
+then estimated as if a pipeline's work could be cut evenly into V micro-batches no shorter than its
 longest sequence, for the V on both sides of that.
 """
 
@@ -99,7 +99,7 @@ class _Rows:
         self.least_loads[place] = self.loads[place * self.shape[2] + cell]
 
     def _packed_s(self) -> FloatArray:
-        """Return Eq. 1 of work cut evenly, the better of the V on both sides of work / longest."""
+        """Return the schedule of work cut evenly, the better V on both sides of work / longest."""
         row_of, kind_of, _ = np.unravel_index(np.flatnonzero(self.loads[:, 2]), self.shape)
         work_s, longest_s, tokens = self.loads[self.loads[:, 2] > 0].T
         table = self.table
@@ -107,7 +107,9 @@ class _Rows:
         fewest = np.ceil(tokens / table.max_len[kind_of])
         ratio = work_s / longest_s
         latencies_s = [
-            (np.maximum(longest_s, work_s / count) + constant_s) * (bubbles + count)
+            work_s
+            + bubbles * np.maximum(longest_s, work_s / count)
+            + constant_s * (bubbles + count)
             for count in (np.maximum(np.floor(ratio), fewest), np.maximum(np.ceil(ratio), fewest))
         ]
         result = np.zeros(self.shape[0])

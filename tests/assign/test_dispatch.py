@@ -69,9 +69,7 @@ def test_dispatch_is_never_worse_than_longest_first_even_with_one_trial(case) ->
     lengths, pipelines = case
     sizes, table = as_lengths(lengths), CostTable.of(pipelines)
     order = np.argsort(-sizes, kind="stable")[None]
-    longest_first = place_greedily(
-        sizes, fitting_times_s(sizes, table), table, order, np.zeros(1)
-    )
+    longest_first = place_greedily(sizes, fitting_times_s(sizes, table), table, order, np.zeros(1))
     for num_trials in (1, 100):
         result = dispatch(lengths, pipelines, num_trials)
         assert result.latency_s <= longest_first.latencies_s[0] * (1 + 1e-9)

@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.assign import assign_iteration
+from lightning_hetero.core.errors import AssignmentError
+from tests.assign.cases import cost, dispatch_cases
+
+
+@settings(deadline=None, max_examples=60)
+@given(dispatch_cases(), st.integers(0, 3))
+def test_every_sample_stands_in_one_microbatch_within_the_limit(case, seed) -> None:
+    lengths, pipelines = case
+    candidates = [pipelines, [cost(max_len=1)], [cost(max_len=3000, c=2.0)]]
+    found = assign_iteration(lengths, candidates, seed=seed)
+    plan = candidates[found.plan_index]
+    assert len(found.micro_batches) == len(plan)
+    samples = [i for batches in found.micro_batches for batch in batches for i in batch]
+    assert sorted(samples) == list(range(len(lengths)))
+    for pipeline, batches in zip(plan, found.micro_batches, strict=True):
+        assert all(sum(lengths[i] for i in batch) <= pipeline.max_len for batch in batches)
+    assert found.lower_bound_s <= found.latency_s
+    assert assign_iteration(lengths, candidates, seed=seed) == found
+
+
+@settings(deadline=None, max_examples=40)
+@given(dispatch_cases(max_sequences=12), dispatch_cases(max_sequences=1))
+def test_the_best_candidate_is_at_least_as_good_as_each_alone(case, other) -> None:
+    lengths, pipelines = case
+    candidates = [pipelines, other[1], [cost(max_len=3000)]]
+    best = assign_iteration(lengths, candidates)
+    for candidate in candidates:
+        if max(p.max_len for p in candidate) >= max(lengths):
+            alone = assign_iteration(lengths, [candidate])
+            assert best.latency_s <= alone.latency_s * (1 + 1e-9)
+
+
+def test_iterations_with_and_without_long_sequences_choose_different_plans() -> None:
+    short = [cost(b=3e-4, max_len=4096, num_stages=1) for _ in range(8)]
+    long = [cost(b=6.7e-5, max_len=32768, num_stages=1)]
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(200, 2000, 40)
+    assert assign_iteration(lengths, [short, long]).plan_index == 0
+    lengths[0] = 30_000
+    assert assign_iteration(lengths, [short, long]).plan_index == 1
+
+
+def test_samples_too_long_for_every_candidate_are_refused_with_the_limits() -> None:
+    with pytest.raises(AssignmentError, match=r"9000 tokens .* take \[500, 400\]"):
+        assign_iteration([9000], [[cost(max_len=500)], [cost(max_len=400)]])
+    with pytest.raises(AssignmentError, match="0 candidate plans"):
+        assign_iteration([10], [])

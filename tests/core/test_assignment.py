@@ -1,0 +1,29 @@
+import pytest
+
+from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.errors import AssignmentError
+
+
+def assignment(micro_batches: tuple = (((0, 2), (1,)), ())) -> Assignment:
+    return Assignment(plan_index=1, micro_batches=micro_batches, latency_s=2.5, lower_bound_s=2.0)
+
+
+def test_an_assignment_survives_json() -> None:
+    assert Assignment.from_json(assignment().to_json()) == assignment()
+    assert assignment().num_samples == 3
+
+
+def test_a_sample_assigned_twice_is_named() -> None:
+    with pytest.raises(AssignmentError, match="Sample 2 is assigned twice"):
+        assignment((((0, 2),), ((2,),)))
+
+
+def test_an_empty_microbatch_is_refused() -> None:
+    with pytest.raises(AssignmentError, match="Micro-batch 1 of pipeline 0 is empty"):
+        assignment((((0,), ()),))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"plan_index": 0, "micro_batches": 3}'])
+def test_broken_json_is_refused(text) -> None:
+    with pytest.raises(AssignmentError):
+        Assignment.from_json(text)
