@@ -9,6 +9,7 @@ parameters.
 
 import datetime
 import fnmatch
+import functools
 import importlib.metadata
 import statistics
 import time
@@ -16,14 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.models import HeteroLM, LMConfig, packed_cross_entropy
 
-__all__ = ["ProfileOptions", "current_versions", "measure_profile"]
+__all__ = [
+    "ProfileOptions",
+    "current_versions",
+    "measure_cluster_profile",
+    "measure_profile",
+]
 
 Timed = Callable[[], tuple[float, float]]
 
@@ -110,6 +118,48 @@ def measure_profile(
         versions=current_versions(),
         date=datetime.datetime.now(datetime.UTC),
     )
+
+
+def measure_cluster_profile(
+    model: ModelSpec,
+    options: ProfileOptions,
+    cluster: Cluster,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> Profile:
+    """Measure all device types at once, each on its first rank; every rank calls this.
+
+    Args:
+        model: Sizes of the model.
+        options: What is measured.
+        cluster: The nodes that the ranks run on.
+        device: This rank's device.
+        group: Communicator of all ranks for objects on CPU (gloo); None for the default one.
+
+    Returns:
+        The merged profile, the same on every rank.
+
+    Raises:
+        ProfileError: A rank couldn't measure; every rank raises it, with that rank's words.
+    """
+    first_ranks: dict[str, int] = {}
+    for global_rank in range(cluster.num_ranks):
+        first_ranks.setdefault(cluster.nodes[cluster.node_of(global_rank)].device, global_rank)
+    mine: Profile | str | None = None
+    for name, global_rank in first_ranks.items():
+        if global_rank == dist.get_rank():
+            try:
+                mine = measure_profile(model, options, device_name=name, device=device)
+            except ProfileError as error:
+                mine = f"Rank {global_rank} ({name}): {error}"
+    answers: list[Profile | str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, mine, group=group)
+    failures = [answer for answer in answers if isinstance(answer, str)]
+    if failures:
+        raise ProfileError(" ".join(failures))
+    measured = [answer for answer in answers if isinstance(answer, Profile)]
+    return functools.reduce(Profile.merge, measured)
 
 
 class _ModelShard:
