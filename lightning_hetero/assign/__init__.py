@@ -19,6 +19,7 @@ from lightning_hetero.assign.dispatch import Dispatch, dispatch
 from lightning_hetero.assign.exact import dispatch_exact
 from lightning_hetero.assign.iteration import assign_iteration
 from lightning_hetero.assign.pack import Packing, pack, pack_all
+from lightning_hetero.assign.plan_cost import plan_costs
 from lightning_hetero.assign.proposal import (
     Proposal,
     ProposalOptions,
@@ -47,6 +48,7 @@ __all__ = [
     "pack",
     "pack_all",
     "pipeline_cost",
+    "plan_costs",
     "propose",
     "util_len",
 ]
