@@ -12,6 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
@@ -52,7 +53,7 @@ def deal_out(
         place = working.index(pipeline_index) if pipeline_index in working else None
         return DealtIterable(dataloader, num_pipelines=len(working), pipeline_index=place)
     inner: Any = dataloader.batch_sampler
-    records_indices = hasattr(inner, "seen_batch_indices")
+    records_indices = isinstance(inner, _IndexBatchSamplerWrapper)
     sampler: Any = DealtBatchSampler(
         inner._batch_sampler if records_indices else inner,
         shares=shares,
@@ -168,8 +169,11 @@ class DealtBatchSampler(Sampler[list[int]]):
                 # Seeded by chance when it was made, and its order hangs on the epochs before.
                 sampler.generator.manual_seed(self._seed + self._epoch)
             batches = iter(self._batch_sampler)
-            first = list(islice(batches, 1))
-        yield from chain(first, batches)
+            batch = next(batches, None)
+        # By `next` alone: some samplers are iterators that start again when asked for one.
+        while batch is not None:
+            yield batch
+            batch = next(batches, None)
 
     def _own_part(self, samples: list[int]) -> list[int]:
         if self._pipeline_index is None:

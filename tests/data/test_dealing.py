@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -137,6 +138,32 @@ class ByLength:
 
 def test_custom_batch_samplers_are_dealt_too() -> None:
     assert all_parts(ByLength(), [1, 1]) == [([0, 1], [2, 3]), ([4, 5, 6], [7, 8, 9])]
+
+
+class Restarting(ByLength):
+    """An iterator that starts again whenever it is asked for one."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        self.place += 1
+        if self.place > len(self.batches):
+            raise StopIteration
+        return self.batches[self.place - 1]
+
+
+def test_a_batch_sampler_that_restarts_is_read_once() -> None:
+    assert all_parts(Restarting(), [1, 1]) == all_parts(ByLength(), [1, 1])
+
+
+def test_lightnings_record_of_predicted_indices_stays_outermost() -> None:
+    recorder = _IndexBatchSamplerWrapper(sequential(9, 2))
+    loader = DataLoader(Numbers(9), batch_sampler=recorder)
+    dealt_loader: Any = deal_out(loader, shares=[1, 1], pipeline_index=1, seed=0)
+    assert values(dealt_loader) == [[2, 3], [6, 7], [8]]
+    assert dealt_loader.batch_sampler.seen_batch_indices == [[2, 3], [6, 7], [8]]
 
 
 def values(batches: Any) -> list[Any]:
