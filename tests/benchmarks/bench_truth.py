@@ -1,7 +1,8 @@
 """Predicted against measured times, and how long a prediction takes.
 
 Sailor's plans on GH200 and mixed RTX nodes: profiles of single layers and the networks' measured
-curves go in, no iteration time does. The roofline, which knows nothing but data sheets, against the
+curves go in, no iteration time does; the notes say which choices were made with these runs in
+sight. The roofline, which knows nothing but data sheets, against the
 stages of LLaMA 13B that Hydraulis measured on A800. The peer of these rows is the measurement.
 
 Floor of one simulation: 4 pipelines · 4 stages · 16 micro-batches · 2 = 512 actions, each a dozen
@@ -18,6 +19,11 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.simulator import RooflineCost, StageShape, simulate, split_batch
 from tests.benchmarks.harness import Row, median_times_s
 from tests.simulator.sailor import ROOT, SailorCost, load_profile, load_run
+
+# What was chosen with the measurements in sight: these rows are no blind predictions.
+_TIMES = "no number fitted; mit's link rule chosen after seeing these runs"
+_MEMORY = "two constants chosen to agree with these peaks"
+_ROOFLINE = "attention efficiency revised after seeing these stages"
 
 
 def run() -> list[Row]:
@@ -53,9 +59,9 @@ def _measured_plans() -> list[Row]:
         return []
     return [
         *rows,
-        _bound("mean error of iteration time", statistics.mean(time_errors), 0.08),
-        _bound("worst error of iteration time", max(time_errors), 0.20),
-        _bound("worst error of peak memory", max(memory_errors), 0.15),
+        _bound("mean error of iteration time", statistics.mean(time_errors), 0.08, _TIMES),
+        _bound("worst error of iteration time", max(time_errors), 0.20, _TIMES),
+        _bound("worst error of peak memory", max(memory_errors), 0.15, _MEMORY),
     ]
 
 
@@ -73,7 +79,7 @@ def _roofline() -> list[Row]:
         for length in (2048, 8192, 32768):
             measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
             errors.append(abs(sum(cost.compute_s(shape, (length,))) / measured_s - 1))
-    return [_bound("roofline, mean error of A800 stages", statistics.mean(errors), 0.20)]
+    return [_bound("roofline, mean error of A800 stages", statistics.mean(errors), 0.20, _ROOFLINE)]
 
 
 def _speed() -> Row:
@@ -104,7 +110,7 @@ def _speed() -> Row:
     )
 
 
-def _bound(name: str, value: float, target: float) -> Row:
+def _bound(name: str, value: float, target: float, note: str) -> Row:
     return Row(
         name=name,
         ours=value,
@@ -114,5 +120,5 @@ def _bound(name: str, value: float, target: float) -> Row:
         better="lower",
         kind="simulated",
         value=value,
-        note="fitted to none of the times",
+        note=note,
     )

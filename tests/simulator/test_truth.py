@@ -1,4 +1,4 @@
-"""Predictions against iterations that were really run; nothing is fitted to their times."""
+"""Predictions against iterations that were really run; `sailor.py` says what rests on them."""
 
 import json
 import statistics
