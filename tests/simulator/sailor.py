@@ -1,18 +1,20 @@
 """Read Sailor's measured plans and profiles as this package's plans, clusters and costs.
 
-What is modelled is how those runs were made; no number is fitted to their times. They trained in
-fp32 with states on every replica. Messages between stages block both ends: every TP rank sends the whole
-hidden state forward and its share of the gradient back, which the receiving node gathers. Gradients
-are all-reduced around a ring after the last backward; nothing overlaps.
+What is modelled is how those runs were made; no number is fitted to their times. They trained
+in fp32 with states on every replica. Messages between stages block both ends: every TP rank
+sends the whole hidden state forward and its share of the gradient back, which the receiving
+node gathers. Gradients are all-reduced around a ring after the last backward; nothing overlaps.
 
-Two choices were made with the measurements in sight, so what rests on them is no blind prediction.
+Two choices were made with the measurements in sight, so what rests on them is no blind
+prediction.
 
-- `mit` nodes share one NIC between all their GPUs, and RTX-3090 nodes were measured at 1 Gb/s. Rings
-  go at their slowest member's rate, which agrees with the measured reductions. But messages between
-  stages go at the best rate measured in that cluster: at the 3090's own rate the two mit runs here
-  would be predicted 2.0 to 2.1 times as long as they took. Why they were faster isn't known.
-- `PROCESS_BYTES` and `ALLOCATOR_SLACK` are round numbers that agree with the measured peaks; without
-  them predicted memory is 18 % (clariden) to 44 % (mit) too low.
+- `mit` nodes share one NIC between all their GPUs, and RTX-3090 nodes were measured at 1 Gb/s.
+  Rings go at their slowest member's rate, which agrees with the measured reductions. But messages
+  between stages go at the best rate measured in that cluster: at the 3090's own rate the two mit
+  runs here would be predicted 2.0 to 2.1 times as long as they took. Why they were faster isn't
+  known.
+- `PROCESS_BYTES` and `ALLOCATOR_SLACK` are round numbers that agree with the measured peaks;
+  without them predicted memory is 18 % (clariden) to 44 % (mit) too low.
 """
 
 import datetime
