@@ -22,7 +22,7 @@ from lightning_hetero.assign.programme import Programme
 
 __all__ = ["FractionalPlan", "Workload", "fractional_plan"]
 
-_NUM_BISECTIONS = 8
+_NUM_BISECTIONS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
