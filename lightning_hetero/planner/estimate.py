@@ -312,10 +312,10 @@ def share_microbatches(
         finished: NDArray[np.int64] = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
         return np.maximum(finished, 1)
 
-    low = float((fills + slopes).max()) if num_pipelines == total else 0.0
-    high = float((fills + slopes * total).max())
-    low = max(low, 0.0)
-    for _ in range(60):
+    # Fractional micro-batches fill to this level; two more of the longest are enough.
+    level = float((total + (numbers * fills / slopes).sum()) / (numbers / slopes).sum())
+    low, high = 0.0, max(level, float(fills.max())) + 2.0 * float(slopes.max())
+    for _ in range(44):
         middle = (low + high) / 2
         if int((done(middle) * numbers).sum()) >= total:
             high = middle

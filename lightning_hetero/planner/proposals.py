@@ -237,7 +237,9 @@ def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
         )
         slope[rows] = bottleneck_times_s(compositions[rows], times, most)
     return compositions, PipelineRates(
-        devices=compositions * tp_degree, slope_s=slope, fill_s=slope * (lengths - 1)
+        devices=compositions * tp_degree,
+        slope_s=slope,
+        fill_s=np.where(np.isfinite(slope), slope, 0.0) * (lengths - 1),
     )
 
 

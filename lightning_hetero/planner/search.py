@@ -24,9 +24,11 @@ __all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback", "plan"]
 
 _MAX_ENUMERATED = 12_000
 _MAX_ENUMERATED_DEVICES = 6
-_IMPROVE_BUDGET = 1_500_000
 _SIMULATED = 24
-_IMPROVED = 6
+_SIMULATED_ACTIONS = 1_500_000
+_IMPROVED = 3
+_IMPROVED_ENUMERATED = 6
+_IMPROVE_ACTIONS = 150_000
 
 ProgressCallback = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -135,6 +137,7 @@ class _Search:
             )
         self.estimator = Estimator(cost, workload, equal_microbatches=options.equal_microbatches)
         self.judge = Judge(self.estimator, self._score)
+        self.enumerated = False
         self.tp_degrees = _valid_tp_degrees(cost, workload, options)
 
     def run(self) -> PlanningResult:
@@ -175,6 +178,7 @@ class _Search:
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
             every = enumerate_layouts(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
+                self.enumerated = True
                 return every
         layouts: list[Layout] = []
         for allowed in self._allowances(counts):
@@ -218,7 +222,7 @@ class _Search:
         scored: list[tuple[float, int, Candidate]] = []
         work = 0
         for index, estimate in enumerate(estimates):
-            enough = len(scored) >= _SIMULATED or (work > _IMPROVE_BUDGET and scored)
+            enough = len(scored) >= _SIMULATED or (work > _SIMULATED_ACTIONS and scored)
             if enough:
                 break
             candidate = Candidate(
@@ -235,11 +239,17 @@ class _Search:
         return [candidate for _, _, candidate in scored]
 
     def _improve(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Improve the best candidates, only one of those that differ in nodes alone."""
+        distinct: dict[object, Candidate] = {}
+        for candidate in candidates:
+            kind = sorted(map(self.estimator.key, candidate.layout))
+            distinct.setdefault(tuple(kind), candidate)
+        chosen = list(distinct.values())
+        chosen = chosen[: _IMPROVED_ENUMERATED if self.enumerated else _IMPROVED]
         improved = list(candidates)
-        share = _IMPROVE_BUDGET // _IMPROVED
-        for index, candidate in enumerate(candidates[:_IMPROVED]):
-            self.progress("Improving plans", 0.7 + 0.25 * index / _IMPROVED)
-            improved.append(improve(candidate, self.judge, budget=share))
+        for index, candidate in enumerate(chosen):
+            self.progress("Improving plans", 0.7 + 0.25 * index / len(chosen))
+            improved.append(improve(candidate, self.judge, budget=_IMPROVE_ACTIONS))
         unique = list(dict.fromkeys(improved))
         return sorted(unique, key=self.judge.score)
 

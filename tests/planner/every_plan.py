@@ -1,0 +1,152 @@
+"""Every plan there is for a tiny cluster, written without the planner: what it is judged by."""
+
+import itertools
+from collections.abc import Iterator
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.devices import DeviceSpec
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.simulator import CostModel, simulate
+
+
+def tiny_model(num_layers: int, *, vocab_size: int = 4096) -> ModelSpec:
+    return ModelSpec(
+        name="tiny",
+        num_layers=num_layers,
+        hidden_size=2048,
+        num_heads=16,
+        num_kv_heads=16,
+        intermediate_size=8192,
+        vocab_size=vocab_size,
+        gated_mlp=False,
+        tied_embeddings=False,
+    )
+
+
+def tiny_cluster(
+    *nodes: tuple[float, int, float], bytes_per_s: float = 50e9, price: float | None = None
+) -> Cluster:
+    """Return a cluster of nodes given as (TFLOP/s, devices, GiB)."""
+    kinds = {(speed, memory): f"D{speed:g}-{memory:g}" for speed, _, memory in nodes}
+    devices = tuple(
+        DeviceSpec(
+            name=name,
+            peak_flops_per_s=speed * 1e12,
+            memory_bytes=int(memory * 2**30),
+            memory_bytes_per_s=speed * 7e9,
+            intra_node_bytes_per_s=200e9,
+        )
+        for (speed, memory), name in kinds.items()
+    )
+    return Cluster(
+        nodes=tuple(
+            Node(
+                device=kinds[speed, memory],
+                count=count,
+                price_per_hour=None if price is None else price * count * speed**0.5,
+            )
+            for speed, count, memory in nodes
+        ),
+        inter_node_bytes_per_s=bytes_per_s,
+        devices=devices,
+    )
+
+
+def every_pipeline(
+    counts: list[int], num_heads: int, most_stages: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return every pipeline as (TP degree, node of each stage)."""
+    pipelines = []
+    for tp_degree in range(1, max(counts) + 1):
+        if num_heads % tp_degree == 0:
+            places = [node for node, count in enumerate(counts) for _ in range(count // tp_degree)]
+            for length in range(1, min(len(places), most_stages) + 1):
+                chosen = sorted(set(itertools.permutations(places, length)))
+                pipelines += [(tp_degree, nodes) for nodes in chosen]
+    return pipelines
+
+
+def every_layout(
+    cluster: Cluster, num_heads: int, most_stages: int, most_pipelines: int
+) -> Iterator[tuple[tuple[int, tuple[int, ...]], ...]]:
+    """Yield every set of pipelines, one of those that renaming equal nodes makes the same."""
+    counts = [node.count for node in cluster.nodes]
+    pipelines = every_pipeline(counts, num_heads, most_stages)
+    kinds = [(node.device, node.count) for node in cluster.nodes]
+    renamings = [
+        names
+        for names in itertools.permutations(range(len(counts)))
+        if all(kinds[a] == kinds[b] for a, b in enumerate(names))
+    ]
+    seen = set()
+
+    def extend(chosen, start, free):
+        if chosen:
+            same = (
+                tuple(sorted((tp, tuple(names[n] for n in nodes)) for tp, nodes in chosen))
+                for names in renamings
+            )
+            if (name := min(same)) in seen:
+                return
+            seen.add(name)
+            yield chosen
+        for index in range(start, len(pipelines) if len(chosen) < most_pipelines else 0):
+            tp_degree, nodes = pipelines[index]
+            left = list(free)
+            for node in nodes:
+                left[node] -= tp_degree
+            if min(left) >= 0:
+                yield from extend((*chosen, pipelines[index]), index, left)
+
+    yield from extend((), 0, counts)
+
+
+def splits(total: int, parts: int) -> list[tuple[int, ...]]:
+    """Return every way to write `total` as `parts` positive whole numbers."""
+    return [
+        tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+        for cuts in itertools.combinations(range(1, total), parts - 1)
+    ]
+
+
+def every_plan(cluster: Cluster, model: ModelSpec, num_microbatches: int) -> Iterator[ParallelPlan]:
+    """Yield every plan: layouts, times layer splits, times numbers of micro-batches."""
+    for layout in every_layout(cluster, model.num_heads, model.num_layers, num_microbatches):
+        free = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
+        ranks = []
+        for tp_degree, nodes in layout:
+            row = []
+            for node in nodes:
+                row.append(tuple(range(free[node], free[node] + tp_degree)))
+                free[node] += tp_degree
+            ranks.append(row)
+        per_pipeline = [splits(model.num_layers, len(row)) for row in ranks]
+        for layers in itertools.product(*per_pipeline):
+            stages = [
+                tuple(
+                    StagePlan(ranks=own, layers=range(stop - count, stop))
+                    for own, count, stop in zip(
+                        row, split, itertools.accumulate(split), strict=True
+                    )
+                )
+                for row, split in zip(ranks, layers, strict=True)
+            ]
+            for counts in splits(num_microbatches, len(layout)):
+                yield ParallelPlan(
+                    pipelines=tuple(
+                        PipelinePlan(stages=parts, num_microbatches=count)
+                        for parts, count in zip(stages, counts, strict=True)
+                    )
+                )
+
+
+def time_of(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) -> float:
+    """Return the simulated seconds of a plan, infinite if its memory doesn't suffice."""
+    batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
+    simulation = simulate(plan, cost, batches)
+    for pipeline, row in zip(plan.pipelines, simulation.stage_memory_bytes, strict=True):
+        for stage, needed in zip(pipeline.stages, row, strict=True):
+            if needed > cost.usable_bytes(cost.shape_of(stage).device):
+                return float("inf")
+    return simulation.iteration_time_s

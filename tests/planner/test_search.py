@@ -1,0 +1,151 @@
+"""The search against every plan there is, its bound, its determinism and its errors."""
+
+import random
+
+import pytest
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
+from lightning_hetero.simulator import RooflineCost
+from tests.planner.every_plan import every_plan, time_of, tiny_cluster, tiny_model
+
+GIB = 2**30
+
+
+def best_of_all(cluster, model, workload):
+    cost = RooflineCost(cluster, model)
+    return min(
+        time_of(candidate, cost, workload.microbatch)
+        for candidate in every_plan(cluster, model, workload.num_microbatches)
+    )
+
+
+def assert_within_1_percent_of_all_plans(cluster, model, workload):
+    best = best_of_all(cluster, model, workload)
+    if best == float("inf"):
+        with pytest.raises(PlanningError, match="fits nowhere"):
+            plan(cluster, model, workload)
+        return
+    result = plan(cluster, model, workload)
+    found = time_of(result.best.plan, RooflineCost(cluster, model), workload.microbatch)
+    assert found == pytest.approx(result.best.simulation.iteration_time_s)
+    assert best * (1 - 1e-9) <= found <= best * 1.01
+    assert result.lower_bound_s <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_layers", "num_microbatches", "bytes_per_s"),
+    [
+        (((100, 2, 80), (200, 2, 80)), 4, 4, 50e9),
+        (((100, 2, 5), (312, 2, 5)), 5, 4, 2e9),
+        (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 6, 12e9),
+        (((100, 4, 5), (312, 1, 10)), 4, 4, 50e9),
+        (((70, 3, 2.5),), 4, 3, 50e9),
+    ],
+)
+def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbatches, bytes_per_s):
+    cluster = tiny_cluster(*nodes, bytes_per_s=bytes_per_s)
+    workload = Workload(sequence_length=2048, global_batch_size=num_microbatches)
+    assert_within_1_percent_of_all_plans(cluster, tiny_model(num_layers), workload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_search_is_within_1_percent_of_all_plans_up_to_6_devices(seed):
+    choose = random.Random(seed).choice
+    counts = choose([(3, 2), (2, 2, 2), (3, 3), (4, 2), (1, 1, 2), (4, 1), (6,), (4, 1, 1)])
+    memory = choose([80, 10, 5, 3.5, 2.5])
+    nodes = [(choose([70, 100, 312, 989]), count, memory * choose([1, 2])) for count in counts]
+    cluster = tiny_cluster(*nodes, bytes_per_s=choose([50e9, 12e9, 2e9]))
+    model = tiny_model(choose([3, 4]), vocab_size=choose([1024, 32000]))
+    workload = Workload(sequence_length=choose([1024, 4096]), global_batch_size=choose([2, 4]))
+    assert_within_1_percent_of_all_plans(cluster, model, workload)
+
+
+MIXED = Cluster(
+    nodes=(
+        Node(device="A100-80GB", count=8, price_per_hour=20.0),
+        Node(device="H800-80GB", count=4, price_per_hour=30.0),
+        Node(device="H20-96GB", count=4, price_per_hour=6.0),
+    )
+)
+LLAMA = ModelSpec.load("llama-7b")
+WORK = Workload(sequence_length=4096, global_batch_size=64)
+
+
+def test_the_plan_is_valid_fits_and_runs_all_micro_batches():
+    result = plan(MIXED, LLAMA, WORK)
+    cost = RooflineCost(MIXED, LLAMA)
+    for candidate in result.candidates:
+        candidate.plan.check_world_size(MIXED.num_ranks)
+        candidate.plan.check_num_layers(LLAMA.num_layers)
+        assert sum(p.num_microbatches for p in candidate.plan.pipelines) == 64
+        for rank in candidate.plan.ranks:
+            used = candidate.simulation.memory_bytes[rank]
+            assert used <= cost.usable_bytes(MIXED.device_of(rank).name)
+        for _, _, stage in candidate.plan.iter_stages():
+            assert len({MIXED.node_of(rank) for rank in stage.ranks}) == 1
+    times = [candidate.simulation.iteration_time_s for candidate in result.candidates]
+    assert times == sorted(times)
+    assert len(times) == 5
+    assert 0.0 < result.lower_bound_s <= times[0]
+
+
+def test_the_same_arguments_give_the_same_plan():
+    first, second = plan(MIXED, LLAMA, WORK), plan(MIXED, LLAMA, WORK)
+    assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
+
+
+def test_unequal_micro_batches_are_never_slower_than_equal_ones():
+    free = plan(MIXED, LLAMA, WORK).best
+    equal = plan(MIXED, LLAMA, WORK, PlanningOptions(equal_microbatches=True)).best
+    counts = {pipeline.num_microbatches for pipeline in equal.plan.pipelines}
+    assert max(counts) - min(counts) <= 1
+    assert free.simulation.iteration_time_s <= equal.simulation.iteration_time_s
+
+
+def test_a_plan_for_cost_is_cheaper_and_no_faster():
+    fast = plan(MIXED, LLAMA, WORK).best
+    cheap = plan(MIXED, LLAMA, WORK, PlanningOptions(objective=Objective.COST)).best
+    assert cheap.money_per_token(WORK.num_tokens) <= fast.money_per_token(WORK.num_tokens)
+    assert cheap.simulation.iteration_time_s >= fast.simulation.iteration_time_s
+    assert len(cheap.plan.ranks) < len(fast.plan.ranks)
+
+
+def test_progress_rises_to_one():
+    shares = []
+    plan(MIXED, LLAMA, WORK, progress=lambda _what, share: shares.append(share))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_degrees": (16,)}, "largest node has 8"),
+        ({"tp_degrees": (3,)}, "doesn't divide the 32 heads"),
+        ({"tp_degrees": ()}, "tp_degrees"),
+        ({"num_candidates": 0}, "num_candidates"),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(options, message):
+    with pytest.raises(PlanningError, match=message):
+        plan(MIXED, LLAMA, WORK, PlanningOptions(**options))
+
+
+def test_a_model_that_fits_nowhere_says_how_much_is_missing():
+    with pytest.raises(PlanningError, match=r"fits nowhere.*GiB.*Add devices"):
+        plan(MIXED, ModelSpec.load("llama-70b"), WORK)
+
+
+def test_planning_for_cost_needs_prices():
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=2),))
+    with pytest.raises(PlanningError, match="price_per_hour"):
+        plan(cluster, LLAMA, WORK, PlanningOptions(objective=Objective.COST))
+
+
+def test_a_batch_that_micro_batches_do_not_divide_is_refused():
+    with pytest.raises(PlanningError, match="Choose a divisor"):
+        Workload(sequence_length=1, global_batch_size=5, sequences_per_microbatch=2)
