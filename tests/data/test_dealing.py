@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
@@ -45,6 +45,7 @@ def all_parts(inner: Any, shares: list[int]) -> list[tuple[list[int], ...]]:
     shares=shares_lists,
     drop_last=st.booleans(),
 )
+@settings(deadline=None)
 def test_every_sample_is_dealt_once_and_in_order(
     num_samples: int, batch_size: int, shares: list[int], *, drop_last: bool
 ) -> None:
@@ -56,6 +57,7 @@ def test_every_sample_is_dealt_once_and_in_order(
 
 
 @given(batch_size=st.integers(1, 7), shares=shares_lists, num_iterations=st.integers(1, 3))
+@settings(deadline=None)
 def test_shares_are_kept_to_one_sample(
     batch_size: int, shares: list[int], num_iterations: int
 ) -> None:

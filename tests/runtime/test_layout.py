@@ -139,7 +139,7 @@ def test_every_parameter_is_described_once() -> None:
 def test_parameters_shared_between_layers_are_refused() -> None:
     layers = nn.ModuleList(linears(2))
     layers[1].weight = layers[0].weight
-    with pytest.raises(ModelError, match="0.weight is shared between layers"):
+    with pytest.raises(ModelError, match=r"0\.weight is shared between layers"):
         ModelLayout.of(layers)
 
 
@@ -153,5 +153,5 @@ def test_parameters_shared_between_a_layer_and_the_head_are_refused() -> None:
 def test_parameters_without_a_shape_are_refused() -> None:
     module = Wrapped(body=nn.ModuleList(linears(2)))
     module.add_module("head", nn.LazyLinear(3))
-    with pytest.raises(ModelError, match="head.weight has no shape yet"):
+    with pytest.raises(ModelError, match=r"head\.weight has no shape yet"):
         ModelLayout.of(module)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.batches import EmptyBatch
@@ -25,6 +25,7 @@ def batch_of(num_samples: int) -> dict[str, Any]:
 
 
 @given(num_samples=st.integers(1, 12), num_microbatches=st.integers(1, 15))
+@settings(deadline=None)
 def test_parts_hold_every_sample_once_and_are_even(num_samples: int, num_microbatches: int) -> None:
     batch = batch_of(num_samples)
     parts = cut_batch(batch, num_microbatches)
@@ -83,6 +84,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_its_shapes(batch: Any, shape
 
 
 @given(num_samples=st.integers(2, 12), num_microbatches=st.integers(2, 5))
+@settings(deadline=None)
 def test_joining_undoes_cutting(num_samples: int, num_microbatches: int) -> None:
     batch = {"a": torch.arange(num_samples), "b": (torch.rand(num_samples, 2),)}
     joined = join_outputs(cut_batch(batch, num_microbatches))

@@ -1,0 +1,263 @@
+"""Runs of the Trainer's features, called in the processes of the pool."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.toy import VOCABULARY, TokenRows, ToyModule, ToyOptions, loader, quiet
+
+SEED = 5
+
+
+def strategy_of(plan: dict[str, Any] | None, world_size: int, **options: Any) -> dict[str, Any]:
+    """Trainer options for a plan; a single device without one."""
+    if plan is None:
+        return {"devices": 1}
+    strategy = HeteroStrategy(plan=ParallelPlan.from_dict(plan), **options)
+    return {"strategy": strategy, "devices": world_size}
+
+
+def as_arrays(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
+
+
+def metrics_of(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class StableModule(ToyModule):
+    """Adam with an eps that keeps gradients of rounding noise from becoming steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers, schedulers = super().configure_optimizers()
+        for group in optimizers[0].param_groups:
+            if "eps" in group:
+                group["eps"] = 1e-3
+        return optimizers, schedulers
+
+
+def use_every_entry_point(
+    rank: int, world_size: int, trainer_options: dict[str, Any], batch_size: int
+) -> dict[str, Any]:
+    """Fit, validate, test and predict with one Trainer, then fit again with another."""
+    L.seed_everything(SEED, verbose=False)
+    module = StableModule(ToyOptions())
+    if trainer_options.get("strategy") is None and world_size > 1:
+        trainer_options = {**trainer_options, "strategy": HeteroStrategy()}
+    trainer = L.Trainer(**quiet(max_epochs=2, num_sanity_val_steps=2), **trainer_options)
+    trainer.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
+    fitted = metrics_of(trainer)
+    weights = as_arrays(module)
+    validated = trainer.validate(module, loader(10, batch_size, seed=1), verbose=False)
+    tested = trainer.test(module, loader(10, batch_size, seed=2), verbose=False)
+    predictions = trainer.predict(module, loader(10, batch_size, seed=2))
+    again = L.Trainer(**quiet(max_epochs=1), **_fresh(trainer_options))
+    again.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
+    return {
+        "losses": module.losses,
+        "fitted": fitted,
+        "weights": weights,
+        "validated": validated,
+        "tested": tested,
+        "predictions": [None if p is None else p.numpy() for p in predictions],
+        "weights_again": as_arrays(module),
+        "num_stages": getattr(trainer.strategy, "_num_stages", None),
+    }
+
+
+def _fresh(options: dict[str, Any]) -> dict[str, Any]:
+    strategy = options.get("strategy")
+    if isinstance(strategy, HeteroStrategy):
+        return {**options, "strategy": HeteroStrategy(num_stages=strategy._num_stages)}
+    return options
+
+
+def fit_with_defaults(rank: int, num_stages: int, world_size: int) -> dict[str, Any]:
+    strategy = HeteroStrategy(num_stages=num_stages) if num_stages > 1 else HeteroStrategy()
+    options = {"strategy": strategy, "devices": world_size}
+    return use_every_entry_point(rank, world_size, options, 2)
+
+
+def fit_by_name(rank: int, world_size: int) -> dict[str, Any]:
+    return use_every_entry_point(rank, world_size, {"strategy": "hetero", "devices": world_size}, 2)
+
+
+def fit_single(rank: int, batch_size: int) -> dict[str, Any]:
+    return use_every_entry_point(rank, 1, {"devices": 1}, batch_size)
+
+
+class LoggingModule(StableModule):
+    """Logs in all the ways there are."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyOptions())
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(
+            VOCABULARY, average="micro", ignore_index=-100
+        )
+        self.seen: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        logits = self.model(ids)
+        targets = labels.reshape(-1)
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets)
+        self.accuracy(logits.reshape(-1, VOCABULARY), targets)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("synced", loss, on_epoch=True, sync_dist=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log("largest_id", ids.max().float(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("smallest_id", ids.min().float(), reduce_fx=min, on_step=False, on_epoch=True)
+        self.log("tokens", float(ids.numel()), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log_dict({"constant": 2.5, "again": loss}, on_step=False, on_epoch=True)
+        if (ids == 3).any():
+            self.log("rare", 1.0, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+        self.log("val_synced", self.loss_again, sync_dist=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        self.loss_again = super().loss(batch)
+        return self.loss_again
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append({k: float(v) for k, v in self.trainer.progress_bar_metrics.items()})
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_epoch_end", 1.5)
+
+
+def log_everything(rank: int, plan: dict[str, Any] | None, world_size: int, batch_size: int) -> Any:
+    L.seed_everything(SEED, verbose=False)
+    module = LoggingModule()
+    trainer = L.Trainer(**quiet(max_epochs=2), **strategy_of(plan, world_size))
+    trainer.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
+    return {
+        "metrics": metrics_of(trainer),
+        "bar": {k: float(v) for k, v in trainer.progress_bar_metrics.items()},
+        "seen": module.seen,
+    }
+
+
+class WorseningModule(StableModule):
+    """Its validation gets worse after three epochs."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss * 0 + abs(self.current_epoch - 2))
+
+
+def stop_early(rank: int, plan: dict[str, Any], world_size: int, folder: str) -> dict[str, Any]:
+    L.seed_everything(SEED, verbose=False)
+    stopping = EarlyStopping("val_loss", patience=2)
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_top_k=1)
+    options = {**quiet(callbacks=[stopping, best], max_epochs=20), "enable_checkpointing": True}
+    trainer = L.Trainer(**options, **strategy_of(plan, world_size))
+    trainer.fit(WorseningModule(ToyOptions()), loader(8, 2), loader(4, 2, seed=1))
+    return {
+        "epochs": trainer.current_epoch,
+        "stopped": stopping.stopped_epoch,
+        "best": Path(best.best_model_path).name,
+        "score": float(best.best_model_score),
+    }
+
+
+class SaveAt(L.Callback):
+    """Saves a checkpoint when so many steps are done, behind the epoch if they end one."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step and not trainer.is_last_batch:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def stateful_loader(batch_size: int) -> DataLoader[Any]:
+    return StatefulDataLoader(TokenRows(24), batch_size=batch_size)
+
+
+def shuffled_loader(batch_size: int, num_workers: int) -> DataLoader[Any]:
+    return StatefulDataLoader(
+        TokenRows(24), batch_size=batch_size, shuffle=True, num_workers=num_workers
+    )
+
+
+def train_and_save(
+    rank: int,
+    plan: dict[str, Any] | None,
+    world_size: int,
+    batch_size: int,
+    *,
+    save_at: int = 0,
+    path: str = "",
+    resume: str | None = None,
+    options: ToyOptions | None = None,
+    shuffle: bool = False,
+    num_workers: int = 0,
+) -> dict[str, Any]:
+    """Train two epochs, save at a step if asked, begin at a checkpoint if given."""
+    L.seed_everything(SEED, verbose=False)
+    module = StableModule(options or ToyOptions())
+    trainer = L.Trainer(
+        **quiet(callbacks=[SaveAt(save_at, path)], max_epochs=2),
+        **strategy_of(plan, world_size),
+    )
+    train = shuffled_loader(batch_size, num_workers) if shuffle else stateful_loader(batch_size)
+    trainer.fit(module, train, loader(10, batch_size, seed=1), ckpt_path=resume)
+    return {
+        "losses": module.losses,
+        "weights": as_arrays(module),
+        "metrics": metrics_of(trainer),
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "global_step": trainer.global_step,
+    }
+
+
+def read_with_plain_lightning(rank: int, path: str) -> dict[str, Any]:
+    module = StableModule.load_from_checkpoint(path, options=ToyOptions())
+    content = torch.load(path, weights_only=True)
+    state = content["optimizer_states"][0]["state"]
+    shapes = {index: tuple(item["exp_avg"].shape) for index, item in state.items()}
+    return {"weights": as_arrays(module), "shapes": shapes, "keys": sorted(content)}
+
+
+def average_weights(
+    rank: int,
+    plan: dict[str, Any] | None,
+    world_size: int,
+    batch_size: int,
+    path: str,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    L.seed_everything(SEED, verbose=False)
+    averaging = WeightAveraging(avg_fn=get_ema_avg_fn(0.5))
+    module = StableModule(ToyOptions())
+    trainer = L.Trainer(
+        **quiet(callbacks=[averaging, SaveAt(3, path)], max_epochs=2),
+        **strategy_of(plan, world_size),
+    )
+    train, valid = stateful_loader(batch_size), loader(10, batch_size, seed=1)
+    trainer.fit(module, train, valid, ckpt_path=resume)
+    return {
+        "losses": module.losses,
+        "weights": as_arrays(module),
+        "metrics": metrics_of(trainer),
+    }

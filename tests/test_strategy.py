@@ -1,0 +1,254 @@
+"""Features of the Trainer under HeteroStrategy do what they do on a single device."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import ProcessPool
+from tests.runtime.features import (
+    average_weights,
+    fit_by_name,
+    fit_single,
+    fit_with_defaults,
+    log_everything,
+    read_with_plain_lightning,
+    stop_early,
+    train_and_save,
+)
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.toy import ToyOptions
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = 1e-5
+
+ASYMMETRIC = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
+THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
+TWO_STAGES = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
+
+
+def assert_close(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_close(found[key], value, f"{where}.{key}")
+        return
+    if isinstance(expected, list) and expected and isinstance(expected[0], dict):
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_close(one, other, f"{where}[{index}]")
+        return
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * scale, err_msg=where)
+
+
+def assert_all_alike(results: list[dict[str, Any]], keys: list[str]) -> None:
+    for result in results[1:]:
+        for key in keys:
+            assert_close(result[key], results[0][key], key)
+
+
+COMPARED = ["losses", "fitted", "weights", "validated", "tested", "weights_again"]
+
+
+@pytest.mark.parametrize(("num_stages", "world_size"), [(1, 2), (2, 2), (2, 4)])
+def test_every_entry_point_gives_what_a_single_device_gives(
+    pool: ProcessPool, num_stages: int, world_size: int
+) -> None:
+    num_pipelines = world_size // num_stages
+    expected = pool.run(fit_single, 1, 2 * num_pipelines)[0]
+    results = pool.run(fit_with_defaults, world_size, num_stages, world_size)
+    for result in results:
+        for key in COMPARED:
+            assert_close(result[key], expected[key], key)
+
+
+def test_predictions_of_a_pipeline_are_complete_on_each_of_its_ranks(pool: ProcessPool) -> None:
+    expected = np.concatenate(pool.run(fit_single, 1, 4)[0]["predictions"])
+    results = pool.run(fit_with_defaults, 4, 2, 4)
+    pipelines = [results[:2], results[2:]]
+    for ranks in pipelines:
+        for one, other in zip(ranks[0]["predictions"], ranks[1]["predictions"], strict=True):
+            assert np.array_equal(one, other)
+    parts = [
+        part
+        for batches in zip(*(ranks[0]["predictions"] for ranks in pipelines), strict=True)
+        for part in batches
+        if part is not None
+    ]
+    assert np.array_equal(np.concatenate(parts), expected)
+
+
+def test_the_strategy_has_a_name(pool: ProcessPool) -> None:
+    by_name = pool.run(fit_by_name, 2, 2)
+    by_class = pool.run(fit_with_defaults, 2, 1, 2)
+    assert by_name[0]["losses"] == by_class[0]["losses"]
+
+
+@pytest.mark.parametrize("plan", [ASYMMETRIC, TWO_STAGES, THREE])
+def test_logged_values_are_those_of_a_single_device_on_every_rank(
+    pool: ProcessPool, plan: dict[str, Any]
+) -> None:
+    num_pipelines = len(plan["pipelines"])
+    world_size = 1 + max(r for p in plan["pipelines"] for s in p["stages"] for r in s["ranks"])
+    expected = pool.run(log_everything, 1, None, 1, 2 * num_pipelines)[0]
+    assert {"rare", "accuracy", "at_epoch_end", "val_synced"} <= expected["metrics"].keys()
+    for result in pool.run(log_everything, world_size, plan, world_size, 2):
+        assert_close(result["metrics"], expected["metrics"])
+        assert_close(result["bar"], expected["bar"])
+        assert_close(result["seen"], expected["seen"])
+
+
+def test_callbacks_that_watch_a_metric_decide_alike_on_all_ranks(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    results = pool.run(stop_early, 3, ASYMMETRIC, 3, str(tmp_path))
+    assert all(result == results[0] for result in results)
+    assert results[0]["best"] == "epoch=2.ckpt"
+    assert results[0]["score"] == 0.0
+    assert results[0]["stopped"] == 4
+    assert (tmp_path / "epoch=2.ckpt").is_file()
+
+
+ALONE = plan_of(pipeline(stage(0, 0, 3)))
+
+
+def assert_continued(result: dict[str, Any], whole: dict[str, Any], save_at: int) -> None:
+    assert_close(result["losses"], whole["losses"][save_at:], "losses")
+    for key in ("weights", "rate", "global_step"):
+        assert_close(result[key], whole[key], key)
+    assert_close(result["metrics"]["val_loss"], whole["metrics"]["val_loss"])
+
+
+def run(pool: ProcessPool, world_size: int, *arguments: Any, **options: Any) -> list[Any]:
+    return pool.run(functools.partial(train_and_save, **options), world_size, *arguments)
+
+
+@pytest.mark.parametrize("save_at", [2, 4, 6])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
+    pool: ProcessPool, tmp_path: Path, save_at: int, optimizer: str
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    options = ToyOptions(optimizer=optimizer, tied=optimizer == "sgd")
+    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, options=options)[0]
+    assert len(whole["losses"]) == 8
+    resumed = [(THREE, 3, 2), (TWO_STAGES, 2, 6), (ALONE, 1, 6)]
+    if save_at == 4:
+        # Inside an epoch torchdata finds its place only with the sampler that has written it.
+        resumed.append((None, 1, 6))
+    for plan, world_size, batch_size in resumed:
+        for result in run(
+            pool, world_size, plan, world_size, batch_size, resume=path, options=options
+        ):
+            assert_continued(result, whole, save_at)
+
+
+@pytest.mark.parametrize("save_at", [2, 4, 6])
+def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
+    pool: ProcessPool, tmp_path: Path, save_at: int
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    whole = run(pool, 1, None, 1, 6, save_at=save_at, path=path)[0]
+    for result in run(pool, 3, ASYMMETRIC, 3, 3, resume=path):
+        assert_continued(result, whole, save_at)
+
+
+@pytest.mark.parametrize(("save_at", "num_workers"), [(2, 0), (6, 0), (6, 1)])
+def test_a_shuffled_run_resumes_inside_an_epoch_in_the_same_order(
+    pool: ProcessPool, tmp_path: Path, save_at: int, num_workers: int
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    order = {"shuffle": True, "num_workers": num_workers}
+    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, **order)[0]
+    for result in run(pool, 3, THREE, 3, 2, resume=path, **order):
+        assert_close(result["losses"], whole["losses"][save_at:], "losses")
+        assert_close(result["weights"], whole["weights"], "weights")
+
+
+def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
+    run(pool, 3, ASYMMETRIC, 3, 3, save_at=4, path=paths[0])
+    run(pool, 1, None, 1, 6, save_at=4, path=paths[1])
+    found, expected = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
+    assert found["keys"] == expected["keys"]
+    assert found["shapes"] == expected["shapes"]
+    assert_close(found["weights"], expected["weights"])
+
+
+def test_averaged_weights_are_validated_and_kept(pool: ProcessPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
+    expected = pool.run(average_weights, 1, None, 1, 6, paths[1])[0]
+    for result in pool.run(average_weights, 3, ASYMMETRIC, 3, 3, paths[0]):
+        for key in expected:
+            assert_close(result[key], expected[key], key)
+    found, saved = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
+    assert_close(found["weights"], saved["weights"])
+    for result in pool.run(average_weights, 2, TWO_STAGES, 2, 6, paths[0], paths[0]):
+        assert_close(result["losses"], expected["losses"][3:], "losses")
+        assert_close(result["weights"], expected["weights"], "weights")
+
+
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from tests.toy import ToyModule, ToyOptions, loader
+
+
+class Module(ToyModule):
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__(ToyOptions(num_layers=num_layers))
+
+    def train_dataloader(self):
+        return loader(8, 2)
+
+    def on_train_end(self) -> None:
+        plan = self.trainer.strategy.plan
+        print(f"rank {self.global_rank} of {plan.num_pipelines} pipelines")
+        print(f"after {self.trainer.global_step} steps", flush=True)
+
+
+LightningCLI(Module, seed_everything_default=1, save_config_callback=None)
+"""
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  strategy:
+    class_path: lightning_hetero.HeteroStrategy
+    init_args:
+      num_stages: 2
+      num_microbatches: 2
+      ownership: even
+model:
+  num_layers: 4
+"""
+
+
+def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
+    script, config = tmp_path / "script.py", tmp_path / "config.yaml"
+    script.write_text(CLI)
+    config.write_text(CONFIG)
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, str(script), "fit", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 1 pipelines" in done.stdout
+    assert "rank 1 of 1 pipelines" in done.stdout
+    assert done.stdout.count("after 4 steps") == 2
