@@ -27,7 +27,7 @@ from lightning_hetero.checkpoint.notices import (
     SigtermNotice,
 )
 from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.recovery import next_attempt, recover
+from lightning_hetero.checkpoint.recovery import find_next_attempt, recover
 from lightning_hetero.checkpoint.recovery_plan import Source
 from lightning_hetero.checkpoint.replicas import place_replicas
 from lightning_hetero.checkpoint.resharding import SliceNeed
@@ -74,8 +74,8 @@ __all__ = [
     "Transport",
     "complete_checkpoints",
     "export_checkpoint",
+    "find_next_attempt",
     "format_bitmap",
-    "next_attempt",
     "open_store",
     "place_replicas",
     "recover",

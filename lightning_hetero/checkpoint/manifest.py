@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import total_ordering
 from typing import Any, Self
 
 from lightning_hetero.core.errors import CheckpointError
@@ -40,19 +41,28 @@ WEIGHT = "weight"
 """Key of the slice itself among its tensors."""
 
 _FORMAT = 1
+_HEAD = b'{"crc32": "%08x", "manifest": '
+_TAIL = b"}\n"
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@total_ordering
+@dataclass(frozen=True, slots=True)
 class CheckpointId:
-    """Which checkpoint: the later step is the newer one, at equal steps the later attempt."""
+    """Which checkpoint; they are ordered by age: by attempt, then by step.
+
+    A run that went back to an earlier step, with a higher attempt, is the newer one.
+    """
 
     step: int
     attempt: int = 0
     """Number of the run that saved it: parts of two runs at one step never mix."""
 
+    def __lt__(self, other: "CheckpointId") -> bool:
+        return (self.attempt, self.step) < (other.attempt, other.step)
+
     @property
     def folder(self) -> str:
-        """Name of its folder in every tier; sorts by age."""
+        """Name of its folder in every tier."""
         return f"step-{self.step:012d}-{self.attempt:06d}"
 
     @classmethod
@@ -184,7 +194,7 @@ class PartManifest:
                 "versions": dict(self.versions),
             }
         )
-        return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body), body)
+        return _HEAD % zlib.crc32(body) + body + _TAIL
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -193,11 +203,12 @@ class PartManifest:
         Raises:
             CheckpointError: It is torn, altered, or of another format.
         """
+        length = len(_HEAD % 0)
+        text = data[length : -len(_TAIL)]
+        if data[:length] != _HEAD % zlib.crc32(text) or data[-len(_TAIL) :] != _TAIL:
+            raise CheckpointError("The checkpoint's manifest is torn: its checksum is wrong.")
         try:
-            outer = json.loads(data)
-            body = outer["manifest"]
-            if f"{zlib.crc32(_canonical(body)):08x}" != outer["crc32"]:
-                raise CheckpointError("The checkpoint's manifest doesn't match its own checksum.")
+            body = json.loads(text)
             if body["format"] != _FORMAT:
                 raise CheckpointError(
                     f"The checkpoint's manifest has format {body['format']}; this version of "
@@ -219,7 +230,7 @@ class PartManifest:
                 versions=body["versions"],
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"The checkpoint's manifest is torn: {error!r}.") from error
+            raise CheckpointError(f"The checkpoint's manifest can't be read: {error!r}.") from error
 
 
 def _canonical(body: Any) -> bytes:

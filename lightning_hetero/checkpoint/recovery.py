@@ -27,16 +27,16 @@ from lightning_hetero.checkpoint.inventory import (
     holders_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, manifest_name
 from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
 from lightning_hetero.checkpoint.recovery_plan import CHUNK_BYTES, FileRange, plan_fetches
 from lightning_hetero.checkpoint.resharding import SliceNeed
-from lightning_hetero.checkpoint.tiers import Tier, TierKind, read_manifest
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["next_attempt", "recover"]
+__all__ = ["find_next_attempt", "recover"]
 
 _log = logging.getLogger(__name__)
 
@@ -109,8 +109,19 @@ def recover(
     return None
 
 
-def next_attempt(inventory: Inventory) -> int:
-    """Return an attempt number above that of every checkpoint there is."""
+def find_next_attempt(
+    tiers: Sequence[Tier], *, node: str = "node", transport: Transport | None = None
+) -> int:
+    """Return an attempt number above that of all there is, incomplete or not. Communicates.
+
+    For a run for which `recover` found nothing, or which doesn't call it: parts that an earlier run
+    left must never be taken for parts of this one.
+    """
+    session = _open_session(tiers, node, transport or SoloTransport(), CHUNK_BYTES)
+    return _next_attempt(session.inventory)
+
+
+def _next_attempt(inventory: Inventory) -> int:
     return 1 + max((held.id.attempt for held in inventory.held), default=-1)
 
 
@@ -123,13 +134,14 @@ def _open_session(
 ) -> _Session:
     start_s = time.perf_counter()
     own = [t for t in tiers if t.kind is not TierKind.REMOTE or transport.global_rank == 0]
-    report = take_inventory(own, node=node)
-    gathered = transport.all_gather(node.encode() + b"\n" + report.encode())
-    nodes, reports = zip(*(data.split(b"\n", 1) for data in gathered), strict=True)
+    names = [name.decode() for name in transport.all_gather(node.encode())]
+    # The first rank of a node looks for all of them.
+    first = names.index(node) == transport.global_rank
+    report = take_inventory(own if first else [], node=node)
+    reports = transport.all_gather(report.encode())
     inventory = Inventory.merge(Inventory.decode(data) for data in reports)
     for text in inventory.broken:
         _log.warning("Not counted as a checkpoint: %s", text)
-    names = [name.decode() for name in nodes]
     session = _Session(tiers, transport, names, inventory, chunk_bytes)
     session.seconds["inventory"] = time.perf_counter() - start_s
     return session
@@ -160,7 +172,7 @@ def _recover_from(
             seconds=dict(session.seconds),
             failures=tuple(failures),
             skipped=tuple(skipped),
-            attempt=next_attempt(session.inventory),
+            attempt=_next_attempt(session.inventory),
         ),
     )
 
@@ -209,7 +221,9 @@ def _read_any(
         tier = session.store_of(holder)
         if tier is not None:
             try:
-                return read_manifest(tier.store, checkpoint, part).encode().decode()
+                data = tier.store.read(manifest_name(checkpoint, part))
+                PartManifest.decode(data)
+                return data.decode()
             except Exception as error:
                 # Stores raise their client library's own types; the next holder may do.
                 _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)

@@ -223,7 +223,8 @@ class CheckpointWriter:
             safe = all(self._gather(safe))
         busy = {CheckpointId.parse(s["uploading"]) for s in statuses if s["uploading"]}
         if safe:
-            self._confirm_and_prune(content.id, {item for item in busy if item is not None})
+            in_use = {content.id, *(item for item in busy if item is not None)}
+            self._confirm_and_prune(content.id, in_use)
         elif not errors:
             _log.warning("Checkpoint %s isn't complete in the nodes' own tiers.", content.id)
         for text in errors:

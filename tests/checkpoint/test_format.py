@@ -112,10 +112,6 @@ def test_a_manifest_with_any_flipped_bit_is_refused_or_equal(position: int, bit:
 @pytest.mark.parametrize("cut", [0, 1, 10, 100, -1, -2])
 def test_a_torn_manifest_is_refused(folder: Path, cut: int) -> None:
     data = (folder / "part-00000.json").read_bytes()
-    if cut == -1:
-        # Only the newline is gone.
-        assert PartManifest.decode(data[:cut])
-        return
     with pytest.raises(CheckpointError, match="torn"):
         PartManifest.decode(data[:cut])
 
@@ -125,7 +121,7 @@ def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
     body = json.loads(text)["manifest"]
     body["format"] = 2
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    outer = f'{{"crc32": "{zlib.crc32(canonical.encode()):08x}", "manifest": {canonical}}}'
+    outer = f'{{"crc32": "{zlib.crc32(canonical.encode()):08x}", "manifest": {canonical}}}\n'
     with pytest.raises(CheckpointError, match=r"format 2.*torch"):
         PartManifest.decode(outer.encode())
 

@@ -18,6 +18,7 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     Transport,
+    find_next_attempt,
     recover,
 )
 from lightning_hetero.core.errors import CheckpointError
@@ -332,3 +333,29 @@ def test_a_new_process_finds_what_an_old_one_left_on_disk(tmp_path: Path) -> Non
     assert_is_state(recovered, needs, 1)
     assert recovered is not None
     assert "own disk" in str(recovered.report)
+
+
+def test_a_run_that_went_back_is_newer_than_the_one_it_left() -> None:
+    plan, size = PLANS["one device"]
+    nodes = Nodes(["a"], remote=False)
+    needs = needs_of(0, plan, size)
+    save_all(nodes, ["a"], contents(9, plan, size))
+    attempt = find_next_attempt(nodes.tiers("a"), node="a")
+    assert attempt == 1
+    save_all(nodes, ["a"], contents(5, plan, size, attempt=attempt))
+    recovered = recover_all(nodes, ["a"], [needs])[0]
+    assert_is_state(recovered, needs, 5)
+    assert recovered is not None
+    assert recovered.report.attempt == 2
+    for step in (6, 7):
+        save_all(nodes, ["a"], contents(step, plan, size, attempt=attempt))
+    assert {name.split("/")[0][-8:] for name in nodes.disk["a"].files} == {"6-000001", "7-000001"}
+
+
+def test_what_is_incomplete_counts_for_the_next_attempt_alone() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"], remote=False)
+    save_all(nodes, ["a", "b"], contents(4, plan, size, attempt=3))
+    nodes.lose("b")
+    assert recover_all(nodes, ["a", "b"], [[], []]) == [None, None]
+    assert find_next_attempt(nodes.tiers("a"), node="a") == 4

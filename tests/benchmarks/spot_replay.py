@@ -1,0 +1,189 @@
+"""A small simulator: training on a group of spot instances whose number follows a real trace.
+
+Time passes in events: a change of the number of instances stops training, costs what was done since
+the last usable checkpoint, then a restart and a recovery. Which instances go is drawn at random.
+Recovery is what `plan_fetches` says under the placement of `place_replicas`: each node's disk and
+link and the one remote store work side by side at their bandwidths. The peer saves to the remote
+store alone, uploads as often as its bandwidth allows, and restarts from there.
+
+Both pay the same for a restart. No notice is assumed: every loss is a sudden one.
+"""
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_hetero.checkpoint import Holder, Source, TierKind, place_replicas
+from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.recovery_plan import Fetch, FileRange, plan_fetches
+from tests.benchmarks.harness import Row
+
+TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"
+SECONDS_PER_UNIT = {"g4dn": 1.0, "p2": 3600.0}
+"""The first column is seconds in one file and hours in the other, as their spans show."""
+
+STATE_BYTES = 12 * 6.7e9
+"""fp32 weights and two moments of GPT-3 6.7B."""
+DISK_BYTES_PER_S, REMOTE_BYTES_PER_S, LINK_BYTES_PER_S = 3500e6, 1200e6, 50e9
+RESTART_S = 60.0
+"""Rendezvous, imports, process groups, the first plan; the same for both."""
+MERGE_S = 60.0
+"""Changes closer than this are one restart."""
+BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a system saves and recovers."""
+
+    interval_s: float
+    """Twice the seconds of work that a loss costs on average."""
+    replicas: int
+    """0: nothing but the remote store is used."""
+
+
+def load_trace(path: Path) -> list[tuple[float, int]]:
+    """Return (seconds, instances alive) after each change, close changes merged."""
+    unit = next(scale for word, scale in SECONDS_PER_UNIT.items() if word in path.name)
+    points: list[tuple[float, int]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        time_text, count = line.split(",")
+        at_s = float(time_text) * unit
+        if points and at_s - points[-1][0] < MERGE_S:
+            points[-1] = (points[-1][0], int(count))
+        elif not points or points[-1][1] != int(count):
+            points.append((at_s, int(count)))
+    return points
+
+
+def share_of_training(points: Sequence[tuple[float, int]], policy: Policy, seed: int = 0) -> float:
+    """Return the share of the time with instances in which lasting progress was made."""
+    draw = random.Random(seed)
+    names = itertools.count()
+    alive: list[str] = []
+    holders: dict[int, set[str]] = {}
+    useful_s = available_s = 0.0
+    for (at_s, count), (until_s, _) in itertools.pairwise(points):
+        lost = set(draw.sample(alive, max(0, len(alive) - count)))
+        before = bool(alive)
+        alive = [node for node in alive if node not in lost]
+        alive += [f"i{next(names)}" for _ in range(count - len(alive))]
+        for nodes in holders.values():
+            nodes -= lost
+        if not alive:
+            continue
+        span_s = until_s - at_s
+        available_s += span_s
+        recovery_s, local = recovery_time_s(alive, holders, policy)
+        if before or holders:
+            # Where both copies of a part are gone the remote store has an older checkpoint.
+            redo_s = (policy.interval_s if local else 3 * STATE_BYTES / REMOTE_BYTES_PER_S) / 2
+            span_s -= RESTART_S + recovery_s + redo_s
+        useful_s += max(0.0, span_s)
+        holders = place(alive, policy)
+    return useful_s / available_s
+
+
+def place(alive: Sequence[str], policy: Policy) -> dict[int, set[str]]:
+    """Return which nodes hold each part after the next checkpoint."""
+    if not policy.replicas:
+        return {part: set() for part in range(len(alive))}
+    targets = place_replicas(alive, replicas=policy.replicas)
+    return {
+        part: {alive[part], *(alive[rank] for rank in ranks)} for part, ranks in enumerate(targets)
+    }
+
+
+def recovery_time_s(
+    alive: Sequence[str], holders: Mapping[int, set[str]], policy: Policy
+) -> tuple[float, bool]:
+    """Return the time to fetch everything, and whether the local checkpoint could be used."""
+    if not holders:
+        return 0.0, True
+    local = bool(policy.replicas) and all(holders.values())
+    size = int(STATE_BYTES) // len(holders)
+    manifests = {part: _manifest(part, size, len(holders)) for part in holders}
+    places = {
+        (part, "f"): tuple(sorted(Holder(n, TierKind.DISK) for n in nodes))
+        if local
+        else (Holder("", TierKind.REMOTE),)
+        for part, nodes in holders.items()
+    }
+    needs = {rank: _even_share(rank, len(alive), len(holders), size) for rank in range(len(alive))}
+    return _duration_s(plan_fetches(needs, manifests, places, alive, chunk_bytes=1 << 30)), local
+
+
+def _duration_s(fetches: Sequence[Fetch]) -> float:
+    disk: dict[Holder, int] = defaultdict(int)
+    link: dict[int, int] = defaultdict(int)
+    for fetch in fetches:
+        size = fetch.range.stop - fetch.range.start
+        disk[fetch.holder] += size
+        if fetch.source in (Source.PEER_MEMORY, Source.PEER_DISK):
+            link[fetch.reader] += size
+            link[fetch.receiver] += size
+    speeds = [
+        size / (REMOTE_BYTES_PER_S if h.kind is TierKind.REMOTE else DISK_BYTES_PER_S)
+        for h, size in disk.items()
+    ]
+    return max([*speeds, *(size / LINK_BYTES_PER_S for size in link.values())])
+
+
+def _manifest(part: int, size: int, world_size: int) -> PartManifest:
+    return PartManifest(
+        id=CheckpointId(1),
+        part=part,
+        world_size=world_size,
+        num_layers=1,
+        block_bytes=BLOCK_BYTES,
+        files=(FileEntry("f", 0, size, ()),),
+        slices=(),
+        plan=None,
+        versions={},
+    )
+
+
+def _even_share(rank: int, num_ranks: int, num_parts: int, size: int) -> list[FileRange]:
+    total = num_parts * size
+    start, stop = total * rank // num_ranks, total * (rank + 1) // num_ranks
+    return [
+        FileRange(part, "f", max(start - part * size, 0), min(stop - part * size, size))
+        for part in range(num_parts)
+        if start < (part + 1) * size and stop > part * size
+    ]
+
+
+def replay_rows() -> list[Row]:
+    """Replay every trace there is."""
+    upload_s = STATE_BYTES / REMOTE_BYTES_PER_S
+    rows = []
+    for path in sorted(TRACES.glob("*.csv")):
+        points = load_trace(path)
+        most = max(count for _, count in points)
+        # A part is written to its own disk and once more to a neighbour's.
+        local_s = max(2 * STATE_BYTES / most / DISK_BYTES_PER_S, 30.0)
+        # Saving without a pause, a crash loses the save under way and half of one before it.
+        peer = Policy(interval_s=3 * upload_s, replicas=0)
+        ours = Policy(interval_s=3 * local_s, replicas=2)
+        shares = [
+            [share_of_training(points, policy, seed) for seed in range(10)]
+            for policy in (ours, peer)
+        ]
+        mine, theirs = (sorted(values)[len(values) // 2] for values in shares)
+        rows.append(
+            Row(
+                name=f"time spent training, {path.stem[:34]}, {len(points)} changes",
+                ours=mine,
+                peer=theirs,
+                unit="share",
+                target=1.0,
+                better="higher",
+                kind="simulated",
+                value=mine / theirs,
+                note="peer: restarts from a remote checkpoint, uploaded as often as it can",
+            )
+        )
+    return rows
