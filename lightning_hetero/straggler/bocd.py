@@ -24,6 +24,8 @@ __all__ = ["BocdDetector"]
 _DEFAULT_SCALE = 0.03
 _LEAST_SCALE = 0.002
 _SCALE_EVERY = 32
+_RECENT = 50
+"""Values just before a change that it is also compared with."""
 _MANY = 20
 """Values of a new level that make its median good to a percent or so."""
 
@@ -154,7 +156,9 @@ class BocdDetector:
             return False
         # A change of 10 % is as likely to look like 9.5 % as like 10.5 %; wait, then allow for it.
         least = self._least_shift * (0.95 if len(after) >= _MANY else 1.0)
-        enough = abs(shift) >= least
+        # Small steps and drift add up over a long memory: the change itself must be as large.
+        recent_shift = after_log - median(before[-_RECENT:])
+        enough = min(abs(shift), recent_shift * math.copysign(1.0, shift)) >= least
         if self._healthy_log is not None and shift < 0.0:
             # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
             enough = enough or after_log <= 0.5 * (self._healthy_log + before_log)

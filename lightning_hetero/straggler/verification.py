@@ -17,9 +17,9 @@ _NORMAL_MAD = 1.4826
 _MEDIAN_SPREAD = 1.2533
 """Standard deviation of the median of n normal values, in units of σ/√n (large n)."""
 
-_FACTOR_INDEPENDENT = 5.5
+_FACTOR_INDEPENDENT = 6.25
 _FACTOR_CORRELATED = 4.0
-_BEYOND = 1.2
+_BEYOND = 1.4
 _TAIL_SHARE = 0.85
 _TAIL_DEVIATIONS = 1.0364
 """Standard deviations from the median to that share of normal values."""
