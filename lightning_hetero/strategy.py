@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -42,8 +43,9 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
-from lightning_hetero.data.dealing import deal_out
+from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
 from lightning_hetero.precision import HeteroPrecision
+from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.engine import Engine, EngineConfig, IterationKey
 from lightning_hetero.runtime.failure import FailureDetector, connect_store
@@ -57,6 +59,11 @@ from lightning_hetero.runtime.state import (
     whole_module_state,
 )
 from lightning_hetero.runtime.step_logs import ALREADY_REDUCED
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_hetero.runtime.weights import SliceStore
 
 __all__ = ["HeteroStrategy"]
 
@@ -129,6 +136,8 @@ class HeteroStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
         self._engine: Engine | None = None
+        self._trained: SliceStore | None = None
+        self._cut_when_loading: RemovableHandle | None = None
         self._communicators: Communicators | None = None
         self._detector: FailureDetector | None = None
         self._failed = False
@@ -288,6 +297,7 @@ class HeteroStrategy(ParallelStrategy):
             _check_trainable(module)
         self._engine = self._make_engine(module)
         self.model_to_device()
+        self._cut_copies(trainer, module)
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -295,6 +305,16 @@ class HeteroStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _cut_copies(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Let whole state dicts be loaded into slices, and cut what callbacks have copied."""
+        assert self._communicators is not None
+        store = self.engine.store
+        self._trained = None
+        self._cut_when_loading = cut_when_loading(module, store)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+                cut_copy(callback._average_model.module, store, self._communicators)
 
     def _make_engine(self, module: pl.LightningModule) -> Engine:
         assert self._communicators is not None
@@ -356,12 +376,18 @@ class HeteroStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         place = self.engine.place
-        return deal_out(
+        dealt = deal_out(
             dataloader,
             shares=self.engine.num_microbatches,
             pipeline_index=None if place is None else place.pipeline_index,
             seed=self.engine.config.seed,
         )
+        sampler = getattr(dealt, "batch_sampler", None)
+        if isinstance(sampler, DealtBatchSampler):
+            # A resumed loader's workers draw before Lightning says which epoch it is.
+            assert self.lightning_module is not None
+            sampler.set_epoch(self.lightning_module.trainer.current_epoch)
+        return dealt
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -525,6 +551,9 @@ class HeteroStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self._engine is None:
+            # Saved after the run: parameters are whole on every rank.
+            return self.lightning_module.state_dict()
         assert self._communicators is not None
         return whole_module_state(self.engine.store, self._communicators, self.lightning_module)
 
@@ -533,7 +562,10 @@ class HeteroStrategy(ParallelStrategy):
         assert self._communicators is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return gather_optimizer_state(self.engine.store, self._communicators, optimizer)
+        # After the run the optimizers still hold the slices.
+        store = self._trained if self._engine is None else self._engine.store
+        assert store is not None, "the strategy has not been set up"
+        return gather_optimizer_state(store, self._communicators, optimizer)
 
     @override
     def load_checkpoint(
@@ -578,7 +610,10 @@ class HeteroStrategy(ParallelStrategy):
                 assert self._communicators is not None
                 spread_whole(self._engine.store, self._communicators)
             self._engine.boundary.remove()
-            self._engine = None
+            self._trained, self._engine = self._engine.store, None
+        if self._cut_when_loading is not None:
+            self._cut_when_loading.remove()
+            self._cut_when_loading = None
         if self._detector is not None:
             self._detector.stop()
         super().teardown()

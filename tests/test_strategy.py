@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.processes import ProcessPool
 from tests.runtime.features import (
+    AFTER_FIT,
     average_weights,
     fit_by_name,
     fit_single,
@@ -159,16 +161,42 @@ def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
         assert_continued(result, whole, save_at)
 
 
-@pytest.mark.parametrize(("save_at", "num_workers"), [(2, 0), (6, 0), (6, 1)])
+@pytest.mark.parametrize("save_at", [2, 6])
 def test_a_shuffled_run_resumes_inside_an_epoch_in_the_same_order(
-    pool: ProcessPool, tmp_path: Path, save_at: int, num_workers: int
+    pool: ProcessPool, tmp_path: Path, save_at: int
 ) -> None:
     path = str(tmp_path / "some.ckpt")
-    order = {"shuffle": True, "num_workers": num_workers}
-    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, **order)[0]
-    for result in run(pool, 3, THREE, 3, 2, resume=path, **order):
+    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, shuffle=True)[0]
+    for result in run(pool, 3, THREE, 3, 2, resume=path, shuffle=True):
         assert_close(result["losses"], whole["losses"][save_at:], "losses")
         assert_close(result["weights"], whole["weights"], "weights")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save_at", [2, 6])
+def test_workers_of_a_resumed_loader_draw_the_same_order(tmp_path: Path, save_at: int) -> None:
+    # In this very process, since those of the pool may not start workers.
+    path = str(tmp_path / "some.ckpt")
+    order: dict[str, Any] = {"shuffle": True, "num_workers": 1}
+    try:
+        whole = train_and_save(0, ALONE, 1, 6, save_at=save_at, path=path, **order)
+        dist.destroy_process_group()
+        resumed = train_and_save(0, ALONE, 1, 6, resume=path, **order)
+    finally:
+        dist.destroy_process_group()
+    assert_close(resumed["losses"], whole["losses"][save_at:], "losses")
+
+
+def test_a_checkpoint_saved_after_fit_is_whole_and_resumes(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    whole = run(pool, 3, ASYMMETRIC, 3, 3)[0]
+    first = run(pool, 3, ASYMMETRIC, 3, 3, save_at=AFTER_FIT, path=path, max_epochs=1)[0]
+    assert_close(pool.run(read_with_plain_lightning, 1, path)[0]["weights"], first["weights"])
+    for plan, world_size, batch_size in [(TWO_STAGES, 2, 6), (None, 1, 6)]:
+        for result in run(pool, world_size, plan, world_size, batch_size, resume=path):
+            assert_continued(result, whole, 4)
 
 
 def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 
 __all__ = [
     "gather_optimizer_state",
+    "gather_rows",
     "load_module_state",
     "scatter_optimizer_state",
     "spread_whole",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-def _gather_rows(
+def gather_rows(
     store: SliceStore, comms: Communicators, name: str, own: Tensor, *, everywhere: bool
 ) -> Tensor | None:
     """Return the whole tensor whose rows the owners have: on rank 0, or on every rank.
@@ -86,7 +87,7 @@ def whole_module_state(
     """
     wholes = {}
     for name, master in store.masters.items():
-        whole = _gather_rows(store, comms, name, master, everywhere=False)
+        whole = gather_rows(store, comms, name, master, everywhere=False)
         if whole is not None:
             wholes[name] = whole
     if comms.global_rank != 0:
@@ -121,7 +122,7 @@ def load_module_state(
 def spread_whole(store: SliceStore, comms: Communicators) -> None:
     """Put whole parameters, on CPU, back into the module on every rank; collective."""
     for name, master in store.masters.items():
-        whole = _gather_rows(store, comms, name, master, everywhere=True)
+        whole = gather_rows(store, comms, name, master, everywhere=True)
         assert whole is not None
         parameter = nn.Parameter(whole, requires_grad=store.specs[name].requires_grad)
         for slot in store.layout.slots[name]:
@@ -160,7 +161,7 @@ def gather_optimizer_state(
             value = local["state"].get(index, {}).get(key)
             if is_sliced:
                 own = torch.empty(store.shape_of(name), dtype=dtype) if value is None else value
-                whole: Any = _gather_rows(store, comms, name, own, everywhere=False)
+                whole: Any = gather_rows(store, comms, name, own, everywhere=False)
             else:
                 whole = _from_owner(comms, store.slices[name][0].owner, value)
             if comms.global_rank == 0:

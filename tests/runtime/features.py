@@ -17,6 +17,8 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.toy import VOCABULARY, TokenRows, ToyModule, ToyOptions, loader, quiet
 
 SEED = 5
+AFTER_FIT = -1
+"""Instead of a number of steps: save when `fit` has returned."""
 
 
 def strategy_of(plan: dict[str, Any] | None, world_size: int, **options: Any) -> dict[str, Any]:
@@ -212,16 +214,19 @@ def train_and_save(
     options: ToyOptions | None = None,
     shuffle: bool = False,
     num_workers: int = 0,
+    max_epochs: int = 2,
 ) -> dict[str, Any]:
     """Train two epochs, save at a step if asked, begin at a checkpoint if given."""
     L.seed_everything(SEED, verbose=False)
     module = StableModule(options or ToyOptions())
     trainer = L.Trainer(
-        **quiet(callbacks=[SaveAt(save_at, path)], max_epochs=2),
+        **quiet(callbacks=[SaveAt(save_at, path)], max_epochs=max_epochs),
         **strategy_of(plan, world_size),
     )
     train = shuffled_loader(batch_size, num_workers) if shuffle else stateful_loader(batch_size)
     trainer.fit(module, train, loader(10, batch_size, seed=1), ckpt_path=resume)
+    if save_at == AFTER_FIT:
+        trainer.save_checkpoint(path)
     return {
         "losses": module.losses,
         "weights": as_arrays(module),
