@@ -1,12 +1,13 @@
-"""Agree between all ranks on what happened in an iteration, with two small collectives.
+"""Agree between all ranks on what happened in an iteration, with one small all-gather.
 
-Every rank gives a few integers (did anything change?) and a row of sums (loss, target tokens,
-logged values). Objects travel only when a rank's integers differ from the last iteration's, so the
-usual cost is one all-gather of 40 bytes and one of a few hundred per rank.
+Every rank gives a row: a few integers (did anything change?) and sums (loss, target tokens, logged
+values). It is sent as soon as the rank's schedule ends and read after the push, so it costs no wait
+of its own. Objects travel only when a rank's integers differ from the last iteration's. On an
+accelerator the sums are gathered there, apart from the integers, so nothing waits for the device.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_hetero.core.errors import BatchError
+from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Report", "fingerprint_of"]
+__all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of"]
+
+_NUM_INTEGERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,18 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Header:
+    """A rank's integers."""
+
+    num_samples: int
+    """Weight of this rank's samples; only the first rank of a pipeline gives it."""
+    pipeline_index: int
+    """This rank's pipeline, -1 if idle."""
+    fingerprint: int
+    """Of this rank's batch; must agree inside a pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Agreed:
     """What all ranks know after the exchange, the same on each."""
 
@@ -40,77 +56,99 @@ class Agreed:
     """All entries in one order."""
     num_samples: int
     """Weight of the iteration in an epoch's mean, summed over pipelines."""
-    changed: bool
-    """Whether a report differs from the last iteration's."""
+    sums: Tensor
+    """Each rank's sums, (num_ranks, length)."""
 
 
 class Agreement:
     """The exchange of one kind of step; remembers the reports of the last iteration.
 
+    Called by every rank once per iteration: `begin`, then `finish`.
+
     Args:
-        group: Communicator of all ranks on CPU (gloo); None when there is only one.
-        world_size: Number of ranks.
+        comms: The communicators.
+        device: Where sums are computed.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, world_size: int) -> None:
-        self._group = group
-        self._world_size = world_size
+    def __init__(self, comms: Communicators, device: torch.device) -> None:
+        self._comms = comms
+        self._device = device
         self._digests: list[int] = []
-        self._agreed: tuple[tuple[Report, ...], tuple[LogEntry, ...]] = ((), ())
+        self._reports: tuple[Report, ...] = ()
+        self._entries: tuple[LogEntry, ...] = ()
 
-    def exchange(
-        self, report: Report, *, num_samples: int, pipeline_index: int, fingerprint: int
-    ) -> Agreed:
-        """Exchange reports; called by every rank once per iteration.
+    def begin(
+        self, report: Report, header: Header, sums_of: Callable[[Sequence[LogEntry]], Tensor]
+    ) -> None:
+        """Send this rank's row, without waiting for the others'.
 
         Args:
-            report: This rank's.
-            num_samples: Weight of this rank's samples; only the first rank of a pipeline gives it.
-            pipeline_index: This rank's pipeline, -1 if idle.
-            fingerprint: Of this rank's batch; must agree inside a pipeline.
+            report: What changed seldom.
+            header: What changes each time.
+            sums_of: Returns this rank's float64 sums for the given entries.
+        """
+        self._report, self._sums_of = report, sums_of
+        digest = zlib.crc32(repr(report).encode())
+        numbers = [digest, header.num_samples, header.pipeline_index, header.fingerprint]
+        integers = torch.tensor(numbers, dtype=torch.float64)
+        sums = sums_of(self._entries)
+        if self._device.type == "cpu":
+            self._gathers = [_Gather(torch.cat([integers, sums]), self._comms.control, self._comms)]
+        else:
+            self._gathers = [
+                _Gather(integers, self._comms.control, self._comms),
+                _Gather(sums, self._comms.values, self._comms),
+            ]
+
+    def finish(self) -> Agreed:
+        """Return what all ranks said.
 
         Raises:
             BatchError: Ranks of one pipeline have different batches.
         """
-        digest = zlib.crc32(repr(report).encode())
-        mine = torch.tensor([digest, num_samples, pipeline_index, fingerprint])
-        rows = self._gather_integers(mine)
-        _check_fingerprints(rows)
-        digests = [row[0] for row in rows]
-        changed = digests != self._digests
-        if changed:
-            reports = self._gather_reports(report)
-            entries = tuple(dict.fromkeys(e for item in reports for e in item.entries))
-            self._digests, self._agreed = digests, (reports, entries)
-        reports, entries = self._agreed
+        parts = [gather.wait() for gather in self._gathers]
+        integers = [[int(value) for value in row] for row in parts[0][:, :_NUM_INTEGERS].tolist()]
+        sums = parts[1] if len(parts) > 1 else parts[0][:, _NUM_INTEGERS:]
+        _check_fingerprints(integers)
+        digests = [row[0] for row in integers]
+        if digests != self._digests:
+            self._reports = self._gather_reports()
+            known = self._entries
+            self._entries = tuple(dict.fromkeys(e for r in self._reports for e in r.entries))
+            self._digests = digests
+            if self._entries != known:
+                sums = _Gather(self._sums_of(self._entries), self._comms.values, self._comms).wait()
         return Agreed(
-            reports=reports,
-            entries=entries,
-            num_samples=sum(row[1] for row in rows),
-            changed=changed,
+            reports=self._reports,
+            entries=self._entries,
+            num_samples=sum(row[1] for row in integers),
+            sums=sums,
         )
 
-    def gather_rows(self, row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Return every rank's row of equal length, (num_ranks, length)."""
-        if self._world_size == 1:
-            return row[None]
-        rows = [torch.empty_like(row) for _ in range(self._world_size)]
-        dist.all_gather(rows, row, group=group)
-        return torch.stack(rows)
-
-    def _gather_integers(self, mine: Tensor) -> list[list[int]]:
-        if self._world_size == 1:
-            return [mine.tolist()]
-        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
-        dist.all_gather(rows, mine, group=self._group)
-        return [row.tolist() for row in rows]
-
-    def _gather_reports(self, report: Report) -> tuple[Report, ...]:
-        if self._world_size == 1:
-            return (report,)
-        reports: list[Report | None] = [None] * self._world_size
-        dist.all_gather_object(reports, report, group=self._group)
+    def _gather_reports(self) -> tuple[Report, ...]:
+        if self._comms.world_size == 1:
+            return (self._report,)
+        reports: list[Report | None] = [None] * self._comms.world_size
+        dist.all_gather_object(reports, self._report, group=self._comms.control)
         return tuple(item for item in reports if item is not None)
+
+
+class _Gather:
+    """An all-gather of equal rows under way."""
+
+    def __init__(self, row: Tensor, group: dist.ProcessGroup | None, comms: Communicators) -> None:
+        self._work: dist.Work | None = None
+        self._rows = row[None]
+        if comms.world_size > 1:
+            flat = row.new_empty(comms.world_size * len(row))
+            self._rows = flat.view(comms.world_size, len(row))
+            self._work = dist.all_gather_into_tensor(flat, row, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return every rank's row, (num_ranks, length)."""
+        if self._work is not None:
+            self._work.wait()
+        return self._rows
 
 
 def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:

@@ -26,7 +26,13 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, assign_owners
 from lightning_hetero.core.transfers import TransferTable, unit_of
 from lightning_hetero.runtime.activations import ActivationLink
-from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, fingerprint_of
+from lightning_hetero.runtime.agreement import (
+    Agreed,
+    Agreement,
+    Header,
+    Report,
+    fingerprint_of,
+)
 from lightning_hetero.runtime.boundary import (
     MicrobatchRun,
     StageBoundary,
@@ -37,7 +43,7 @@ from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.exchange import Pull, Push
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import count_samples, cut_batch
-from lightning_hetero.runtime.step_logs import StepLogs
+from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
@@ -263,17 +269,18 @@ class Engine:
                 else:
                     last = action.microbatch_index + 1 == len(iteration.microbatches)
                     self._backward(iteration, action.microbatch_index, is_last=last)
+            missing = tuple(self._push.missing())
+            agreement = self._begin_agreement(iteration, key, batch, missing)
             self._finish_pull()
             gradients = self._push.finish()
             self._link.finish()
-        agreed = self._agree(iteration, key, batch, missing=tuple(self._push.missing()))
-        rows = self._gather_sums(iteration, agreed, key)
-        loss, weight = rows[:, 0].sum() / rows[:, 1].sum(), rows[:, 1].sum()
+        agreed = agreement.finish()
+        loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
         self._keep_gradients(gradients, agreed, weight)
-        self.logs.replay(agreed.entries, rows[:, 2:], agreed.num_samples)
+        self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
         if not self._roles_known:
             self._learn_roles(agreed.reports)
-        return loss.float()
+        return (loss_sum / weight).float()
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
@@ -282,11 +289,11 @@ class Engine:
             self._start_pull()
             for action in self._schedule(iteration, training=False):
                 self._forward(step, iteration, action.microbatch_index, key, training=False)
+            agreement = self._begin_agreement(iteration, key, batch, ())
             self._finish_pull()
             self._link.finish()
-        agreed = self._agree(iteration, key, batch, missing=())
-        rows = self._gather_sums(iteration, agreed, key)
-        self.logs.replay(agreed.entries, rows[:, 2:], agreed.num_samples)
+        agreed = agreement.finish()
+        self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
         return iteration.outputs
 
     def _begin(self, batch: Any) -> _Iteration:
@@ -425,33 +432,27 @@ class Engine:
 
     # -- agreement ------------------------------------------------------------------------------
 
-    def _agree(
-        self, iteration: _Iteration, key: IterationKey, batch: Any, *, missing: tuple[str, ...]
-    ) -> Agreed:
-        agreement = self._agreements.setdefault(
-            key.stage, Agreement(self.comms.control, self.comms.world_size)
-        )
-        speaks = self.place is not None and self.place.stage_index == self.place.tp_rank == 0
+    def _begin_agreement(
+        self, iteration: _Iteration, key: IterationKey, batch: Any, missing: tuple[str, ...]
+    ) -> Agreement:
+        place = self.place
+        speaks = place is not None and place.stage_index == place.tp_rank == 0
         samples = sum(_epoch_weight(item) for item in iteration.microbatches) if speaks else 0
-        return agreement.exchange(
-            Report(entries=self.logs.entries, missing=missing),
+        header = Header(
             num_samples=samples,
-            pipeline_index=-1 if self.place is None else self.place.pipeline_index,
-            fingerprint=0 if self.place is None else fingerprint_of(batch),
+            pipeline_index=-1 if place is None else place.pipeline_index,
+            fingerprint=0 if place is None else fingerprint_of(batch),
         )
 
-    def _gather_sums(self, iteration: _Iteration, agreed: Agreed, key: IterationKey) -> Tensor:
-        """Return each rank's (loss sum, weight, logged values …), (num_ranks, length)."""
-        row = torch.cat(
-            [
-                torch.stack([iteration.loss_sum, iteration.weight]),
-                self.logs.as_row(agreed.entries),
-            ]
-        )
-        if self.place is not None and self.place.tp_rank > 0:
-            # Ranks of a tensor-parallel group have the same loss: count it once.
-            row.zero_()
-        return self._agreements[key.stage].gather_rows(row, self.comms.values)
+        def sums_of(entries: Sequence[LogEntry]) -> Tensor:
+            totals = torch.stack([iteration.loss_sum, iteration.weight])
+            row = torch.cat([totals, self.logs.as_row(entries)])
+            # Ranks of a tensor-parallel group have the same loss: the first one counts.
+            return row if place is None or place.tp_rank == 0 else torch.zeros_like(row)
+
+        agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
+        agreement.begin(Report(entries=self.logs.entries, missing=missing), header, sums_of)
+        return agreement
 
     def _keep_gradients(self, gradients: dict[str, Tensor], agreed: Agreed, weight: Tensor) -> None:
         """Divide by the iteration's target tokens; leave out what no holder has a gradient for."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.core.transfers import Message
+from lightning_hetero.core.transfers import Message, Piece
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["Pull", "Push", "in_units"]
@@ -279,23 +279,28 @@ class Push:
         self._contributions.sort(key=lambda item: (item.pipeline_index, item.message.source))
         for contribution in self._contributions:
             for piece, values in zip(contribution.message.pieces, contribution.pieces, strict=True):
-                name = piece.parameter
-                first, last = self._store.intervals[name]
-                master = self._store.masters[name]
-                if name not in gradients and (piece.start, piece.stop) == (first, last):
-                    # The first contribution to a slice, of all its rows: no need to add to zeros.
-                    whole = torch.empty_like(master, memory_format=torch.contiguous_format)
-                    gradients[name] = whole.copy_(values.reshape(master.shape))
+                total = gradients.get(piece.parameter)
+                if total is None:
+                    gradients[piece.parameter] = self._first(piece, values)
                     continue
-                if name not in gradients:
-                    gradients[name] = torch.zeros_like(
-                        master, memory_format=torch.contiguous_format
-                    )
-                rows = narrow_rows(
-                    gradients[name],
-                    self._store.specs[name],
-                    piece.start - first,
-                    piece.stop - first,
-                )
+                rows = self._rows_of(total, piece)
                 rows += values.reshape(rows.shape)
         return gradients
+
+    def _first(self, piece: Piece, values: Tensor) -> Tensor:
+        """Return a slice's gradient that holds its first contribution.
+
+        Buffers and gradients of this iteration are nobody else's, so a contribution of the whole
+        slice becomes the sum itself where its dtype allows.
+        """
+        master = self._store.masters[piece.parameter]
+        if (piece.start, piece.stop) == self._store.intervals[piece.parameter]:
+            return values.detach().reshape(master.shape).to(master.dtype)
+        total = torch.zeros_like(master, memory_format=torch.contiguous_format)
+        self._rows_of(total, piece).copy_(values.reshape(self._rows_of(total, piece).shape))
+        return total
+
+    def _rows_of(self, total: Tensor, piece: Piece) -> Tensor:
+        first, _ = self._store.intervals[piece.parameter]
+        spec = self._store.specs[piece.parameter]
+        return narrow_rows(total, spec, piece.start - first, piece.stop - first)
