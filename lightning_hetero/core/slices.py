@@ -65,6 +65,10 @@ class ParameterSpec:
     """Dim along which tensor parallelism shards it; None if every rank of the group holds it."""
     tp_blocks: int = 1
     """Number of equal blocks along `tp_dim` that are sharded one by one (fused projections)."""
+    tp_uneven: bool = False
+    """Whether shards may differ in size where the degree doesn't divide (vocabularies)."""
+    tp_partial: bool = False
+    """Whether each rank of a group that holds it whole has only a summand of its gradient."""
     requires_grad: bool = True
 
     @property
@@ -105,7 +109,7 @@ class Holding:
     pipeline_index: int
     intervals: tuple[Interval, ...]
     pushes: tuple[Interval, ...]
-    """The part whose gradient it sends; ranks of a TP group that hold the same part share it."""
+    """The part whose gradient it sends; ranks of a TP group with the same gradient share it."""
 
 
 def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
@@ -140,8 +144,13 @@ def _shard(
     if tp_degree == 1:
         return whole, whole
     if spec.tp_dim is None:
-        # All ranks of the group hold it and have the same gradient: each sends its share of rows.
-        return whole, (_part(spec.cut_length, tp_rank, tp_degree),)
+        # All ranks of the group hold it. If they have the same gradient, each sends its share of
+        # rows; summands are sent whole, and the owner sums them.
+        share = (_part(spec.cut_length, tp_rank, tp_degree),)
+        return whole, whole if spec.tp_partial else share
+    if spec.tp_uneven and spec.tp_blocks == 1:
+        own = (_part(spec.cut_length, tp_rank, tp_degree),)
+        return own, own
     block = spec.cut_length // spec.tp_blocks
     if block * spec.tp_blocks != spec.cut_length or block % tp_degree:
         raise ModelError(
