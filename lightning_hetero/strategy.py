@@ -25,7 +25,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import Store
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
@@ -313,8 +314,12 @@ class HeteroStrategy(ParallelStrategy):
         self._trained = None
         self._cut_when_loading = cut_when_loading(module, store)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-                cut_copy(callback._average_model.module, store, self._communicators)
+            if not isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                continue
+            copy = callback._average_model
+            if copy is not None:
+                whole = copy.module if isinstance(copy, AveragedModel) else copy
+                cut_copy(whole, store, self._communicators)
 
     def _make_engine(self, module: pl.LightningModule) -> Engine:
         assert self._communicators is not None

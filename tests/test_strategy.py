@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,
+    average_stochastically,
     average_weights,
     fit_by_name,
     fit_single,
@@ -219,6 +220,13 @@ def test_averaged_weights_are_validated_and_kept(pool: ProcessPool, tmp_path: Pa
     assert_close(found["weights"], saved["weights"])
     for result in pool.run(average_weights, 2, TWO_STAGES, 2, 6, paths[0], paths[0]):
         assert_close(result["losses"], expected["losses"][3:], "losses")
+        assert_close(result["weights"], expected["weights"], "weights")
+
+
+def test_stochastic_averages_are_those_of_a_single_device(pool: ProcessPool) -> None:
+    expected = pool.run(average_stochastically, 1, None, 1, 6)[0]
+    for result in pool.run(average_stochastically, 3, ASYMMETRIC, 3, 3):
+        assert_close(result["losses"], expected["losses"], "losses")
         assert_close(result["weights"], expected["weights"], "weights")
 
 

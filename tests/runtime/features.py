@@ -7,7 +7,12 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
@@ -266,3 +271,16 @@ def average_weights(
         "weights": as_arrays(module),
         "metrics": metrics_of(trainer),
     }
+
+
+def average_stochastically(
+    rank: int, plan: dict[str, Any] | None, world_size: int, batch_size: int
+) -> dict[str, Any]:
+    L.seed_everything(SEED, verbose=False)
+    averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=1)
+    module = StableModule(ToyOptions())
+    trainer = L.Trainer(
+        **quiet(callbacks=[averaging], max_epochs=4), **strategy_of(plan, world_size)
+    )
+    trainer.fit(module, stateful_loader(batch_size))
+    return {"losses": module.losses, "weights": as_arrays(module)}
