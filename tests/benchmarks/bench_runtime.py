@@ -1,0 +1,172 @@
+"""Step time of the engine against DDP and against torch's own pipelines, on two gloo processes.
+
+Counted, for P bytes of parameters and two ranks:
+
+* two equal pipelines: DDP all-reduces gradients, P bytes out and in on each rank, and every rank
+  updates all P. Here a rank pushes P/2 and pulls P/2 (the same bytes) and updates P/2.
+* one pipeline of two stages: both send one hidden state and one gradient per micro-batch. Here
+  weights are owned where they are held, so pull and push move nothing.
+
+What is left is overhead: swapping weights into the module, agreeing on losses (two small
+collectives) and seeding. The figure is the median of steps over alternating runs.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroStrategy
+from tests.benchmarks.harness import Row
+from tests.processes import ProcessPool
+from tests.toy import VOCABULARY, Block, TokenRows, ToyModule, ToyOptions, quiet
+
+OPTIONS = ToyOptions(num_layers=4, width=256)
+ROWS = 64
+STEPS = 12
+REPEATS = 5
+NUM_MICROBATCHES = 8
+
+
+class StepTimes(L.Callback):
+    """Wall time of each training step, data loading apart; the first two are warm-up."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+class PlainModule(ToyModule):
+    """Without logging, which the peers' loops don't do either."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def lightning_steps(strategy: Any, rows: int) -> list[float]:
+    times = StepTimes()
+    trainer = L.Trainer(
+        strategy=strategy,
+        callbacks=[times],
+        **quiet(devices=2, max_steps=STEPS, barebones=False, limit_val_batches=0),
+    )
+    loader = DataLoader(TokenRows(rows * STEPS * 2), batch_size=rows)
+    torch.manual_seed(0)
+    trainer.fit(PlainModule(OPTIONS), loader)
+    return times.seconds[2:]
+
+
+def against_ddp(rank: int) -> tuple[float, float]:
+    """Return (ours, DDP's) median step time in seconds on this rank."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(REPEATS):
+        ours += lightning_steps(HeteroStrategy(num_microbatches=1), ROWS)
+        theirs += lightning_steps(DDPStrategy(), ROWS)
+    return statistics.median(ours), statistics.median(theirs)
+
+
+class FirstStage(nn.Module):
+    def __init__(self, module: ToyModule) -> None:
+        super().__init__()
+        self.model = module.model
+        self.blocks = nn.ModuleList(list(module.model.blocks)[:2])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.wte(ids) + self.model.wpe[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class LastStage(nn.Module):
+    def __init__(self, module: ToyModule) -> None:
+        super().__init__()
+        self.blocks: nn.ModuleList | list[Block] = nn.ModuleList(list(module.model.blocks)[2:])
+        self.ln_f = module.model.ln_f
+        self.head = module.model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x))
+
+
+def torch_pipeline_steps(rank: int) -> list[float]:
+    """Time steps of torch.distributed.pipelining with the same AdamW groups on its own stage."""
+    torch.manual_seed(0)
+    module = PlainModule(OPTIONS)
+    stage_module = FirstStage(module) if rank == 0 else LastStage(module)
+    used = {id(p) for p in stage_module.parameters()}
+    if rank == 0:
+        used -= {id(p) for p in (*module.model.ln_f.parameters(), module.model.head.weight)}
+        used -= {id(p) for block in list(module.model.blocks)[2:] for p in block.parameters()}
+    parameters = [p for p in module.parameters() if id(p) in used]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    stage = PipelineStage(stage_module, rank, 2, torch.device("cpu"))
+
+    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+    schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=loss_fn)
+    seconds = []
+    for ids, labels in DataLoader(TokenRows(ROWS * STEPS), batch_size=ROWS):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(ids)
+        else:
+            schedule.step(target=labels, losses=losses)
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    return seconds[2:]
+
+
+def against_torch_pipelining(rank: int) -> tuple[float, float]:
+    """Return (ours, torch's) median step time in seconds on this rank."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(REPEATS):
+        strategy = HeteroStrategy(num_stages=2, num_microbatches=NUM_MICROBATCHES)
+        ours += lightning_steps(strategy, ROWS)
+        dist.barrier()
+        theirs += torch_pipeline_steps(rank)
+    return statistics.median(ours), statistics.median(theirs)
+
+
+def run() -> list[Row]:
+    pool = ProcessPool()
+    rows = []
+    cases = (
+        ("step, two equal pipelines", against_ddp, "Lightning DDPStrategy"),
+        ("step, one pipeline of two stages", against_torch_pipelining, "torch pipelining 1F1B"),
+    )
+    for name, function, peer_name in cases:
+        figures = pool.run(function, 2, timeout_s=500)
+        ours = max(item[0] for item in figures)
+        peer = max(item[1] for item in figures)
+        rows.append(
+            Row(
+                name=name, ours=ours, peer=peer, unit="s", target=1.05, better="lower",
+                kind="measured", value=ours / peer, note=peer_name,
+            )
+        )  # fmt: skip
+    pool.close()
+    return rows
