@@ -71,7 +71,7 @@ def detect_plain_bocd(values: NDArray[np.float64]) -> Reports:
 
 
 def detect_ruptures(values: NDArray[np.float64]) -> Reports:
-    """Return Pelt's upward changes, with all values at hand (offline), penalty 20 σ²."""
+    """Return KernelCPD's upward changes, with all values at hand (offline), penalty 20 σ²."""
     import ruptures
 
     logs = np.log(values)
