@@ -141,8 +141,7 @@ def _summary(result: PlanningResult, cost: CostModel) -> list[str]:
         f"iteration time  {time_s:.4g} s ({exposed:.1%} of it exposed exchange and optimizer step)",
         f"throughput      {result.tokens_per_s:,.0f} tokens/s "
         f"({result.workload.num_tokens:,} tokens an iteration)",
-        f"bound           no plan can be faster than {result.lower_bound_s:.4g} s: "
-        f"this one is within {result.gap:.1%}",
+        _bound_line(result),
         f"limited by      {result.limit}",
     ]
     money = best.money_per_token(result.workload.num_tokens)
@@ -155,6 +154,15 @@ def _summary(result: PlanningResult, cost: CostModel) -> list[str]:
         f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
     )
     return lines
+
+
+def _bound_line(result: PlanningResult) -> str:
+    if result.objective is Objective.COST and result.lower_bound_price is not None:
+        price = result.lower_bound_price / result.workload.num_tokens * 1e9
+        least = f"cheaper than {price:,.2f} per 10⁹ tokens"
+    else:
+        least = f"faster than {result.lower_bound_s:.4g} s"
+    return f"bound           no plan can be {least}: this one is within {result.gap:.1%}"
 
 
 def _candidates_table(result: PlanningResult, cost: CostModel) -> Table:

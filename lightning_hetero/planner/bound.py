@@ -22,7 +22,13 @@ from lightning_hetero.planner.estimate import Estimator
 from lightning_hetero.planner.patterns import FloatArray, IntArray
 from lightning_hetero.planner.rates import best_mix, bottleneck_times_s
 
-__all__ = ["UnitSpeeds", "bound_iteration_time_s", "finished_microbatches", "measure_speeds"]
+__all__ = [
+    "UnitSpeeds",
+    "bound_iteration_price",
+    "bound_iteration_time_s",
+    "finished_microbatches",
+    "measure_speeds",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,8 @@ def measure_speeds(estimator: Estimator, nodes: Sequence[int], tp_degree: int) -
             for ends in (False, True)
         )
         speeds.append(float((sizes / middle).max()))
-        extras.append(max(0.0, float((with_ends - middle).min())) * speeds[-1])
+        if np.isfinite(middle).all():
+            extras.append(max(0.0, float((with_ends - middle).min())) * speeds[-1])
     return UnitSpeeds(
         tp_degree=tp_degree, layers_per_s=np.array(speeds), extra_layers=min(extras, default=0.0)
     )
@@ -131,3 +138,23 @@ def bound_iteration_time_s(
         else:
             low = middle
     return low
+
+
+def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:
+    """Return the least price of an iteration under any plan, or None if a node has no price.
+
+    A device is paid for at least as long as it works, so no layer and no head costs less than on
+    the device and at the TP degree where it is cheapest.
+    """
+    layer, ends = np.inf, np.inf
+    for node, entry in enumerate(estimator.cost.cluster.nodes):
+        if entry.price_per_hour is None:
+            return None
+        for tp_degree in tp_degrees:
+            if tp_degree <= entry.count:
+                speeds = measure_speeds(estimator, [node], tp_degree)
+                price_per_s = entry.price_per_hour / 3600 / entry.count * tp_degree
+                price = price_per_s / float(speeds.layers_per_s[0])
+                layer, ends = min(layer, price), min(ends, price * speeds.extra_layers)
+    work = estimator.num_layers * layer + ends
+    return float(estimator.workload.num_microbatches * work)

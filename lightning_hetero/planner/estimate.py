@@ -69,6 +69,9 @@ class Estimator:
         self.num_layers = cost.model.num_layers
         self._rank_of_node = [cost.cluster.ranks_of(i)[0] for i in range(len(self.classes))]
         self._devices = [node.device for node in cost.cluster.nodes]
+        self._largest: dict[str, int] = {}
+        for entry in cost.cluster.nodes:
+            self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
         self._pipelines: dict[tuple[PipelineKey, int], PipelineEstimate | None] = {}
@@ -90,8 +93,14 @@ class Estimator:
     def stage_times_s(
         self, node: int, tp_degree: int, *, first: bool, last: bool
     ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward seconds of a micro-batch with 0, 1, ... layers."""
+        """Return forward and backward seconds of a micro-batch with 0, 1, ... layers.
+
+        Infinite where no node of the device type holds so many devices.
+        """
         key = (self.classes[node], tp_degree, first, last)
+        if tp_degree > self._largest[self._devices[node]]:
+            never = np.append(0.0, np.full(self.num_layers, np.inf))
+            return never, never
         if key not in self._tables:
             times = np.zeros((2, self.num_layers + 1))
             for count in range(1, self.num_layers + 1):
@@ -99,6 +108,14 @@ class Estimator:
                 times[:, count] = self.cost.compute_s(shape, self.workload.microbatch)
             self._tables[key] = times[0], times[1]
         return self._tables[key]
+
+    def seconds_per_device(self, node: int, tp_degrees: Sequence[int]) -> float:
+        """Return seconds of a micro-batch through all layers, times the devices it takes."""
+        best = np.inf
+        for tp_degree in tp_degrees:
+            forward, backward = self.stage_times_s(node, tp_degree, first=False, last=False)
+            best = min(best, tp_degree * float(forward[-1] + backward[-1]))
+        return best
 
     def most_layers(
         self, node: int, tp_degree: int, place: tuple[bool, bool], num_pipelines: int, held: int

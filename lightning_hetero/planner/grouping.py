@@ -316,7 +316,8 @@ def _check(
         )
     if sum(counts) < 1 or min(counts) < 0:
         raise PlanningError(f"counts are {list(counts)}: there are no devices to group. Add some.")
-    if num_microbatches < 1 or max_stages < 1 or min(powers) <= 0:
+    used = [power for power, count in zip(powers, counts, strict=True) if count]
+    if num_microbatches < 1 or max_stages < 1 or min(used) <= 0:
         raise PlanningError(
             f"num_microbatches {num_microbatches}, max_stages {max_stages} and powers "
             f"{list(powers)} must all be above 0."

@@ -27,7 +27,9 @@ _GROUPING_TIME_LIMIT_S = 20.0
 class _Types:
     """Device types of a cluster, slowest first, and what the solvers need to know of them."""
 
-    def __init__(self, estimator: Estimator, counts: Sequence[int]) -> None:
+    def __init__(
+        self, estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+    ) -> None:
         cluster = estimator.cost.cluster
         self.estimator = estimator
         self.counts = counts
@@ -35,7 +37,10 @@ class _Types:
         for index, node in enumerate(cluster.nodes):
             if counts[index]:
                 node_of.setdefault(node.device, index)
-        self.names = sorted(node_of, key=lambda name: (-self.seconds(node_of[name], 1), name))
+        seconds = {
+            name: estimator.seconds_per_device(node, tp_degrees) for name, node in node_of.items()
+        }
+        self.names = sorted(node_of, key=lambda name: (-seconds[name], name))
         self.nodes = [node_of[name] for name in self.names]
         self.totals = np.array([self._units(name, 1) for name in self.names], dtype=np.int64)
 
@@ -98,7 +103,7 @@ def propose_layouts(
         counts: Devices of each node that may be used.
         tp_degrees: Tensor-parallel degrees to consider.
     """
-    types = _Types(estimator, counts)
+    types = _Types(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
     for tp_degree in tp_degrees:
         if sum(types.units(tp_degree)):
@@ -118,7 +123,7 @@ def bound_time_s(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], upper_s: float
 ) -> float:
     """Return seconds that every plan takes at least; `upper_s` are those of a plan that exists."""
-    types = _Types(estimator, counts)
+    types = _Types(estimator, counts, tp_degrees)
     most_stages = min(estimator.num_layers, sum(counts))
     compositions = {}
     for tp_degree in tp_degrees:

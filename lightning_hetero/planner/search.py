@@ -13,6 +13,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.estimate import Estimate, Estimator
 from lightning_hetero.planner.improve import Candidate, Judge, improve
 from lightning_hetero.planner.layout import Layout
@@ -62,6 +63,10 @@ class PlanningResult:
     """What was planned for."""
     lower_bound_s: float
     """No plan for this cluster has a shorter iteration."""
+    lower_bound_price: float | None
+    """No plan for this cluster has a cheaper iteration; None if a node has no price."""
+    objective: Objective
+    """What was minimised."""
     num_estimated: int
     """Layouts looked at."""
     num_simulated: int
@@ -74,8 +79,12 @@ class PlanningResult:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound the best plan's iteration is, as a share of it."""
-        return self.best.simulation.iteration_time_s / self.lower_bound_s - 1.0
+        """How much worse than the lower bound of the objective the best plan is, as a share."""
+        time_s = self.best.simulation.iteration_time_s
+        price = self.best.price_per_hour
+        if self.objective is Objective.COST and price is not None and self.lower_bound_price:
+            return price / 3600 * time_s / self.lower_bound_price - 1.0
+        return time_s / self.lower_bound_s - 1.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -169,6 +178,8 @@ class _Search:
             candidates=tuple(chosen),
             workload=self.workload,
             lower_bound_s=bound,
+            lower_bound_price=bound_iteration_price(self.estimator, self.tp_degrees),
+            objective=self.options.objective,
             num_estimated=len(layouts),
             num_simulated=self.judge.num_simulated,
         )
@@ -195,9 +206,8 @@ class _Search:
             return allowances
 
         def money_per_work(node: int) -> float:
-            times = self.estimator.stage_times_s(node, 1, first=False, last=False)
-            price = self.nodes[node].price_per_hour or 0.0
-            return price / self.nodes[node].count * float(times[0][-1] + times[1][-1])
+            price = (self.nodes[node].price_per_hour or 0.0) / self.nodes[node].count
+            return price * self.estimator.seconds_per_device(node, self.tp_degrees)
 
         order = sorted(range(len(counts)), key=lambda node: (-money_per_work(node), node))
         steps = max(1, len(order) // 16)
@@ -280,11 +290,13 @@ def _valid_tp_degrees(
             _check_tp_degree(cost, degree)
         return tuple(sorted(set(options.tp_degrees)))
     largest = max(node.count for node in cost.cluster.nodes)
-    return tuple(
-        degree
-        for degree in range(1, largest + 1)
-        if _heads_divide(cost.model, degree) and _is_known(cost, workload, degree)
-    )
+    degrees = [degree for degree in range(1, largest + 1) if _heads_divide(cost.model, degree)]
+    problems = {degree: _missing_times(cost, workload, degree) for degree in degrees}
+    known = tuple(degree for degree in degrees if problems[degree] is None)
+    first = problems[degrees[0]]
+    if not known and first is not None:
+        raise first
+    return known
 
 
 def _check_tp_degree(cost: CostModel, degree: int) -> None:
@@ -305,18 +317,16 @@ def _heads_divide(model: ModelSpec, degree: int) -> bool:
     return not (model.num_heads % degree or model.num_kv_heads % degree)
 
 
-def _is_known(cost: CostModel, workload: Workload, degree: int) -> bool:
-    """Return whether every device type that can form such a group has its times."""
+def _missing_times(cost: CostModel, workload: Workload, degree: int) -> ProfileError | None:
+    """Return why a degree can't be timed on a device type that could form such a group."""
     estimator = Estimator(cost, workload, equal_microbatches=True)
     try:
         for node, entry in enumerate(cost.cluster.nodes):
             if entry.count >= degree:
                 estimator.stage_times_s(node, degree, first=False, last=False)
-    except ProfileError:
-        if degree == 1:
-            raise
-        return False
-    return True
+    except ProfileError as error:
+        return error
+    return None
 
 
 def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:

@@ -1,14 +1,16 @@
 """The search against every plan there is, its bound, its determinism and its errors."""
 
+import datetime
 import random
 
 import pytest
 
 from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
-from lightning_hetero.simulator import RooflineCost
+from lightning_hetero.simulator import ProfileCost, RooflineCost
 from tests.planner.every_plan import every_plan, time_of, tiny_cluster, tiny_model
 
 GIB = 2**30
@@ -149,3 +151,67 @@ def test_planning_for_cost_needs_prices():
 def test_a_batch_that_micro_batches_do_not_divide_is_refused():
     with pytest.raises(PlanningError, match="Choose a divisor"):
         Workload(sequence_length=1, global_batch_size=5, sequences_per_microbatch=2)
+
+
+def test_cost_is_within_1_percent_of_all_plans_and_its_bound_holds():
+    cluster = tiny_cluster((100, 2, 5), (312, 2, 5), bytes_per_s=12e9, price=1.0)
+    model, workload = tiny_model(4), Workload(sequence_length=2048, global_batch_size=4)
+    cost = RooflineCost(cluster, model)
+
+    def price(candidate):
+        used = {cluster.node_of(rank) for rank in candidate.ranks}
+        per_hour = sum(cluster.nodes[node].price_per_hour for node in used)
+        return per_hour / 3600 * time_of(candidate, cost, workload.microbatch)
+
+    best = min(price(candidate) for candidate in every_plan(cluster, model, 4))
+    result = plan(cluster, model, workload, PlanningOptions(objective=Objective.COST))
+    assert best * (1 - 1e-9) <= price(result.best.plan) <= best * 1.01
+    assert result.lower_bound_price <= best
+    assert result.gap == pytest.approx(price(result.best.plan) / result.lower_bound_price - 1)
+
+
+def profile_of(model, *devices):
+    """Return a profile of (device, seconds per layer, TP degrees)."""
+    return Profile(
+        model=model,
+        devices=tuple(
+            DeviceProfile(
+                device=name,
+                times=tuple(
+                    BlockTimes(
+                        tp_degree=degree,
+                        lengths=(2048,),
+                        blocks={1: (seconds / degree, 2 * seconds / degree)},
+                    )
+                    for degree in degrees
+                ),
+            )
+            for name, seconds, degrees in devices
+        ),
+        versions={},
+        date=datetime.datetime.now(datetime.UTC),
+    )
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (8, 4)])
+def test_only_the_tp_degrees_of_the_profile_are_planned(counts):
+    cluster = Cluster(
+        nodes=(
+            Node(device="A100-80GB", count=counts[0]),
+            Node(device="H800-80GB", count=counts[1]),
+        )
+    )
+    model = ModelSpec.load("gpt-neo-2.7b")
+    profile = profile_of(model, ("A100-80GB", 0.02, (2, 4)), ("H800-80GB", 0.01, (2,)))
+    workload = Workload(sequence_length=2048, global_batch_size=16)
+    result = plan(cluster, model, workload, cost=ProfileCost(cluster, model, profile))
+    assert {stage.tp_degree for _, _, stage in result.best.plan.iter_stages()} == {2}
+
+
+def test_a_profile_without_any_usable_tp_degree_is_refused():
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=1),))
+    model = ModelSpec.load("gpt-neo-2.7b")
+    cost = ProfileCost(cluster, model, profile_of(model, ("A100-80GB", 0.02, (2,))))
+    workload = Workload(sequence_length=2048, global_batch_size=16)
+    with pytest.raises(ProfileError, match="TP degrees"):
+        plan(cluster, model, workload, cost=cost)
