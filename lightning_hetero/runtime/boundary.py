@@ -81,6 +81,8 @@ class StageBoundary:
     Args:
         layers: The model's layers in order.
         wrap_layer: Applied to each layer's forward once, such as checkpointing or compilation.
+        enter_stage: Applied to the whole hidden state that a stage's first layer gets.
+        leave_stage: Gives back the whole hidden state that a stage's last layer made.
 
     Must be made while the layers' parameters are whole.
     """
@@ -90,6 +92,8 @@ class StageBoundary:
         layers: Sequence[nn.Module],
         *,
         wrap_layer: Callable[[int, Callable[..., Any]], Callable[..., Any]] | None = None,
+        enter_stage: Callable[[Tensor], Tensor] | None = None,
+        leave_stage: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._layers = tuple(layers)
         self._shapes = [
@@ -98,11 +102,18 @@ class StageBoundary:
         ]
         self._templates: dict[int, tuple[Any, ...] | None] = {}
         self._run: MicrobatchRun | None = None
+        self._enter_stage = enter_stage
+        self._leave_stage = leave_stage
         for index, layer in enumerate(self._layers):
             forward = layer.forward
             if wrap_layer is not None:
                 forward = wrap_layer(index, forward)
             layer.forward = _LayerForward(self, index, forward)
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether there are layers at all; a module without them runs as it is."""
+        return bool(self._layers)
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
@@ -143,7 +154,7 @@ class StageBoundary:
         output = forward(*args, **kwargs)
         run.last_hidden = _hidden_output(output, index)
         if index + 1 == run.layers.stop:
-            self._leave(run, run.last_hidden)
+            output = self._leave(run, output)
         return output
 
     def _enter(
@@ -155,19 +166,26 @@ class StageBoundary:
                 "call the model once, for instance on the concatenation of both inputs."
             )
         run.entered = True
-        if run.receive is None:
+        if run.receive is None and self._enter_stage is None:
             return args, kwargs
         hidden, replace = _hidden_argument(args, kwargs)
-        run.hidden_in = run.receive(hidden)
-        return replace(run.hidden_in)
+        if run.receive is not None:
+            hidden = run.hidden_in = run.receive(hidden)
+        return replace(hidden if self._enter_stage is None else self._enter_stage(hidden))
 
-    def _leave(self, run: MicrobatchRun, hidden: Tensor) -> None:
+    def _leave(self, run: MicrobatchRun, output: Any) -> Any:
         run.finished = True
+        if self._leave_stage is not None:
+            assert run.last_hidden is not None
+            hidden = run.last_hidden = self._leave_stage(run.last_hidden)
+            output = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
         if not run.is_last_stage:
-            raise StageEnd(hidden)
+            assert run.last_hidden is not None
+            raise StageEnd(run.last_hidden)
         _seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
         run.before_layer(run.num_layers)
         _watch(run)
+        return output
 
     def _pass_through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the layer's input in the form of its output, without computing it."""

@@ -4,11 +4,13 @@ Forward, backward and exchange traffic run on communicators of their own, so tha
 never blocks another; control messages travel on CPU (gloo) whatever the device is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from lightning_hetero.core.plan import ParallelPlan
 
 __all__ = ["Communicators"]
 
@@ -29,6 +31,11 @@ class Communicators:
     """Losses and logged values, on the device."""
     control: dist.ProcessGroup | None = None
     """Reports and objects, on CPU."""
+    timeout: timedelta = timedelta(minutes=5)
+    """How long an operation may wait, also in groups made later."""
+    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def create(cls, *, device: torch.device, timeout: timedelta) -> "Communicators":
@@ -50,4 +57,20 @@ class Communicators:
             exchange=group(),
             values=control if device.type == "cpu" else group(),
             control=control,
+            timeout=timeout,
         )
+
+    def tensor_parallel_group(self, plan: ParallelPlan) -> dist.ProcessGroup | None:
+        """Return the group of this rank's stage, None without one; collective over all ranks.
+
+        A group is made once, by all ranks in the order of the plan, and kept for later plans.
+        """
+        own = None
+        for _, _, stage in plan.iter_stages():
+            if stage.tp_degree == 1:
+                continue
+            if stage.ranks not in self._groups:
+                self._groups[stage.ranks] = dist.new_group(list(stage.ranks), timeout=self.timeout)
+            if self.global_rank in stage.ranks:
+                own = self._groups[stage.ranks]
+        return own

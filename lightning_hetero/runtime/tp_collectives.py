@@ -1,0 +1,188 @@
+"""Differentiable collectives inside a tensor-parallel group, and how lengths are cut there.
+
+What a rank of the group computes with is either *whole* (the same on all ranks), a *shard* (its own
+piece along one dim) or *partial* (a summand). Each function says what it turns into what; its
+backward does the mirror image to gradients: the gradient of something whole that is used with
+shards of weights is partial, the gradient of a sum is whole (Megatron-LM's conjugate operators f
+and g, and their versions for sharded tokens).
+
+A piece of length n on rank r of t is [n·r // t, n·(r + 1) // t), so lengths need not divide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "TPGroup",
+    "gather_shards",
+    "gather_tokens",
+    "piece_of",
+    "piece_sizes",
+    "reduce_partial",
+    "reduce_to_tokens",
+    "split_shards",
+    "sum_gradients",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TPGroup:
+    """One stage's tensor-parallel group as one of its ranks sees it."""
+
+    group: dist.ProcessGroup | None
+    degree: int
+    tp_rank: int
+
+
+def piece_of(length: int, index: int, count: int) -> tuple[int, int]:
+    """Return [start, stop) of one of `count` pieces of a length."""
+    return length * index // count, length * (index + 1) // count
+
+
+def piece_sizes(length: int, count: int) -> list[int]:
+    """Return the sizes of `count` pieces of a length."""
+    return [length * (i + 1) // count - length * i // count for i in range(count)]
+
+
+def _all_reduce(tensor: Tensor, peers: TPGroup) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=peers.group)
+    return total
+
+
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _all_gather(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    own = _padded(tensor, dim, max(sizes)).contiguous()
+    stacked = own.new_empty((peers.degree, *own.shape))
+    dist.all_gather_into_tensor(stacked.view(-1), own.view(-1), group=peers.group)
+    pieces = zip(stacked.unbind(), sizes, strict=True)
+    return torch.cat([piece.narrow(dim, 0, size) for piece, size in pieces], dim)
+
+
+def _reduce_scatter(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    largest = max(sizes)
+    stacked = torch.stack([_padded(p, dim, largest) for p in torch.split(tensor, list(sizes), dim)])
+    own = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
+    dist.reduce_scatter_tensor(own.view(-1), stacked.view(-1), group=peers.group)
+    return own.narrow(dim, 0, sizes[peers.tp_rank])
+
+
+def _own_piece(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    start = sum(sizes[: peers.tp_rank])
+    return tensor.narrow(dim, start, sizes[peers.tp_rank]).contiguous()
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: TPGroup) -> Tensor:
+        ctx.peers = peers
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(gradient, ctx.peers), None
+
+
+class _ReducePartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, peers: TPGroup) -> Tensor:
+        return _all_reduce(tensor, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Moved(torch.autograd.Function):
+    """Base of what moves along a dim; keeps its arguments for the way back."""
+
+    @staticmethod
+    def keep(ctx: Any, dim: int, sizes: Sequence[int], peers: TPGroup) -> None:
+        ctx.moved = dim, sizes, peers
+
+
+class _GatherShards(_Moved):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+        _Moved.keep(ctx, dim, sizes, peers)
+        return _all_gather(tensor, dim, sizes, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _own_piece(gradient, *ctx.moved), None, None, None
+
+
+class _SplitShards(_Moved):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+        _Moved.keep(ctx, dim, sizes, peers)
+        return _own_piece(tensor, dim, sizes, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_gather(gradient, *ctx.moved), None, None, None
+
+
+class _GatherTokens(_Moved):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+        _Moved.keep(ctx, dim, sizes, peers)
+        return _all_gather(tensor, dim, sizes, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _reduce_scatter(gradient, *ctx.moved), None, None, None
+
+
+class _ReduceToTokens(_Moved):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+        _Moved.keep(ctx, dim, sizes, peers)
+        return _reduce_scatter(tensor, dim, sizes, peers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_gather(gradient, *ctx.moved), None, None, None
+
+
+def sum_gradients(tensor: Tensor, peers: TPGroup) -> Tensor:
+    """Return something whole as it is; its partial gradients are summed over the group."""
+    return _SumGradients.apply(tensor, peers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_partial(tensor: Tensor, peers: TPGroup) -> Tensor:
+    """Return the whole sum of the ranks' partial tensors."""
+    return _ReducePartial.apply(tensor, peers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_shards(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    """Return what the ranks' shards are together; used alike by all ranks afterwards."""
+    return _GatherShards.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split_shards(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    """Return this rank's shard of something whole."""
+    return _SplitShards.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_tokens(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    """Return all tokens from shards of them; used with shards of weights afterwards."""
+    return _GatherTokens.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_to_tokens(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
+    """Return this rank's tokens of the sum of the ranks' partial tensors."""
+    return _ReduceToTokens.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,360 @@
+"""Decide which dim of which parameter tensor parallelism shards, from a plan by names.
+
+A plan maps name patterns to styles. It is, in this order: the strategy's option, the attribute
+`tp_plan` of a module, a Hugging Face model's own `_tp_plan`, a known plan for its family. Patterns
+match whole names or their ends (`self_attn.q_proj`), a `*` stands for one component; a later
+pattern wins.
+
+=============================  ====================================================================
+style                          what happens to the module (or the bare parameter) of that name
+=============================  ====================================================================
+colwise                        output features sharded; the output stays sharded
+packed_colwise:n               the same for n equal blocks side by side (fused projections; n = 2)
+colwise_gather_output          output features sharded, the output gathered (also `colwise_rep`)
+rowwise                        input features sharded, the input already is; outputs summed
+packed_rowwise:n               the same for n equal blocks
+rowwise_split_input            the same, the input is whole and is split first (`rowwise_rep`)
+embedding_rowwise              token ids sharded
+embedding_colwise              hidden features sharded, gathered
+vocab                          an embedding's token ids or a head's outputs sharded, whole outside
+vocab_loss                     a head whose logits stay sharded until something needs them whole
+moe_tp_experts                 module of expert weights that have styles of their own
+replicated_with_grad_allreduce whole weights used with shards of activations (a norm of each head)
+local_sizes:a,b                attributes that count sharded features, local while the module runs
+replicate, local_params        nothing
+=============================  ====================================================================
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torch import nn
+
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.models.tp_plans import KNOWN_TP_PLANS
+from lightning_hetero.runtime.layout import ModelLayout, Slot
+
+__all__ = ["ParameterCut", "ShardedModule", "ShardingPlan", "TPStyle"]
+
+
+class TPStyle(StrEnum):
+    """What tensor parallelism does to a module."""
+
+    COLWISE = "colwise"
+    GATHERED = "colwise_gather_output"
+    ROWWISE = "rowwise"
+    SPLIT = "rowwise_split_input"
+    EMBEDDING = "embedding_rowwise"
+    EMBEDDING_FEATURES = "embedding_colwise"
+    VOCAB = "vocab"
+    VOCAB_LOSS = "vocab_loss"
+    EXPERTS = "moe_tp_experts"
+    PARTIAL = "replicated_with_grad_allreduce"
+    LOCAL_SIZES = "local_sizes"
+    REPLICATE = "replicate"
+
+
+_ALIASES = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "packed_colwise": "colwise:2",
+    "packed_rowwise": "rowwise:2",
+    "replicated": "replicate",
+    "local_params": "replicate",
+}
+_COLUMNS = {TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB_LOSS}
+_ROWS = {TPStyle.ROWWISE, TPStyle.SPLIT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCut:
+    """How one parameter is sharded."""
+
+    dim: int | None
+    """None: every rank of a group holds it."""
+    blocks: int = 1
+    uneven: bool = False
+    partial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModule:
+    """A module whose forward runs otherwise in a tensor-parallel group."""
+
+    name: str
+    module: nn.Module
+    style: TPStyle
+    local_sizes: tuple[str, ...] = ()
+    """Attributes to divide by the degree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    pattern: str
+    style: TPStyle
+    blocks: int = 1
+    attributes: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, pattern: str, text: str) -> "_Rule":
+        name, _, argument = text.partition(":")
+        alias, _, default = _ALIASES.get(name, name).partition(":")
+        try:
+            style = TPStyle(alias)
+            if style is TPStyle.LOCAL_SIZES:
+                return cls(pattern=pattern, style=style, attributes=tuple(argument.split(",")))
+            return cls(pattern=pattern, style=style, blocks=int(argument or default or 1))
+        except ValueError:
+            known = sorted({*(item.value for item in TPStyle), *_ALIASES})
+            raise ConfigurationError(
+                f"The tensor-parallel plan says {text!r} for {pattern!r}, which isn't supported. "
+                f"Styles: {', '.join(known)}. Give one of them in HeteroStrategy(tp_plan=...), or "
+                "use pipelines of tensor-parallel degree 1."
+            ) from None
+
+    def matches(self, name: str) -> bool:
+        expression = re.escape(self.pattern).replace(r"\*", r"[^.]+")
+        return re.fullmatch(rf"(?:.*\.)?{expression}", name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """The parameters' cuts and the modules to wrap."""
+
+    cuts: Mapping[str, ParameterCut]
+    """By the parameter's name in the layout."""
+    modules: tuple[ShardedModule, ...]
+
+    @classmethod
+    def of(
+        cls, root: nn.Module, layout: ModelLayout, option: Mapping[str, str] | None = None
+    ) -> "ShardingPlan":
+        """Apply a plan to a module's names.
+
+        Raises:
+            ModelError: There is no plan, or it contradicts itself or the modules.
+            ConfigurationError: A style is unknown, or a pattern of the option matches nothing.
+        """
+        styled = dict(_styled_names(root, option))
+        cuts: dict[str, ParameterCut] = {}
+        modules: dict[str, ShardedModule] = {}
+        for name, owner in root.named_modules():
+            rule = _rule_of_module(styled, name, owner)
+            if rule is not None and rule.style is not TPStyle.REPLICATE:
+                modules[name] = ShardedModule(
+                    name=name,
+                    module=owner,
+                    style=_resolve(rule.style, owner),
+                    local_sizes=rule.attributes,
+                )
+        for _ in range(2):
+            # Twice: a tie found late may shard a module whose bias came first.
+            for spec in layout.specs:
+                slots = layout.slots[spec.name]
+                found = [_cut_of_slot(styled, modules, slot, len(spec.shape)) for slot in slots]
+                cuts[spec.name] = _agree(spec.name, slots, found, modules)
+        return cls(cuts=cuts, modules=tuple(modules.values()))
+
+    def annotate(self, layout: ModelLayout) -> ModelLayout:
+        """Return the layout whose parameters know how they are sharded."""
+        specs = tuple(
+            replace(
+                spec,
+                tp_dim=cut.dim,
+                tp_blocks=cut.blocks,
+                tp_uneven=cut.uneven,
+                tp_partial=cut.partial,
+            )
+            for spec in layout.specs
+            for cut in (self.cuts[spec.name],)
+        )
+        return replace(layout, specs=specs)
+
+
+def _styled_names(root: nn.Module, option: Mapping[str, str] | None) -> Iterator[tuple[str, _Rule]]:
+    """Yield the modules and parameters that a plan names, and what it says of each."""
+    for prefix, module, plan in _plans(root, option):
+        names = [name for name, _ in module.named_modules() if name]
+        names += [
+            f"{owner_name}.{attribute}" if owner_name else attribute
+            for owner_name, owner in module.named_modules()
+            for attribute, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+        used = False
+        for rule in (_Rule.parse(pattern, style) for pattern, style in plan.items()):
+            matched = [name for name in names if rule.matches(name)]
+            used = used or bool(matched)
+            if option is not None and not matched:
+                raise ConfigurationError(
+                    f"Pattern {rule.pattern!r} of tp_plan names no module or parameter of "
+                    f"{type(root).__name__}. Some names there: {names[:4]}."
+                )
+            for name in matched:
+                yield (f"{prefix}.{name}" if prefix else name), rule
+        if not used:
+            raise _no_plan(root)
+
+
+def _plans(
+    root: nn.Module, option: Mapping[str, str] | None
+) -> list[tuple[str, nn.Module, Mapping[str, str]]]:
+    """Return (name, module, plan) of the outermost modules that have one."""
+    if option is not None:
+        return [("", root, option)]
+    plans: list[tuple[str, nn.Module, Mapping[str, str]]] = []
+    for name, module in root.named_modules():
+        covered = any(name == p or name.startswith(f"{p}.") or not p for p, _, _ in plans)
+        plan = None if covered else _own_plan(module)
+        if plan:
+            plans.append((name, module, plan))
+    if not plans:
+        raise _no_plan(root)
+    return plans
+
+
+def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
+    family = getattr(getattr(module, "config", None), "model_type", None)
+    for plan in (getattr(module, "_tp_plan", None), getattr(module, "tp_plan", None)):
+        # A head's plan alone says nothing of the layers: then the family has none.
+        if isinstance(plan, Mapping) and any("*" in str(pattern) for pattern in plan):
+            return plan
+    return None if family is None else KNOWN_TP_PLANS.get(family)
+
+
+def _no_plan(root: nn.Module) -> ModelError:
+    return ModelError(
+        f"The plan uses tensor parallelism but nothing says how {type(root).__name__} is sharded. "
+        'Give HeteroStrategy(tp_plan={"layers.*.mlp.up": "colwise", ...}), an attribute tp_plan of '
+        "the module, or a Hugging Face model whose family has a plan (most decoders, and "
+        f"{', '.join(sorted(KNOWN_TP_PLANS))}); or use pipelines of tensor-parallel degree 1."
+    )
+
+
+def _rule_of_module(styled: Mapping[str, _Rule], name: str, module: nn.Module) -> _Rule | None:
+    """Return what is said of a module, or of its weight where that alone is named."""
+    rule = styled.get(name)
+    if rule is None and isinstance(module, nn.Linear | nn.Embedding):
+        rule = styled.get(f"{name}.weight" if name else "weight")
+    return rule
+
+
+def _resolve(style: TPStyle, module: nn.Module) -> TPStyle:
+    if style is TPStyle.VOCAB:
+        return TPStyle.EMBEDDING if isinstance(module, nn.Embedding) else TPStyle.GATHERED
+    return style
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear map keeps its weight as (inputs, outputs), as GPT-2's Conv1D does."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _cut_of_slot(
+    styled: Mapping[str, _Rule],
+    modules: Mapping[str, ShardedModule],
+    slot: Slot,
+    num_dims: int,
+) -> ParameterCut | None:
+    """Return what is said of a parameter in one of its places; None if nothing is."""
+    owner_name = slot.name.rpartition(".")[0]
+    sharded = modules.get(owner_name)
+    rule = _rule_of_module(styled, owner_name, slot.module)
+    if sharded is None or sharded.style in (TPStyle.EXPERTS, TPStyle.LOCAL_SIZES):
+        bare = styled.get(slot.name)
+        return None if bare is None else _cut_of_bare(bare, num_dims)
+    if sharded.style is TPStyle.PARTIAL:
+        return ParameterCut(dim=None, partial=True)
+    return _cut_in_module(slot, sharded.style, 1 if rule is None else rule.blocks)
+
+
+def _cut_of_bare(rule: _Rule, num_dims: int) -> ParameterCut | None:
+    """Output features are the last dim but one, input features the last, experts come first."""
+    if rule.style in _COLUMNS:
+        return ParameterCut(dim=max(num_dims - 2, 0), blocks=rule.blocks)
+    if rule.style in _ROWS:
+        return ParameterCut(dim=num_dims - 1 if num_dims > 1 else None, blocks=rule.blocks)
+    return ParameterCut(dim=None, partial=rule.style is TPStyle.PARTIAL)
+
+
+def _cut_in_module(slot: Slot, style: TPStyle, blocks: int) -> ParameterCut:
+    module, attribute = slot.module, slot.attribute
+    if style in (TPStyle.EMBEDDING, TPStyle.EMBEDDING_FEATURES):
+        _check_embedding(slot)
+        dim = 0 if style is TPStyle.EMBEDDING else 1
+        return ParameterCut(dim=dim, uneven=True)
+    if not (isinstance(module, nn.Linear) or is_transposed(module)) or attribute not in (
+        "weight",
+        "bias",
+    ):
+        raise ModelError(
+            f"The tensor-parallel plan says {style} for {slot.name}, which belongs to a "
+            f"{type(module).__name__}. Only Linear, Embedding and GPT-2's Conv1D are sharded as "
+            "modules; name the parameters instead, or leave it out."
+        )
+    columns = style in _COLUMNS
+    uneven = style in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.SPLIT) and blocks == 1
+    if attribute == "bias":
+        return ParameterCut(dim=0 if columns else None, blocks=blocks, uneven=uneven)
+    dim = 0 if columns != is_transposed(module) else 1
+    return ParameterCut(dim=dim, blocks=blocks, uneven=uneven)
+
+
+def _check_embedding(slot: Slot) -> None:
+    module = slot.module
+    if not isinstance(module, nn.Embedding):
+        raise ModelError(
+            f"The tensor-parallel plan shards {slot.name} as an embedding, but it belongs to a "
+            f"{type(module).__name__}. Use another style."
+        )
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ModelError(
+            f"Embedding {slot.name} has max_norm, scale_grad_by_freq or sparse gradients, which "
+            "need the whole weight. Leave it out of the tensor-parallel plan."
+        )
+
+
+def _agree(
+    name: str,
+    slots: Sequence[Slot],
+    found: Sequence[ParameterCut | None],
+    modules: dict[str, ShardedModule],
+) -> ParameterCut:
+    """Return the one cut of a parameter; a tied one is sharded in all its places or in none."""
+    said = [cut for cut in found if cut is not None]
+    sharded = next((cut for cut in said if cut.dim is not None), None)
+    if sharded is None:
+        return said[0] if said else ParameterCut(dim=None)
+    for slot, cut in zip(slots, found, strict=True):
+        if cut is not None and cut.dim is not None:
+            if (cut.dim, cut.blocks) != (sharded.dim, sharded.blocks):
+                raise ModelError(
+                    f"Tied parameter {name} is sharded along dim {sharded.dim} in one place and "
+                    f"along dim {cut.dim} in {slot.name}. Give both the same dim."
+                )
+            continue
+        _shard_too(name, slot, sharded, modules)
+    return replace(sharded, uneven=all(cut.uneven for cut in said if cut.dim is not None))
+
+
+def _shard_too(name: str, slot: Slot, cut: ParameterCut, modules: dict[str, ShardedModule]) -> None:
+    """Wrap the other end of a tied parameter, so that it is whole outside there too."""
+    owner = slot.name.rpartition(".")[0]
+    style = None
+    if cut.dim == 0 and cut.blocks == 1:
+        if isinstance(slot.module, nn.Embedding):
+            _check_embedding(slot)
+            style = TPStyle.EMBEDDING
+        elif isinstance(slot.module, nn.Linear):
+            style = TPStyle.GATHERED
+        elif slot.attribute == "bias":
+            return  # Kept beside a Linear for naming (BERT's head), which alone uses it.
+    if style is None:
+        raise ModelError(
+            f"Parameter {name} is sharded and also registered as {slot.name} in a "
+            f"{type(slot.module).__name__}, where it is needed whole. Leave it out of the "
+            "tensor-parallel plan."
+        )
+    modules[owner] = ShardedModule(name=owner, module=slot.module, style=style)
