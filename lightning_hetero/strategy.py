@@ -48,10 +48,11 @@ from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.engine import Engine, EngineConfig, IterationKey
+from lightning_hetero.runtime.engine import Engine, EngineConfig
 from lightning_hetero.runtime.failure import FailureDetector, connect_store
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import join_outputs
+from lightning_hetero.runtime.propagation import IterationKey
 from lightning_hetero.runtime.state import (
     gather_optimizer_state,
     load_module_state,
@@ -60,6 +61,7 @@ from lightning_hetero.runtime.state import (
     whole_module_state,
 )
 from lightning_hetero.runtime.step_logs import ALREADY_REDUCED
+from lightning_hetero.runtime.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -83,6 +85,11 @@ class HeteroStrategy(ParallelStrategy):
             the plan names no number. None takes 1 for plans without stages, else 4 a stage.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state.
+        tp_plan: How tensor parallelism shards modules, name pattern to style (see
+            `runtime.tp_plan`); None takes the module's own plan. One given here also allows a
+            later plan with tensor parallelism where the first has none.
+        sequence_parallel: Whether tensor-parallel ranks cut hidden states along the tokens between
+            attention and MLP, which saves activations of norms and dropout.
         timeout: How long a rank waits for another before it gives up.
         start_method: How processes are started: "popen" runs the script again for each, "spawn",
             "fork" and "forkserver" use multiprocessing. Under torchrun nothing is started.
@@ -107,6 +114,8 @@ class HeteroStrategy(ParallelStrategy):
         num_microbatches: int | None = None,
         layers: str | None = None,
         ownership: Ownership | Literal["auto", "holders", "even", "parameter"] = Ownership.AUTO,
+        tp_plan: Mapping[str, str] | None = None,
+        sequence_parallel: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -132,6 +141,8 @@ class HeteroStrategy(ParallelStrategy):
         self._num_microbatches = num_microbatches
         self._layers = layers
         self._ownership = Ownership(ownership)
+        self._tp_plan = tp_plan
+        self._sequence_parallel = sequence_parallel
         self._timeout = timeout
         self._start_method = start_method
         self._process_group_backend = process_group_backend
@@ -343,8 +354,20 @@ class HeteroStrategy(ParallelStrategy):
             master_dtype=precision.master_dtype,
             seed=self.broadcast(torch.initial_seed() % 2**31),
         )
+        tensor_parallel = None
+        if self._tp_plan is not None or any(p.tp_degree > 1 for p in plan.pipelines):
+            tensor_parallel = TensorParallel(
+                module, layout, option=self._tp_plan, sequence_parallel=self._sequence_parallel
+            )
+            layout = tensor_parallel.layout
         engine = Engine(
-            module, layout, plan, self._communicators, config=config, device=self.root_device
+            module,
+            layout,
+            plan,
+            self._communicators,
+            config=config,
+            device=self.root_device,
+            tensor_parallel=tensor_parallel,
         )
         rank_zero_info(f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plan}")
         return engine
@@ -614,7 +637,7 @@ class HeteroStrategy(ParallelStrategy):
             if not self._failed:
                 assert self._communicators is not None
                 spread_whole(self._engine.store, self._communicators)
-            self._engine.boundary.remove()
+            self._engine.remove()
             self._trained, self._engine = self._engine.store, None
         if self._cut_when_loading is not None:
             self._cut_when_loading.remove()

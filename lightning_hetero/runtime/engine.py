@@ -12,20 +12,17 @@ An iteration on every rank:
 Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipelines (AutoHet §III).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b, schedule_forward
-from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, assign_owners
-from lightning_hetero.core.transfers import TransferTable, unit_of
-from lightning_hetero.runtime.activations import ActivationLink
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.slices import OuterRole, Ownership, assign_owners
 from lightning_hetero.runtime.agreement import (
     Agreed,
     Agreement,
@@ -33,21 +30,17 @@ from lightning_hetero.runtime.agreement import (
     Report,
     fingerprint_of,
 )
-from lightning_hetero.runtime.boundary import (
-    MicrobatchRun,
-    StageBoundary,
-    StageEnd,
-    preserved_random_state,
-)
+from lightning_hetero.runtime.boundary import StageBoundary, preserved_random_state
 from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.exchange import Pull, Push
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import count_samples, cut_batch
+from lightning_hetero.runtime.plan_run import PlanRun
+from lightning_hetero.runtime.propagation import IterationKey, Propagation, StepContext
 from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
-from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
+from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
-__all__ = ["Engine", "EngineConfig", "IterationKey"]
+__all__ = ["Engine", "EngineConfig"]
 
 _BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
 
@@ -68,36 +61,6 @@ class EngineConfig:
     """Base of the micro-batches' random seeds; the same on all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IterationKey:
-    """What an iteration's random numbers depend on."""
-
-    stage: int
-    """0 training, 1 validation, 2 test, 3 prediction."""
-    epoch: int
-    batch_idx: int
-
-
-@dataclass
-class _InFlight:
-    """What a stage keeps of a micro-batch between its forward and its backward."""
-
-    hidden_in: Tensor | None
-    output: Tensor
-    """Hidden state sent on, or the weighted loss on the last stage."""
-
-
-@dataclass
-class _Iteration:
-    """The sums and outputs of one iteration on this rank."""
-
-    microbatches: Sequence[Any]
-    loss_sum: Tensor
-    weight: Tensor
-    outputs: list[Any] = field(default_factory=list)
-    in_flight: dict[int, _InFlight] = field(default_factory=dict)
-
-
 class Engine:
     """One module's slices and the plan that runs it, on one rank.
 
@@ -108,9 +71,10 @@ class Engine:
         communicators: The process groups.
         config: Options.
         device: The rank's device.
+        tensor_parallel: The sharded modules; None if no plan has a degree above 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run consists of
         self,
         module: nn.Module,
         layout: ModelLayout,
@@ -119,24 +83,39 @@ class Engine:
         *,
         config: EngineConfig,
         device: torch.device,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.module = module
         self.layout = layout
         self.config = config
         self.device = device
         self.comms = communicators
-        self.plan = plan
         self.peak_in_flight = 0
         self._specs = tuple(
             spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
             for spec in layout.specs
         )
-        self._roles_known = all(p.num_stages == 1 for p in plan.pipelines)
-        self.boundary = StageBoundary(layout.layers)
+        self._roles_known = False
+        self.tensor_parallel = tensor_parallel
+        sharded = tensor_parallel is not None and tensor_parallel.sequence_parallel
+        self.boundary = StageBoundary(
+            layout.layers,
+            enter_stage=tensor_parallel.enter_stage if tensor_parallel and sharded else None,
+            leave_stage=tensor_parallel.leave_stage if tensor_parallel and sharded else None,
+        )
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}
         self.store = self._make_store(plan)
-        self._apply_plan(plan)
+        self._run = self._make_run(plan, share_memory=True)
+        self._context = StepContext(
+            module=module,
+            boundary=self.boundary,
+            logs=self.logs,
+            num_layers=layout.num_layers,
+            device=device,
+            before_layer=self._before_layer,
+            seed=config.seed,
+        )
         self.weights_are_stale = True
         self._only_trainable_stale = False
         self.gradients: dict[str, Tensor] = {}
@@ -171,34 +150,56 @@ class Engine:
             store.adopt(name, whole)
         return store
 
-    def _apply_plan(self, plan: ParallelPlan) -> None:
-        """Make the tables, weights and links of a plan; no optimizer state moves."""
-        rank = self.comms.global_rank
-        self.plan = plan
-        self.place = plan.place(rank)
-        self._table = TransferTable(self._specs, self.store.slices, plan)
-        self.weights = ComputeWeights(
-            self.store, self._table, dtype=self.config.propagation_dtype, share_memory=True
+    def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.enter_plan(plan, self.comms)
+        elif any(pipeline.tp_degree > 1 for pipeline in plan.pipelines):
+            raise PlanError(
+                "The plan uses tensor parallelism, for which the module wasn't prepared, because "
+                "the first plan had none. Give HeteroStrategy(tp_plan=...)."
+            )
+        return PlanRun(
+            plan,
+            self._specs,
+            self.store,
+            self.comms,
+            dtype=self.config.propagation_dtype,
+            share_memory=share_memory,
         )
-        dtype = self.config.propagation_dtype
-        exchange = self.comms.exchange
-        self._pull = Pull(self.store, self.weights, group=exchange, dtype=dtype)
-        self._push = Push(self.store, self.weights, group=exchange, dtype=dtype)
-        self._gradient_counts = _GradientCounter(self._specs, self.weights, self._push, plan)
-        previous = following = None
-        if self.place is not None:
-            pipeline = plan.pipelines[self.place.pipeline_index]
-            index, tp_rank = self.place.stage_index, self.place.tp_rank
-            if index > 0:
-                previous = pipeline.stages[index - 1].ranks[tp_rank]
-            if index + 1 < pipeline.num_stages:
-                following = pipeline.stages[index + 1].ranks[tp_rank]
-        self._link = ActivationLink(
-            previous=previous,
-            following=following,
-            forward_group=self.comms.forward,
-            backward_group=self.comms.backward,
-        )
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that runs."""
+        return self._run.plan
+
+    @property
+    def place(self) -> RankPlace | None:
+        """This rank's place in the plan, None if it is idle."""
+        return self._run.place
+
+    @property
+    def weights(self) -> ComputeWeights:
+        """This rank's compute weights under the plan."""
+        return self._run.weights
+
+    def change_plan(self, plan: ParallelPlan) -> None:
+        """Run another plan from the next iteration on; called by every rank with the same plan.
+
+        No optimizer state moves: slices stay with their owners.
+
+        Raises:
+            PlanError: The plan is for another number of ranks or layers.
+        """
+        if plan == self.plan:
+            return
+        plan.check_world_size(self.comms.world_size)
+        plan.check_num_layers(self.layout.num_layers)
+        self._replace_run(plan, share_memory=False)
+
+    def _replace_run(self, plan: ParallelPlan, *, share_memory: bool) -> None:
+        self._run.weights.release()
+        self._run = self._make_run(plan, share_memory=share_memory)
+        self.mark_weights_stale()
 
     def _learn_roles(self, reports: Sequence[Report]) -> None:
         """Drop outer weights from the end of the pipeline where no gradient reached them.
@@ -206,9 +207,10 @@ class Engine:
         Every rank sees the same reports, so all ranks make the same tables.
         """
         seen: dict[str, set[OuterRole]] = {}
-        for pipeline in self.plan.pipelines:
-            if pipeline.num_stages == 1:
-                continue
+        staged = [pipeline for pipeline in self.plan.pipelines if pipeline.num_stages > 1]
+        if not staged:
+            return
+        for pipeline in staged:
             for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
                 for rank in pipeline.stages[stage_index].ranks:
                     missing = set(reports[rank].missing)
@@ -220,9 +222,13 @@ class Engine:
             replace(spec, roles=frozenset(seen[spec.name])) if spec.name in seen else spec
             for spec in self._specs
         )
-        self.weights.release()
-        self._apply_plan(self.plan)
-        self.mark_weights_stale()
+        self._replace_run(self.plan, share_memory=self._run.share_memory)
+
+    def remove(self) -> None:
+        """Give the module's layers their own forward back."""
+        self.boundary.remove()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.remove()
 
     def mark_weights_stale(self, *, only_trainable: bool = False) -> None:
         """Say that slices have changed, so that the next iteration pulls.
@@ -257,187 +263,78 @@ class Engine:
         Raises:
             StepError, BatchError, ModelError: The step, the batch or the model breaks the contract.
         """
-        self.weights.clear_gradients()
-        iteration = self._begin(batch)
-        with preserved_random_state(), self.logs.recording(), self.weights.in_module():
+        run = self._run
+        run.weights.clear_gradients()
+        propagation = self._propagation(batch, key, training=True)
+        with preserved_random_state(), self.logs.recording(), run.weights.in_module():
             self._start_pull()
-            self._push.start()
-            for action, upcoming in _with_next(self._schedule(iteration, training=True)):
-                self._expect(iteration, action, upcoming)
-                if action.kind is ActionKind.FORWARD:
-                    self._forward(step, iteration, action.microbatch_index, key, training=True)
-                else:
-                    last = action.microbatch_index + 1 == len(iteration.microbatches)
-                    self._backward(iteration, action.microbatch_index, is_last=last)
-            missing = tuple(self._push.missing())
-            agreement = self._begin_agreement(iteration, key, batch, missing)
+            run.push.start()
+            propagation.run(step)
+            missing = tuple(run.push.missing())
+            agreement = self._begin_agreement(propagation, key, batch, missing)
             self._finish_pull()
-            gradients = self._push.finish()
-            self._link.finish()
+            gradients = run.push.finish()
+            run.link.finish()
         agreed = agreement.finish()
         loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
         self._keep_gradients(gradients, agreed, weight)
         self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
+        self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
         if not self._roles_known:
             self._learn_roles(agreed.reports)
         return (loss_sum / weight).float()
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
-        iteration = self._begin(batch)
-        with preserved_random_state(), self.logs.recording(), self.weights.in_module():
+        propagation = self._propagation(batch, key, training=False)
+        with preserved_random_state(), self.logs.recording(), self._run.weights.in_module():
             self._start_pull()
-            for action in self._schedule(iteration, training=False):
-                self._forward(step, iteration, action.microbatch_index, key, training=False)
-            agreement = self._begin_agreement(iteration, key, batch, ())
+            propagation.run(step)
+            agreement = self._begin_agreement(propagation, key, batch, ())
             self._finish_pull()
-            self._link.finish()
+            self._run.link.finish()
         agreed = agreement.finish()
         self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
-        return iteration.outputs
+        return propagation.outputs
 
-    def _begin(self, batch: Any) -> _Iteration:
+    def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
         microbatches: list[Any] = []
+        first_index = 0
         if self.place is not None:
-            microbatches = cut_batch(batch, self.num_microbatches[self.place.pipeline_index])
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        return _Iteration(microbatches=microbatches, loss_sum=zero, weight=zero)
-
-    def _schedule(self, iteration: _Iteration, *, training: bool) -> tuple[Action, ...]:
-        if self.place is None:
-            return ()
-        index, count = self.place.stage_index, len(iteration.microbatches)
-        if not training:
-            return schedule_forward(stage_index=index, num_microbatches=count)
-        num_stages = self.plan.pipelines[self.place.pipeline_index].num_stages
-        return schedule_1f1b(stage_index=index, num_stages=num_stages, num_microbatches=count)
+            index = self.place.pipeline_index
+            microbatches = cut_batch(batch, self.num_microbatches[index])
+            first_index = sum(self.num_microbatches[:index])
+        return Propagation(
+            self._run,
+            self._context,
+            microbatches,
+            first_index=first_index,
+            key=key,
+            training=training,
+        )
 
     def _start_pull(self) -> None:
         if self.weights_are_stale:
-            self._pull.start(trainable_only=self._only_trainable_stale)
-            self._pull.wait_unit(-1)
+            self._run.pull.start(trainable_only=self._only_trainable_stale)
+            self._run.pull.wait_unit(-1)
 
     def _finish_pull(self) -> None:
-        self._pull.finish()
+        self._run.pull.finish()
         self.weights_are_stale = False
 
     def _before_layer(self, index: int) -> None:
-        self._pull.wait_unit(index)
+        self._run.pull.wait_unit(index)
         if index == self.layout.num_layers:
-            self._pull.wait_unit(-1)
-
-    # -- one action -----------------------------------------------------------------------------
-
-    def _forward(
-        self,
-        step: Callable[[Any], Any],
-        iteration: _Iteration,
-        index: int,
-        key: IterationKey,
-        *,
-        training: bool,
-    ) -> None:
-        assert self.place is not None
-        microbatch = iteration.microbatches[index]
-        watch = LossWatch()
-        run = self._microbatch_run(index, key, watch, training=training)
-        try:
-            with self.boundary.running(run):
-                output = step(microbatch)
-        except StageEnd as end:
-            self.logs.drop_microbatch()
-            self._link.send_hidden(end.hidden)
-            if training:
-                iteration.in_flight[index] = _InFlight(run.hidden_in, end.hidden)
-            self.peak_in_flight = max(self.peak_in_flight, len(iteration.in_flight))
-            return
-        if self.layout.layers and not run.finished:
-            raise StepError(
-                "The step returned without calling the model's layers. Call the model once in it."
-            )
-        self._take_output(iteration, index, run, output, training=training)
-
-    def _take_output(
-        self, iteration: _Iteration, index: int, run: MicrobatchRun, output: Any, *, training: bool
-    ) -> None:
-        """Weigh what a last stage's step returned."""
-        microbatch = iteration.microbatches[index]
-        watch = run.behind_layers
-        assert isinstance(watch, LossWatch)
-        num_targets = count_targets(self.module, microbatch, watch, count_samples(microbatch))
-        weight = as_weight(num_targets, self.device)
-        self.logs.keep_microbatch(weight)
-        iteration.weight = iteration.weight + weight
-        if not training:
-            iteration.outputs.append(output)
-            return
-        loss = _loss_of(output)
-        # The mean of no targets is no number, and must count nothing.
-        weighted = torch.where(
-            weight > 0, loss.float() * weight.float(), loss.new_zeros(()).float()
-        )
-        iteration.loss_sum = iteration.loss_sum + weighted.detach().double()
-        iteration.in_flight[index] = _InFlight(run.hidden_in, weighted)
-        self.peak_in_flight = max(self.peak_in_flight, len(iteration.in_flight))
-
-    def _microbatch_run(
-        self, index: int, key: IterationKey, watch: LossWatch, *, training: bool
-    ) -> MicrobatchRun:
-        assert self.place is not None
-        pipeline = self.plan.pipelines[self.place.pipeline_index]
-        first = sum(self.num_microbatches[: self.place.pipeline_index])
-        seed = (self.config.seed, key.stage, key.epoch, key.batch_idx, first + index)
-
-        def receive(like: Tensor) -> Tensor:
-            return self._link.receive_hidden(like).requires_grad_(training)
-
-        return MicrobatchRun(
-            layers=pipeline.stages[self.place.stage_index].layers,
-            num_layers=self.layout.num_layers,
-            seed=seed,
-            receive=receive if self.place.stage_index else None,
-            before_layer=self._before_layer,
-            behind_layers=watch,
-        )
-
-    def _expect(self, iteration: _Iteration, action: Action, upcoming: Action | None) -> None:
-        """Begin to receive the gradient that the next action needs, while this one computes.
-
-        Only when this action is a forward: behind a backward, the order on the communicator must
-        stay receive, send, receive, send.
-        """
-        if (
-            upcoming is not None
-            and upcoming.kind is ActionKind.BACKWARD
-            and action.kind is ActionKind.FORWARD
-            and self._link.following is not None
-            and upcoming.microbatch_index in iteration.in_flight
-        ):
-            output = iteration.in_flight[upcoming.microbatch_index].output
-            self._link.expect_gradient(upcoming.microbatch_index, output)
-
-    def _backward(self, iteration: _Iteration, index: int, *, is_last: bool) -> None:
-        held = iteration.in_flight.pop(index)
-        gradient = None
-        if self._link.following is not None:
-            self._link.expect_gradient(index, held.output)
-            gradient = self._link.receive_gradient(index)
-        with self._gradient_counts.counting(is_last=is_last):
-            if held.output.requires_grad:
-                torch.autograd.backward(held.output, gradient)
-        if self._link.previous is not None:
-            assert held.hidden_in is not None
-            back = held.hidden_in.grad
-            self._link.send_gradient(torch.zeros_like(held.hidden_in) if back is None else back)
+            self._run.pull.wait_unit(-1)
 
     # -- agreement ------------------------------------------------------------------------------
 
     def _begin_agreement(
-        self, iteration: _Iteration, key: IterationKey, batch: Any, missing: tuple[str, ...]
+        self, propagation: Propagation, key: IterationKey, batch: Any, missing: tuple[str, ...]
     ) -> Agreement:
         place = self.place
         speaks = place is not None and place.stage_index == place.tp_rank == 0
-        samples = sum(_epoch_weight(item) for item in iteration.microbatches) if speaks else 0
+        samples = sum(_epoch_weight(item) for item in propagation.microbatches) if speaks else 0
         header = Header(
             num_samples=samples,
             pipeline_index=-1 if place is None else place.pipeline_index,
@@ -445,7 +342,7 @@ class Engine:
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
-            totals = torch.stack([iteration.loss_sum, iteration.weight])
+            totals = torch.stack([propagation.loss_sum, propagation.weight])
             row = torch.cat([totals, self.logs.as_row(entries)])
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
             return row if place is None or place.tp_rank == 0 else torch.zeros_like(row)
@@ -464,84 +361,17 @@ class Engine:
             if name in used
         }
 
-    def _used_somewhere(self, reports: Sequence[Report], names: Sequence[str] | Any) -> set[str]:
+    def _used_somewhere(self, reports: Sequence[Report], names: Iterable[str]) -> set[str]:
         missing = [set(report.missing) for report in reports]
+        holdings = self._run.table.holdings
         return {
             name
             for name in names
-            if any(
-                name not in missing[holding.global_rank] for holding in self._table.holdings(name)
-            )
+            if any(name not in missing[holding.global_rank] for holding in holdings(name))
         }
-
-
-class _GradientCounter:
-    """Tells the push when the gradients of a unit are final, during the last backward."""
-
-    def __init__(
-        self,
-        specs: Sequence[ParameterSpec],
-        weights: ComputeWeights,
-        push: Push,
-        plan: ParallelPlan,
-    ) -> None:
-        self._push = push
-        self._active = False
-        self._left: dict[int, int] = {}
-        self._sizes = {unit: len(names) for unit, names in push.names_by_unit.items()}
-        for spec in specs:
-            shard = weights.shards.get(spec.name)
-            unit = unit_of(spec, plan.num_layers)
-            if shard is not None and spec.name in push.names_by_unit.get(unit, ()):
-                shard.register_post_accumulate_grad_hook(self._hook(unit))  # type: ignore[no-untyped-call]
-
-    def _hook(self, unit: int) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            if self._active:
-                self._left[unit] -= 1
-                if self._left[unit] == 0:
-                    self._push.unit_ready(unit)
-
-        return arrived
-
-    def counting(self, *, is_last: bool) -> "_GradientCounter":
-        """Count inside this context if the iteration's last backward runs in it."""
-        self._active = is_last
-        self._left = dict(self._sizes)
-        return self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._active = False
-
-
-def _with_next(actions: Sequence[Action]) -> list[tuple[Action, Action | None]]:
-    return list(zip(actions, (*actions[1:], None), strict=True)) if actions else []
 
 
 def _epoch_weight(microbatch: Any) -> int:
     """Return how much a micro-batch counts in an epoch's mean: tokens if it knows them."""
     own = getattr(microbatch, "num_target_tokens", None)
     return int(own) if isinstance(own, int) else count_samples(microbatch)
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
-    if loss is None:
-        raise StepError(
-            "training_step returned None. Under a pipeline every micro-batch needs a loss: return "
-            "the loss, or one that is 0 times the model's output to skip a micro-batch."
-        )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise StepError(
-            f"training_step returned {type(output).__name__}; it must return the loss, a tensor "
-            "with one element, or a dict that holds it under 'loss'."
-        )
-    if not loss.requires_grad:
-        raise StepError(
-            "training_step returned a loss without gradients. Don't detach it, and let at least "
-            "one parameter that it depends on require gradients."
-        )
-    return loss.reshape(())

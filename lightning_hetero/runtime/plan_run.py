@@ -1,0 +1,132 @@
+"""All that one rank needs to run one plan: its place, weights, transfers and neighbours.
+
+Making it communicates nothing and moves no optimizer state, which is why a plan can change from one
+iteration to the next.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.transfers import TransferTable, unit_of
+from lightning_hetero.runtime.activations import ActivationLink
+from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.exchange import Pull, Push
+from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
+
+__all__ = ["GradientCounter", "PlanRun"]
+
+
+class PlanRun:
+    """One plan, made ready on one rank.
+
+    Args:
+        plan: The plan.
+        specs: The parameters, with the roles of outer ones as far as they are known.
+        store: The rank's slices.
+        comms: The communicators.
+        dtype: Propagation dtype.
+        share_memory: See `ComputeWeights`.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        specs: Sequence[ParameterSpec],
+        store: SliceStore,
+        comms: Communicators,
+        *,
+        dtype: torch.dtype,
+        share_memory: bool,
+    ) -> None:
+        self.plan = plan
+        self.share_memory = share_memory
+        self.place = plan.place(comms.global_rank)
+        self.table = TransferTable(specs, store.slices, plan)
+        self.weights = ComputeWeights(store, self.table, dtype=dtype, share_memory=share_memory)
+        self.pull = Pull(store, self.weights, group=comms.exchange, dtype=dtype)
+        self.push = Push(store, self.weights, group=comms.exchange, dtype=dtype)
+        self.gradient_counter = GradientCounter(specs, self.weights, self.push, plan)
+        self.link = self._make_link(comms)
+
+    def _make_link(self, comms: Communicators) -> ActivationLink:
+        previous = following = None
+        if self.place is not None:
+            stages = self.plan.pipelines[self.place.pipeline_index].stages
+            index, tp_rank = self.place.stage_index, self.place.tp_rank
+            if index > 0:
+                previous = stages[index - 1].ranks[tp_rank]
+            if index + 1 < len(stages):
+                following = stages[index + 1].ranks[tp_rank]
+        return ActivationLink(
+            previous=previous,
+            following=following,
+            forward_group=comms.forward,
+            backward_group=comms.backward,
+        )
+
+    @property
+    def layers(self) -> range:
+        """Layers of this rank's stage; none if it is idle."""
+        if self.place is None:
+            return range(0)
+        stages = self.plan.pipelines[self.place.pipeline_index].stages
+        return stages[self.place.stage_index].layers
+
+    def schedule(self, num_microbatches: int, *, training: bool) -> tuple[Action, ...]:
+        """Return the actions of this rank's stage for so many micro-batches."""
+        if self.place is None:
+            return ()
+        index = self.place.stage_index
+        if not training:
+            return schedule_forward(stage_index=index, num_microbatches=num_microbatches)
+        num_stages = self.plan.pipelines[self.place.pipeline_index].num_stages
+        return schedule_1f1b(
+            stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
+        )
+
+
+class GradientCounter:
+    """Tells the push when the gradients of a unit are final, during the last backward."""
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        weights: ComputeWeights,
+        push: Push,
+        plan: ParallelPlan,
+    ) -> None:
+        self._push = push
+        self._active = False
+        self._left: dict[int, int] = {}
+        self._sizes = {unit: len(names) for unit, names in push.names_by_unit.items()}
+        for spec in specs:
+            shard = weights.shards.get(spec.name)
+            unit = unit_of(spec, plan.num_layers)
+            if shard is not None and spec.name in push.names_by_unit.get(unit, ()):
+                shard.register_post_accumulate_grad_hook(self._hook(unit))  # type: ignore[no-untyped-call]
+
+    def _hook(self, unit: int) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            if self._active:
+                self._left[unit] -= 1
+                if self._left[unit] == 0:
+                    self._push.unit_ready(unit)
+
+        return arrived
+
+    def counting(self, *, is_last: bool) -> "GradientCounter":
+        """Count inside this context if the iteration's last backward runs in it."""
+        self._active = is_last
+        self._left = dict(self._sizes)
+        return self
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._active = False

@@ -1,0 +1,211 @@
+"""Run one iteration's actions on one stage: the user's step forward, autograd backward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.boundary import MicrobatchRun, StageBoundary, StageEnd
+from lightning_hetero.runtime.microbatches import count_samples
+from lightning_hetero.runtime.plan_run import PlanRun
+from lightning_hetero.runtime.step_logs import StepLogs
+from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
+
+__all__ = ["IterationKey", "Propagation", "StepContext"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationKey:
+    """What an iteration's random numbers depend on."""
+
+    stage: int
+    """0 training, 1 validation, 2 test, 3 prediction."""
+    epoch: int
+    batch_idx: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What the steps of all iterations have in common on one rank."""
+
+    module: nn.Module
+    boundary: StageBoundary
+    logs: StepLogs
+    num_layers: int
+    """Layers of the model."""
+    device: torch.device
+    before_layer: Callable[[int], None]
+    """Called before each layer of the stage runs, and with `num_layers` behind the last."""
+    seed: int
+    """Base of the random seeds."""
+
+
+@dataclass
+class _InFlight:
+    """What a stage keeps of a micro-batch between its forward and its backward."""
+
+    hidden_in: Tensor | None
+    output: Tensor
+    """Hidden state sent on, or the weighted loss on the last stage."""
+
+
+class Propagation:
+    """The micro-batches of one iteration on one rank.
+
+    Args:
+        run: The plan that runs.
+        context: What stays the same from iteration to iteration.
+        microbatches: This rank's, in order.
+        first_index: Index of the first of them among the micro-batches of all pipelines.
+        key: What random numbers depend on.
+        training: Whether there is a backward.
+    """
+
+    def __init__(
+        self,
+        run: PlanRun,
+        context: StepContext,
+        microbatches: Sequence[Any],
+        *,
+        first_index: int,
+        key: IterationKey,
+        training: bool,
+    ) -> None:
+        self.microbatches = microbatches
+        self.outputs: list[Any] = []
+        """What the steps of a last stage returned, without training."""
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
+        """Sum of the losses, each times its target tokens."""
+        self.weight = torch.zeros_like(self.loss_sum)
+        """Sum of the target tokens."""
+        self.peak_in_flight = 0
+        """Most micro-batches whose activations were held at once."""
+        self._run = run
+        self._context = context
+        self._first_index = first_index
+        self._key = key
+        self._training = training
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def run(self, step: Callable[[Any], Any]) -> None:
+        """Run the stage's schedule."""
+        actions = self._run.schedule(len(self.microbatches), training=self._training)
+        for action, upcoming in zip_longest(actions, actions[1:]):
+            self._expect(action, upcoming)
+            if action.kind is ActionKind.FORWARD:
+                self._forward(step, action.microbatch_index)
+            else:
+                self._backward(action.microbatch_index)
+
+    def _forward(self, step: Callable[[Any], Any], index: int) -> None:
+        microbatch = self.microbatches[index]
+        watch = LossWatch()
+        run = self._microbatch_run(index, watch)
+        try:
+            with self._context.boundary.running(run):
+                output = step(microbatch)
+        except StageEnd as end:
+            self._context.logs.drop_microbatch()
+            self._run.link.send_hidden(end.hidden)
+            self._hold(index, run.hidden_in, end.hidden)
+            return
+        if self._context.boundary.has_layers and not run.finished:
+            raise StepError(
+                "The step returned without calling the model's layers. Call the model once in it."
+            )
+        weight = as_weight(
+            count_targets(self._context.module, microbatch, watch, count_samples(microbatch)),
+            self._context.device,
+        )
+        self._context.logs.keep_microbatch(weight)
+        self.weight = self.weight + weight
+        if not self._training:
+            self.outputs.append(output)
+            return
+        loss = _loss_of(output).float()
+        # The mean of no targets is no number, and must count nothing.
+        weighted = torch.where(weight > 0, loss * weight.float(), torch.zeros_like(loss))
+        self.loss_sum = self.loss_sum + weighted.detach().double()
+        self._hold(index, run.hidden_in, weighted)
+
+    def _hold(self, index: int, hidden_in: Tensor | None, output: Tensor) -> None:
+        if self._training:
+            self._in_flight[index] = _InFlight(hidden_in, output)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+
+    def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
+        key, link = self._key, self._run.link
+
+        def receive(like: Tensor) -> Tensor:
+            return link.receive_hidden(like).requires_grad_(self._training)
+
+        return MicrobatchRun(
+            layers=self._run.layers,
+            num_layers=self._context.num_layers,
+            seed=(
+                self._context.seed,
+                key.stage,
+                key.epoch,
+                key.batch_idx,
+                self._first_index + index,
+            ),
+            receive=receive if link.previous is not None else None,
+            before_layer=self._context.before_layer,
+            behind_layers=watch,
+        )
+
+    def _expect(self, action: Action, upcoming: Action | None) -> None:
+        """Begin to receive the gradient that the next action needs, while this one computes.
+
+        Only when this action is a forward: behind a backward, the order on the communicator must
+        stay receive, send, receive, send.
+        """
+        if (
+            upcoming is not None
+            and upcoming.kind is ActionKind.BACKWARD
+            and action.kind is ActionKind.FORWARD
+            and self._run.link.following is not None
+            and upcoming.microbatch_index in self._in_flight
+        ):
+            output = self._in_flight[upcoming.microbatch_index].output
+            self._run.link.expect_gradient(upcoming.microbatch_index, output)
+
+    def _backward(self, index: int) -> None:
+        held, link = self._in_flight.pop(index), self._run.link
+        gradient = None
+        if link.following is not None:
+            link.expect_gradient(index, held.output)
+            gradient = link.receive_gradient(index)
+        is_last = index + 1 == len(self.microbatches)
+        with self._run.gradient_counter.counting(is_last=is_last):
+            if held.output.requires_grad:
+                torch.autograd.backward(held.output, gradient)
+        if link.previous is not None:
+            assert held.hidden_in is not None
+            back = held.hidden_in.grad
+            link.send_gradient(torch.zeros_like(held.hidden_in) if back is None else back)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is None:
+        raise StepError(
+            "training_step returned None. Under a pipeline every micro-batch needs a loss: return "
+            "the loss, or one that is 0 times the model's output to skip a micro-batch."
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            f"training_step returned {type(output).__name__}; it must return the loss, a tensor "
+            "with one element, or a dict that holds it under 'loss'."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "training_step returned a loss without gradients. Don't detach it, and let at least "
+            "one parameter that it depends on require gradients."
+        )
+    return loss.reshape(())
