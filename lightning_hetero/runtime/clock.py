@@ -101,7 +101,7 @@ class ComputeClock:
 
     @property
     def last(self) -> IterationTimes | None:
-        """The last complete iteration; None before the first. On CUDA this waits for it to end."""
+        """The last complete iteration, trained or evaluated; on CUDA this waits for it to end."""
         if self._pending is not None:
             self._last = self._pending.resolve()
             self._pending = None
@@ -136,7 +136,7 @@ class ComputeClock:
     def _now(self) -> Any:
         if not self._is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -145,7 +145,7 @@ class ComputeClock:
         self._depth, self._in_action = 0, False
 
     def _end_iteration(self) -> None:
-        self._pending = self._marks
+        self._pending, self._marks = self._marks, _Marks()
 
     def _begin_action(self) -> None:
         self._in_action = True

@@ -31,6 +31,7 @@ from lightning_hetero.runtime.agreement import (
     fingerprint_of,
 )
 from lightning_hetero.runtime.boundary import StageBoundary, preserved_random_state
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import count_samples, cut_batch
@@ -91,6 +92,8 @@ class Engine:
         self.device = device
         self.comms = communicators
         self.peak_in_flight = 0
+        self.clock = ComputeClock(device)
+        self._pulled: set[int] = set()
         self._specs = tuple(
             spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
             for spec in layout.specs
@@ -115,6 +118,7 @@ class Engine:
             device=device,
             before_layer=self._before_layer,
             seed=config.seed,
+            clock=self.clock,
         )
         self.weights_are_stale = True
         self._only_trainable_stale = False
@@ -266,16 +270,19 @@ class Engine:
         run = self._run
         run.weights.clear_gradients()
         propagation = self._propagation(batch, key, training=True)
-        with preserved_random_state(), self.logs.recording(), run.weights.in_module():
-            self._start_pull()
-            run.push.start()
-            propagation.run(step)
-            missing = tuple(run.push.missing())
-            agreement = self._begin_agreement(propagation, key, batch, missing)
-            self._finish_pull()
-            gradients = run.push.finish()
-            run.link.finish()
-        agreed = agreement.finish()
+        with self.clock.iteration():
+            with preserved_random_state(), self.logs.recording(), run.weights.in_module():
+                self._start_pull()
+                run.push.start()
+                propagation.run(step)
+                missing = tuple(run.push.missing())
+                agreement = self._begin_agreement(propagation, key, batch, missing)
+                with self.clock.waiting():
+                    self._finish_pull()
+                    gradients = run.push.finish()
+                    run.link.finish()
+            with self.clock.waiting():
+                agreed = agreement.finish()
         loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
         self._keep_gradients(gradients, agreed, weight)
         self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
@@ -287,13 +294,16 @@ class Engine:
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
         propagation = self._propagation(batch, key, training=False)
-        with preserved_random_state(), self.logs.recording(), self._run.weights.in_module():
-            self._start_pull()
-            propagation.run(step)
-            agreement = self._begin_agreement(propagation, key, batch, ())
-            self._finish_pull()
-            self._run.link.finish()
-        agreed = agreement.finish()
+        with self.clock.iteration():
+            with preserved_random_state(), self.logs.recording(), self._run.weights.in_module():
+                self._start_pull()
+                propagation.run(step)
+                agreement = self._begin_agreement(propagation, key, batch, ())
+                with self.clock.waiting():
+                    self._finish_pull()
+                    self._run.link.finish()
+            with self.clock.waiting():
+                agreed = agreement.finish()
         self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
         return propagation.outputs
 
@@ -314,18 +324,25 @@ class Engine:
         )
 
     def _start_pull(self) -> None:
+        self._pulled.clear()
         if self.weights_are_stale:
             self._run.pull.start(trainable_only=self._only_trainable_stale)
-            self._run.pull.wait_unit(-1)
+            self._wait_unit(-1)
 
     def _finish_pull(self) -> None:
         self._run.pull.finish()
         self.weights_are_stale = False
 
     def _before_layer(self, index: int) -> None:
-        self._run.pull.wait_unit(index)
+        self._wait_unit(index)
         if index == self.layout.num_layers:
-            self._run.pull.wait_unit(-1)
+            self._wait_unit(-1)
+
+    def _wait_unit(self, unit: int) -> None:
+        if self.weights_are_stale and unit not in self._pulled:
+            self._pulled.add(unit)
+            with self.clock.waiting():
+                self._run.pull.wait_unit(unit)
 
     # -- agreement ------------------------------------------------------------------------------
 

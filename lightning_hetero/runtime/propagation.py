@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.boundary import MicrobatchRun, StageBoundary, StageEnd
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.microbatches import count_samples
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.step_logs import StepLogs
@@ -43,6 +44,8 @@ class StepContext:
     """Called before each layer of the stage runs, and with `num_layers` behind the last."""
     seed: int
     """Base of the random seeds."""
+    clock: ComputeClock
+    """Times the actions."""
 
 
 @dataclass
@@ -97,10 +100,11 @@ class Propagation:
         actions = self._run.schedule(len(self.microbatches), training=self._training)
         for action, upcoming in zip_longest(actions, actions[1:]):
             self._expect(action, upcoming)
-            if action.kind is ActionKind.FORWARD:
-                self._forward(step, action.microbatch_index)
-            else:
-                self._backward(action.microbatch_index)
+            with self._context.clock.action(action.kind, action.microbatch_index):
+                if action.kind is ActionKind.FORWARD:
+                    self._forward(step, action.microbatch_index)
+                else:
+                    self._backward(action.microbatch_index)
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch = self.microbatches[index]
@@ -111,6 +115,7 @@ class Propagation:
                 output = step(microbatch)
         except StageEnd as end:
             self._context.logs.drop_microbatch()
+            self._context.clock.stretch()
             self._run.link.send_hidden(end.hidden)
             self._hold(index, run.hidden_in, end.hidden)
             return
@@ -142,7 +147,8 @@ class Propagation:
         key, link = self._key, self._run.link
 
         def receive(like: Tensor) -> Tensor:
-            return link.receive_hidden(like).requires_grad_(self._training)
+            with self._context.clock.waiting():
+                return link.receive_hidden(like).requires_grad_(self._training)
 
         return MicrobatchRun(
             layers=self._run.layers,
@@ -180,7 +186,8 @@ class Propagation:
         gradient = None
         if link.following is not None:
             link.expect_gradient(index, held.output)
-            gradient = link.receive_gradient(index)
+            with self._context.clock.waiting():
+                gradient = link.receive_gradient(index)
         is_last = index + 1 == len(self.microbatches)
         with self._run.gradient_counter.counting(is_last=is_last):
             if held.output.requires_grad:
@@ -188,6 +195,7 @@ class Propagation:
         if link.previous is not None:
             assert held.hidden_in is not None
             back = held.hidden_in.grad
+            self._context.clock.stretch()
             link.send_gradient(torch.zeros_like(held.hidden_in) if back is None else back)
 
 
