@@ -274,6 +274,26 @@ class HeteroStrategy(ParallelStrategy):
         """The plan that runs."""
         return self.engine.plan
 
+    def change_plan(self, plan: ParallelPlan) -> None:
+        """Run another plan from the next iteration on; called by every rank with the same plan.
+
+        No optimizer state moves and nothing restarts: only the next iteration's weights travel
+        elsewhere. Ranks must stay in their pipelines, and pipelines keep their numbers of
+        micro-batches, because the data loader has dealt the next batches already.
+
+        Raises:
+            PlanError: The plan doesn't fit the ranks, the model or the dealing of batches.
+        """
+        dealt = [(sorted(p.ranks), p.num_microbatches) for p in self.plan.pipelines]
+        wanted = [(sorted(p.ranks), p.num_microbatches) for p in plan.pipelines]
+        if dealt != wanted:
+            raise PlanError(
+                f"The pipelines' (ranks, micro-batches) are {dealt} and would become {wanted}, but "
+                "the data loader has dealt the next batches already. Change only which stage a "
+                "rank stands in and which layers stages have."
+            )
+        self.engine.change_plan(plan)
+
     # -- set-up ---------------------------------------------------------------------------------
 
     @property
