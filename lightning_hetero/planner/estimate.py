@@ -20,7 +20,13 @@ from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
 
-__all__ = ["Estimate", "Estimator", "PipelineEstimate", "share_microbatches"]
+__all__ = [
+    "Estimate",
+    "Estimator",
+    "PipelineEstimate",
+    "deal_microbatches",
+    "share_microbatches",
+]
 
 FloatArray = NDArray[np.float64]
 PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
@@ -42,6 +48,8 @@ class PipelineEstimate:
     """Forward and backward seconds of a micro-batch on the first stage."""
     step_s: float
     """Seconds of the first stage's optimizer step."""
+    most_microbatches: int
+    """Micro-batches beyond which the activations in flight would not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +180,12 @@ class Estimator:
         order = list(parts)
         fills = [parts[key].fill_s + waits[key][0] for key in order]
         slopes = [parts[key].slope_s for key in order]
-        shares = share_microbatches(
-            fills, slopes, [repeats[key] for key in order], total, equal=self.equal_microbatches
+        limits = [parts[key].most_microbatches for key in order]
+        numbers = [repeats[key] for key in order]
+        shares = (
+            deal_microbatches(numbers, limits, total)
+            if self.equal_microbatches
+            else share_microbatches(fills, slopes, numbers, limits, total)
         )
         if shares is None:
             return None
@@ -193,16 +205,28 @@ class Estimator:
     def _estimate_pipeline(
         self, pipeline: PipelineLayout, num_pipelines: int
     ) -> PipelineEstimate | None:
-        tp_degree, nodes = pipeline
-        num_stages = len(nodes)
+        """Balance the layers; if they don't fit, let fewer micro-batches be in flight."""
+        total = self.workload.num_microbatches
+        num_stages = len(pipeline.nodes)
         if num_stages > self.num_layers:
             return None
+        for most in (total, *range(min(num_stages, total) - 1, 0, -1)):
+            found = self._balance(pipeline, num_pipelines, most)
+            if found is not None:
+                return found
+        return None
+
+    def _balance(
+        self, pipeline: PipelineLayout, num_pipelines: int, most_microbatches: int
+    ) -> PipelineEstimate | None:
+        tp_degree, nodes = pipeline
+        num_stages = len(nodes)
         tables, limited = [], []
         for stage, node in enumerate(nodes):
             first, last = stage == 0, stage == num_stages - 1
             forward, backward = self.stage_times_s(node, tp_degree, first=first, last=last)
             tables.append((forward, backward))
-            held = min(num_stages - stage, self.workload.num_microbatches)
+            held = min(num_stages - stage, most_microbatches)
             most = self.most_layers(node, tp_degree, (first, last), num_pipelines, held)
             times = forward + backward
             times[most + 1 :] = np.inf
@@ -221,6 +245,7 @@ class Estimator:
             first_params=self.cost.num_stage_params(shape),
             first_times_s=(forward_s[0], backward_s[0]),
             step_s=self.cost.step_s(shape, self.cost.num_owned_params(shape, num_pipelines)),
+            most_microbatches=most_microbatches,
         )
 
     def _linear(
@@ -295,44 +320,53 @@ def _makespan_s(
     return max(propagate(times, starts, blocking=blocking).end_s)
 
 
+def deal_microbatches(
+    repeats: Sequence[int], limits: Sequence[int], total: int
+) -> list[list[int]] | None:
+    """Return equal numbers of micro-batches, one apart at most, for every pipeline of every class.
+
+    None if a pipeline would get none or more than its limit.
+    """
+    num_pipelines = sum(repeats)
+    if total < num_pipelines:
+        return None
+    base, extra = divmod(total, num_pipelines)
+    dealt = iter([base + 1] * extra + [base] * (num_pipelines - extra))
+    shares = [[next(dealt) for _ in range(count)] for count in repeats]
+    fits = all(max(share) <= limit for share, limit in zip(shares, limits, strict=True))
+    return shares if fits else None
+
+
 def share_microbatches(
     fills_s: Sequence[float],
     slopes_s: Sequence[float],
     repeats: Sequence[int],
+    limits: Sequence[int],
     total: int,
-    *,
-    equal: bool,
 ) -> list[list[int]] | None:
     """Return the micro-batches of every pipeline of every class, each pipeline at least one.
 
-    Minimises the longest `fill + slope·K` (exactly), or deals equal numbers that differ by one at
-    most. None if there are fewer micro-batches than pipelines.
+    Minimises the longest `fill + slope·K`, exactly: the least level at which all micro-batches are
+    done is found by bisection. None if the pipelines' limits leave too few or too many.
 
     Args:
         fills_s: Seconds of each class that don't grow with K.
         slopes_s: Seconds of a micro-batch of each class.
         repeats: Pipelines of each class.
+        limits: Most micro-batches of a pipeline of each class.
         total: Micro-batches to share.
-        equal: Whether all pipelines get the same number.
     """
-    num_pipelines = sum(repeats)
-    if total < num_pipelines:
-        return None
-    if equal:
-        base, extra = divmod(total, num_pipelines)
-        dealt = iter([base + 1] * extra + [base] * (num_pipelines - extra))
-        return [[next(dealt) for _ in range(count)] for count in repeats]
     fills, slopes = np.asarray(fills_s), np.asarray(slopes_s)
-    numbers = np.asarray(repeats)
+    numbers, most = np.asarray(repeats), np.minimum(np.asarray(limits), total)
+    if not int(numbers.sum()) <= total <= int((numbers * most).sum()):
+        return None
 
     def done(level: float) -> NDArray[np.int64]:
         finished: NDArray[np.int64] = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
-        return np.maximum(finished, 1)
+        return np.clip(finished, 1, most)
 
-    # Fractional micro-batches fill to this level; two more of the longest are enough.
-    level = float((total + (numbers * fills / slopes).sum()) / (numbers / slopes).sum())
-    low, high = 0.0, max(level, float(fills.max())) + 2.0 * float(slopes.max())
-    for _ in range(44):
+    low, high = 0.0, float((fills + slopes * (most + 1)).max())
+    for _ in range(50):
         middle = (low + high) / 2
         if int((done(middle) * numbers).sum()) >= total:
             high = middle
@@ -350,4 +384,5 @@ def share_microbatches(
             if surplus and share[position] > 1:
                 share[position] -= 1
                 surplus -= 1
-    return shares if not surplus else None
+    assert not surplus, "more micro-batches finish together than pipelines can give back"
+    return shares

@@ -103,7 +103,7 @@ def improve(candidate: Candidate, judge: Judge, *, budget: int) -> Candidate:
     improved = True
     while improved:
         improved = False
-        for family in (_move_layers, _move_microbatches, _move_stages):
+        for family in (_move_layers, _move_layers_together, _move_microbatches, _move_stages):
             for moved in family(best, judge.estimator):
                 if judge.work_done >= limit:
                     return best
@@ -128,6 +128,25 @@ def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
                 rows = list(candidate.layers)
                 for member in members:
                     rows[member] = tuple(moved)
+                yield replace(candidate, layers=tuple(rows))
+
+
+def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterator[Candidate]:
+    """Give a layer of one stage to another in all pipelines that have so many stages.
+
+    Where cuts agree, gradients of a layer stay between the same nodes; moving one pipeline's cut
+    alone would make them cross.
+    """
+    for length in sorted({len(layers) for layers in candidate.layers} - {1}):
+        for source, target in itertools.permutations(range(length), 2):
+            rows = []
+            for layers in candidate.layers:
+                moved = list(layers)
+                if len(layers) == length and layers[source] > 1:
+                    moved[source] -= 1
+                    moved[target] += 1
+                rows.append(tuple(moved))
+            if tuple(rows) != candidate.layers:
                 yield replace(candidate, layers=tuple(rows))
 
 

@@ -28,7 +28,9 @@ _MAX_ENUMERATED_DEVICES = 6
 _SIMULATED = 24
 _SIMULATED_ACTIONS = 1_500_000
 _IMPROVED = 3
-_IMPROVED_ENUMERATED = 6
+# Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
+_SIMULATED_ENUMERATED = 150
+_IMPROVED_ENUMERATED = 16
 _IMPROVE_ACTIONS = 150_000
 
 ProgressCallback = Callable[[str, float], None]
@@ -231,8 +233,9 @@ class _Search:
         """Return the candidates that fit, best first, after simulating the likeliest."""
         scored: list[tuple[float, int, Candidate]] = []
         work = 0
+        most = _SIMULATED_ENUMERATED if self.enumerated else _SIMULATED
         for index, estimate in enumerate(estimates):
-            enough = len(scored) >= _SIMULATED or (work > _SIMULATED_ACTIONS and scored)
+            enough = len(scored) >= most or (work > _SIMULATED_ACTIONS and scored)
             if enough:
                 break
             candidate = Candidate(
@@ -244,7 +247,7 @@ class _Search:
             score = self.judge.score(candidate)
             if score < float("inf"):
                 scored.append((score, index, candidate))
-            self.progress("Simulating plans", 0.5 + 0.2 * min(1.0, index / _SIMULATED))
+            self.progress("Simulating plans", 0.5 + 0.2 * min(1.0, index / most))
         scored.sort(key=lambda entry: entry[:2])
         return [candidate for _, _, candidate in scored]
 

@@ -100,11 +100,10 @@ class Engine:
         )
         self._roles_known = False
         self.tensor_parallel = tensor_parallel
-        sharded = tensor_parallel is not None and tensor_parallel.sequence_parallel
         self.boundary = StageBoundary(
             layout.layers,
-            enter_stage=tensor_parallel.enter_stage if tensor_parallel and sharded else None,
-            leave_stage=tensor_parallel.leave_stage if tensor_parallel and sharded else None,
+            enter_stage=None if tensor_parallel is None else tensor_parallel.enter_stage,
+            leave_stage=None if tensor_parallel is None else tensor_parallel.leave_stage,
         )
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}

@@ -116,8 +116,13 @@ class TensorParallel:
         place = plan.place(comms.global_rank)
         self.peers = None
         if group is not None and place is not None:
-            degree = plan.pipelines[place.pipeline_index].tp_degree
-            self.peers = TPGroup(group=group, degree=degree, tp_rank=place.tp_rank)
+            ranks = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
+            self.peers = TPGroup(
+                group=group,
+                degree=len(ranks),
+                tp_rank=place.tp_rank,
+                positions=tuple(sorted(ranks).index(rank) for rank in ranks),
+            )
 
     def check_degrees(self, plan: ParallelPlan) -> None:
         """Raise ModelError unless every degree of the plan divides heads and features."""
@@ -131,14 +136,11 @@ class TensorParallel:
                     f"{', '.join(able)}."
                 )
 
-    def clear(self) -> None:
-        """Let go of the activations of the last forward or backward."""
-        self._copied = None
-
     # -- hidden states at the ends of a stage ---------------------------------------------------
 
     def enter_stage(self, hidden: Tensor) -> Tensor:
         """Return what the stage's first layer gets of a whole hidden state."""
+        self._copied = None
         if self.peers is None or not self.sequence_parallel:
             return hidden
         self.num_tokens = hidden.shape[_TOKENS]
@@ -152,6 +154,7 @@ class TensorParallel:
 
     def leave_stage(self, hidden: Tensor) -> Tensor:
         """Return the whole hidden state that the stage's last layer made."""
+        self._copied = None
         if self.peers is None or not self.sequence_parallel:
             return hidden
         num_tokens = self.num_tokens

@@ -37,6 +37,8 @@ class TPGroup:
     group: dist.ProcessGroup | None
     degree: int
     tp_rank: int
+    positions: tuple[int, ...]
+    """By `tp_rank`: the rank in the communicator, which orders its members by global rank."""
 
 
 def piece_of(length: int, index: int, count: int) -> tuple[int, int]:
@@ -68,13 +70,15 @@ def _all_gather(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) 
     own = _padded(tensor, dim, max(sizes)).contiguous()
     stacked = own.new_empty((peers.degree, *own.shape))
     dist.all_gather_into_tensor(stacked.view(-1), own.view(-1), group=peers.group)
-    pieces = zip(stacked.unbind(), sizes, strict=True)
-    return torch.cat([piece.narrow(dim, 0, size) for piece, size in pieces], dim)
+    pieces = zip(peers.positions, sizes, strict=True)
+    return torch.cat([stacked[place].narrow(dim, 0, size) for place, size in pieces], dim)
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
     largest = max(sizes)
-    stacked = torch.stack([_padded(p, dim, largest) for p in torch.split(tensor, list(sizes), dim)])
+    pieces = torch.split(tensor, list(sizes), dim)
+    by_place = sorted(zip(peers.positions, pieces, strict=True), key=lambda pair: pair[0])
+    stacked = torch.stack([_padded(piece, dim, largest) for _, piece in by_place])
     own = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
     dist.reduce_scatter_tensor(own.view(-1), stacked.view(-1), group=peers.group)
     return own.narrow(dim, 0, sizes[peers.tp_rank])

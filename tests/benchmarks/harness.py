@@ -42,7 +42,7 @@ class Row:
 
 
 def median_times_s(*functions: Callable[[], object], repeats: int = 7) -> list[float]:
-    """Return the median wall time of each function, their repeats interleaved, after one warm-up."""
+    """Return each function's median wall time, repeats interleaved, after one warm-up."""
     for function in functions:
         function()
     times: list[list[float]] = [[] for _ in functions]

@@ -1,0 +1,201 @@
+"""Tiny Hugging Face models, and runs of them that the parity tests compare."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.toy import quiet
+
+SEED = 5
+VOCABULARY = 29
+CONTEXT = 10
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED,
+    "qwen3": {**_GROUPED, "head_dim": 8, "tie_word_embeddings": True},
+    "gemma3_text": {
+        **_GROUPED,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gpt_neox": {**_COMMON, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "phi3": _GROUPED,
+    "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 16,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 32,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "bert": {**_COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+def make_config(name: str) -> Any:
+    return transformers.AutoConfig.for_model(name, **CONFIGS[name])
+
+
+def make_model(name: str) -> Any:
+    kind = (
+        transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+    )
+    return kind.from_config(make_config(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceCase:
+    """What is trained and how; without a plan, on a single device."""
+
+    model: str
+    plan: dict[str, Any] | None = None
+    world_size: int = 1
+    precision: str = "32-true"
+    loss: str = "inside"
+    """Made "inside" the model's forward, or "outside" in the step."""
+    padded: bool = False
+    batch_size: int = 4
+    num_rows: int = 24
+    own_checkpointing: bool = False
+    """Turn the model's own gradient checkpointing on."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """More options of the strategy."""
+
+    def on_single_device(self) -> "HuggingFaceCase":
+        assert self.plan is not None
+        size = self.batch_size * len(self.plan["pipelines"])
+        return replace(
+            self, plan=None, world_size=1, batch_size=size, precision="32-true", options=()
+        )
+
+
+class Rows(Dataset[Any]):
+    """Rows of tokens with padding and targets that differ in number."""
+
+    def __init__(self, case: HuggingFaceCase) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = (case.num_rows, CONTEXT)
+        self.ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+        self.mask = torch.ones(shape, dtype=torch.long)
+        self.labels = self.ids.clone()
+        if case.model == "bert":
+            self.labels[torch.rand(shape, generator=generator) < 0.6] = -100
+        for row in range(case.num_rows):
+            stop = CONTEXT - row % 5
+            self.labels[row, stop:] = -100
+            if case.padded:
+                self.ids[row, stop:] = 2
+                self.mask[row, stop:] = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.ids[index],
+            "attention_mask": self.mask[index],
+            "labels": self.labels[index],
+        }
+
+
+class HuggingFaceModule(L.LightningModule):
+    """What a user writes around a Hugging Face model."""
+
+    def __init__(self, case: HuggingFaceCase) -> None:
+        super().__init__()
+        self.case = case
+        self.model = make_model(case.model)
+        if case.own_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if not self.case.padded:
+            batch = {name: value for name, value in batch.items() if name != "attention_mask"}
+        if self.case.loss == "inside":
+            loss: Tensor = self.model(**batch).loss
+            return loss
+        labels = batch.pop("labels")
+        logits = self.model(**batch).logits.float()
+        if self.case.model != "bert":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(self.case), batch_size=self.case.batch_size)
+
+
+@dataclass
+class HuggingFaceOutcome:
+    """What a rank knows after a run."""
+
+    losses: list[float]
+    before: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+
+
+def _arrays(module: L.LightningModule) -> dict[str, np.ndarray]:
+    return {
+        name: value.detach().float().numpy().copy() for name, value in module.state_dict().items()
+    }
+
+
+def train(rank: int, case: HuggingFaceCase, max_steps: int = -1) -> HuggingFaceOutcome:
+    """Train a case on one of its ranks."""
+    L.seed_everything(SEED, verbose=False)
+    module = HuggingFaceModule(case)
+    return fit(module, case, max_steps)
+
+
+def fit(
+    module: HuggingFaceModule, case: HuggingFaceCase, max_steps: int = -1
+) -> HuggingFaceOutcome:
+    before = _arrays(module)
+    strategy: dict[str, Any] = {"devices": 1}
+    if case.plan is not None:
+        plan = ParallelPlan.from_dict(case.plan)
+        options: dict[str, Any] = {"num_microbatches": 2, **dict(case.options)}
+        strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
+    trainer = L.Trainer(
+        **quiet(max_epochs=1, max_steps=max_steps, precision=case.precision),
+        **strategy,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module)
+    return HuggingFaceOutcome(module.losses, before, _arrays(module))
