@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_hetero.autoplan import AutoPlan
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
     from lightning_hetero.strategy import HeteroStrategy
 
-__all__ = ["HeteroStrategy", "ParallelPlan", "PipelinePlan", "StagePlan"]
+__all__ = ["AutoPlan", "HeteroStrategy", "ParallelPlan", "PipelinePlan", "StagePlan"]
 
 _HOMES = {
+    "AutoPlan": "lightning_hetero.autoplan",
     "HeteroStrategy": "lightning_hetero.strategy",
     "ParallelPlan": "lightning_hetero.core.plan",
     "PipelinePlan": "lightning_hetero.core.plan",

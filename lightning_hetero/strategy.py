@@ -41,12 +41,15 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
+from lightning_hetero.autoplan import AutoPlan, AutoPlanned, RunFacts, make_plan
 from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
+from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
 from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
+from lightning_hetero.runtime.boundary import preserved_random_state
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.engine import Engine, EngineConfig
 from lightning_hetero.runtime.failure import FailureDetector, connect_store
@@ -78,9 +81,11 @@ class HeteroStrategy(ParallelStrategy):
     """Train one model across unequal pipelines.
 
     Args:
-        plan: The plan to run: a `ParallelPlan`, a path to its JSON file, or None for equal
-            pipelines of `num_stages` stages.
-        num_stages: Stages of each pipeline where no plan is given.
+        plan: The plan to run: a `ParallelPlan`, a path to its JSON file, "auto" or an `AutoPlan`
+            to make one for the devices that run (see `lightning_hetero.autoplan`), or None for
+            equal pipelines of `num_stages` stages. Under an automatic plan an iteration takes the
+            loader's batch times the number of ranks, as DDP does, else times that of pipelines.
+        num_stages: Stages of each equal pipeline; if given, "auto" means None.
         num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
             the plan names no number. None takes 1 for plans without stages, else 4 a stage.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
@@ -108,9 +113,9 @@ class HeteroStrategy(ParallelStrategy):
 
     def __init__(  # noqa: PLR0913 - Lightning hands the last five over by name
         self,
-        plan: ParallelPlan | str | Path | None = None,
+        plan: ParallelPlan | AutoPlan | str | Path | None = "auto",
         *,
-        num_stages: int = 1,
+        num_stages: int | None = None,
         num_microbatches: int | None = None,
         layers: str | None = None,
         ownership: Ownership | Literal["auto", "holders", "even", "parameter"] = Ownership.AUTO,
@@ -136,8 +141,12 @@ class HeteroStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"num_microbatches is {num_microbatches}; it must be 1 or more."
             )
-        self._plan_source = ParallelPlan.load(plan) if isinstance(plan, str | Path) else plan
-        self._num_stages = num_stages
+        self._plan_source = _plan_source(plan, num_stages)
+        self._num_stages = num_stages or 1
+        self.slowdown = 1.0
+        """How many times slower this rank computes than it could; set before `setup`."""
+        self.auto_planned: AutoPlanned | None = None
+        """What the automatic plan rests on; None where a plan was given."""
         self._num_microbatches = num_microbatches
         self._layers = layers
         self._ownership = Ownership(ownership)
@@ -389,12 +398,16 @@ class HeteroStrategy(ParallelStrategy):
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
-        rank_zero_info(f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plan}")
+        engine.clock.slowdown = self.slowdown
+        why = "" if self.auto_planned is None else f"\n{self.auto_planned.summary}"
+        rank_zero_info(f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plan}{why}")
         return engine
 
     def _make_plan(self, layout: ModelLayout) -> ParallelPlan:
         plan = self._plan_source
-        if plan is None:
+        if isinstance(plan, AutoPlan):
+            plan = self._plan_automatically(plan, layout)
+        elif plan is None:
             plan = ParallelPlan.even(
                 world_size=self.world_size,
                 num_layers=layout.num_layers,
@@ -410,6 +423,36 @@ class HeteroStrategy(ParallelStrategy):
                 'Name it: HeteroStrategy(layers="model.blocks").'
             )
         return plan
+
+    def _plan_automatically(self, options: AutoPlan, layout: ModelLayout) -> ParallelPlan:
+        assert self._communicators is not None
+        assert self.lightning_module is not None
+        precision = self.precision_plugin
+        master = precision.master_dtype or precision.propagation_dtype
+        self.auto_planned = make_plan(
+            options,
+            RunFacts(
+                module=self.lightning_module,
+                layout=layout,
+                comms=self._communicators,
+                device=self.root_device,
+                sizes=self._find_batch_sizes,
+                slowdown=self.slowdown,
+                propagation_bytes=precision.propagation_dtype.itemsize,
+                master_bytes=master.itemsize,
+            ),
+        )
+        if self.auto_planned.warning is not None:
+            rank_zero_warn(self.auto_planned.warning)
+        return self.auto_planned.plan
+
+    def _find_batch_sizes(self) -> BatchSizes:
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        # Nothing public holds the loader before the first epoch.
+        loader = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+        with preserved_random_state():
+            return find_batch_sizes([loader, trainer.datamodule, self.lightning_module])
 
     @override
     def model_to_device(self) -> None:
@@ -429,6 +472,7 @@ class HeteroStrategy(ParallelStrategy):
             shares=self.engine.num_microbatches,
             pipeline_index=None if place is None else place.pipeline_index,
             seed=self.engine.config.seed,
+            num_batches=None if self.auto_planned is None else self.world_size,
         )
         sampler = getattr(dealt, "batch_sampler", None)
         if isinstance(sampler, DealtBatchSampler):
@@ -672,6 +716,14 @@ class HeteroStrategy(ParallelStrategy):
         strategy_registry.register(
             cls.strategy_name, cls, description="Unequal pipelines on unequal devices"
         )
+
+
+def _plan_source(
+    plan: ParallelPlan | AutoPlan | str | Path | None, num_stages: int | None
+) -> ParallelPlan | AutoPlan | None:
+    if plan == "auto":
+        return AutoPlan() if num_stages is None else None
+    return ParallelPlan.load(plan) if isinstance(plan, str | Path) else plan
 
 
 def _check_trainable(module: pl.LightningModule) -> None:

@@ -28,6 +28,7 @@ def deal_out(
     shares: Sequence[int],
     pipeline_index: int | None,
     seed: int,
+    num_batches: int | None = None,
 ) -> object:
     """Return a loader of one pipeline's part of each iteration.
 
@@ -36,6 +37,8 @@ def deal_out(
         shares: Relative number of samples of each pipeline.
         pipeline_index: This rank's pipeline, None if it is idle.
         seed: Seeds samplers that draw from the global generators, the same on all ranks.
+        num_batches: Batches of the loader that make an iteration; None takes one a pipeline. A
+            stream gives one a pipeline whatever is said here, since its batches stay whole.
 
     Raises:
         ConfigurationError: The loader shards by rank itself.
@@ -59,6 +62,7 @@ def deal_out(
         shares=shares,
         pipeline_index=pipeline_index,
         seed=seed,
+        num_batches=num_batches,
     )
     # For prediction Lightning wraps the batch sampler to record indices: keep that outermost.
     return _with_batch_sampler(dataloader, type(inner)(sampler) if records_indices else sampler)
@@ -113,6 +117,7 @@ class DealtBatchSampler(Sampler[list[int]]):
         shares: Relative number of samples of each pipeline.
         pipeline_index: This rank's pipeline, None if it is idle.
         seed: Seeds samplers that draw from torch's global generator.
+        num_batches: The user's batches that make an iteration; None takes one a pipeline.
     """
 
     def __init__(
@@ -122,8 +127,10 @@ class DealtBatchSampler(Sampler[list[int]]):
         shares: Sequence[int],
         pipeline_index: int | None,
         seed: int,
+        num_batches: int | None = None,
     ) -> None:
         self._batch_sampler = batch_sampler
+        self._num_batches = num_batches or len(shares)
         self._shares = tuple(shares)
         self._pipeline_index = pipeline_index
         self._seed = seed
@@ -153,11 +160,11 @@ class DealtBatchSampler(Sampler[list[int]]):
         return bool(getattr(self._batch_sampler, "drop_last", False))
 
     def __len__(self) -> int:
-        return -(-len(self._batch_sampler) // len(self._shares))
+        return -(-len(self._batch_sampler) // self._num_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = iter(self._drawn())
-        while group := list(islice(batches, len(self._shares))):
+        while group := list(islice(batches, self._num_batches)):
             yield self._own_part(list(chain.from_iterable(group)))
 
     def _drawn(self) -> Iterator[list[int]]:

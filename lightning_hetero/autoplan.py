@@ -1,0 +1,336 @@
+"""Make a plan for the ranks that run: what `plan="auto"` of `HeteroStrategy` does.
+
+1. One rank, or a module without layers: one pipeline a rank, as under DDP.
+2. The cluster is detected from the ranks, the model's sizes from the module, an iteration's size
+   from loader, data module or options.
+3. Equal devices that hold the whole model: one pipeline a rank, without a search.
+4. Else costs come from the roofline where all devices are known ones, from a measured (or cached)
+   profile where not. Rank 0 plans for several sizes of micro-batches, the fastest plan is sent to
+   all ranks.
+
+An iteration takes as many samples as under DDP, the loader's batch times the ranks, whatever the
+plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
+"""
+
+import datetime
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import KNOWN_DEVICES
+from lightning_hetero.core.errors import (
+    ClusterError,
+    ConfigurationError,
+    HeteroError,
+    PlanningError,
+)
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.data.batch_sizes import BatchSizes
+from lightning_hetero.planner import PlanningOptions, PlanningResult, Workload, plan
+from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.detect import Seat, cluster_of, detect_seats
+from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.runtime.profile_cache import profile_seats
+from lightning_hetero.runtime.profiling import ProfileOptions
+from lightning_hetero.runtime.sizes import infer_model_spec
+from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StageShape, StateLayout
+
+__all__ = ["AutoPlan", "AutoPlanned", "RunFacts", "make_plan"]
+
+_T = TypeVar("_T")
+_DEFAULT_SAMPLES = 8
+_DEFAULT_LENGTH = 512
+_MAX_PROFILED_TOKENS = 4096
+_NUM_STATES = 4  # Master, summed gradient and two moments of each owned parameter.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlan:
+    """What `plan="auto"` needs to know and can't always find out; `"auto"` stands for all defaults.
+
+    Raises:
+        ConfigurationError: A number is below 1.
+    """
+
+    sequence_length: int | None = None
+    """Tokens of a sample; None looks at loader, data module, module and a first sample, else takes
+    512."""
+    batch_size: int | None = None
+    """Samples of an iteration per rank, as under DDP; None looks for the loader's, else takes 8."""
+    microbatch_sizes: tuple[int, ...] | None = None
+    """Samples of a micro-batch to choose from; None tries the batch, its half, quarter, and 1."""
+    tp_degrees: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees to consider; the module must bring a `tp_plan` for others than 1."""
+    cluster: Cluster | str | Path | None = None
+    """The cluster, or its YAML file; None detects it."""
+    profile: Profile | str | Path | None = None
+    """A measured profile, or its JSON file; None measures unknown devices and caches that."""
+    max_profile_age_days: float = 90.0
+    """An older profile is refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"AutoPlan has {name} {value}; it must be 1 or more.")
+        for name in ("microbatch_sizes", "tp_degrees"):
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise ConfigurationError(
+                    f"AutoPlan has {name} {values}; give one or more numbers, 1 or more."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known of the run that is to be planned, on each rank."""
+
+    module: nn.Module
+    layout: ModelLayout
+    comms: Communicators
+    device: torch.device
+    sizes: Callable[[], BatchSizes]
+    """Finds out the loader's sizes; called on rank 0 only."""
+    slowdown: float = 1.0
+    """See `ComputeClock.slowdown`."""
+    propagation_bytes: int = 4
+    """Bytes of a value of weights and gradients on their way."""
+    master_bytes: int = 4
+    """Bytes of a value of master weights and optimizer states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlanned:
+    """The plan and why it is that one; the same on every rank."""
+
+    plan: ParallelPlan
+    summary: str
+    """Lines for people: what was planned for, predicted time and bound."""
+    warning: str | None = None
+    """What kept planning from being possible."""
+    predicted_s: float | None = None
+    """Predicted seconds of an iteration; None if nothing was simulated."""
+    lower_bound_s: float | None = None
+    """No plan is faster by the same costs; None if nothing was simulated."""
+
+
+def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
+    """Plan for the ranks that run; collective over all ranks, the same result on each.
+
+    Raises:
+        PlanningError: The model fits on these devices under no plan.
+        ClusterError, ProfileError: What was given is wrong or for something else.
+    """
+    if facts.comms.world_size == 1:
+        return _data_parallel(facts, "one rank: nothing to plan")
+    seats = detect_seats(facts.comms, facts.device, slowdown=facts.slowdown)
+    unequal = len({seat.device.name for seat in seats}) > 1
+    model = infer_model_spec(facts.module, facts.layout)
+    if model is None and options.cluster is None:
+        warning = None
+        if unequal:
+            warning = (
+                "The devices differ, but this module's sizes can't be told (no list of layers, or "
+                "layers without matrices), so every rank gets a whole model and as many samples. "
+                'Name the list with layers="model.blocks", or give a plan.'
+            )
+        return replace(_data_parallel(facts, "no plan could be predicted"), warning=warning)
+    assert model is not None
+    job = _on_rank_0(facts.comms, lambda: _Job.of(options, facts, model, seats))
+    if options.cluster is None and not unequal and _holds_everything(job, facts):
+        return _data_parallel(facts, "equal devices that hold the whole model: no search")
+    profile = _profile_of(options, job, seats, facts)
+    return _on_rank_0(facts.comms, lambda: _search(job, options, facts, profile))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is planned: cluster, model and an iteration's size."""
+
+    cluster: Cluster
+    model: ModelSpec
+    states: StateLayout
+    sequence_length: int
+    batch_size: int
+    microbatch_sizes: tuple[int, ...]
+    assumed: tuple[str, ...]
+    """What nobody said and was assumed."""
+
+    @classmethod
+    def of(
+        cls, options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
+    ) -> "_Job":
+        cluster = options.cluster
+        if isinstance(cluster, str | Path):
+            cluster = Cluster.load(cluster)
+        cluster = cluster or cluster_of(seats)
+        if cluster.num_ranks != facts.comms.world_size:
+            raise ClusterError(
+                f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
+                "processes run. Start one process a device, or describe the devices that run."
+            )
+        found = facts.sizes()
+        assumed = []
+        samples = options.batch_size or found.samples
+        if samples is None:
+            samples = _DEFAULT_SAMPLES
+            assumed.append(f"batch_size {samples}")
+        length = options.sequence_length or found.sequence_length
+        if length is None:
+            length = _DEFAULT_LENGTH
+            assumed.append(f"sequence_length {length}")
+        return cls(
+            cluster=cluster,
+            model=model,
+            states=_states_of(facts),
+            sequence_length=length,
+            batch_size=samples,
+            microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
+            assumed=tuple(assumed),
+        )
+
+    def workload(self, microbatch_size: int) -> Workload:
+        return Workload(
+            sequence_length=self.sequence_length,
+            global_batch_size=self.batch_size * self.cluster.num_ranks,
+            sequences_per_microbatch=microbatch_size,
+        )
+
+
+def _microbatch_sizes(samples: int) -> tuple[int, ...]:
+    halves = [samples // part for part in (1, 2, 4) if samples % part == 0]
+    return tuple(dict.fromkeys([*halves, 1]))
+
+
+def _states_of(facts: RunFacts) -> StateLayout:
+    """Return the bytes of weights, gradients and states; frozen parameters have only weights."""
+    count = sum(math.prod(spec.shape) for spec in facts.layout.specs)
+    trainable = sum(math.prod(s.shape) for s in facts.layout.specs if s.requires_grad)
+    share = trainable / count if count else 1.0
+    frozen = facts.master_bytes * (1 - share)
+    return StateLayout(
+        weight_bytes=facts.propagation_bytes,
+        gradient_bytes=math.ceil(facts.propagation_bytes * share),
+        owned_bytes=math.ceil(_NUM_STATES * facts.master_bytes * share + frozen),
+    )
+
+
+def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
+    even = ParallelPlan.even(
+        world_size=facts.comms.world_size, num_layers=facts.layout.num_layers, num_stages=1
+    )
+    return AutoPlanned(plan=even, summary=reason)
+
+
+def _holds_everything(job: _Job, facts: RunFacts) -> bool:
+    """Return whether a device holds the whole model and a whole batch, by the roofline."""
+    cost = RooflineCost(job.cluster, job.model, layout=job.states)
+    name = job.cluster.nodes[0].device
+    shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
+    batch = (job.sequence_length,) * job.batch_size
+    needed = cost.stage_bytes(shape, facts.comms.world_size, [batch], 1)
+    return needed <= cost.usable_bytes(name)
+
+
+def _profile_of(
+    options: AutoPlan, job: _Job, seats: Sequence[Seat], facts: RunFacts
+) -> Profile | None:
+    """Return measured costs, None where the roofline serves; collective over all ranks."""
+    given = options.profile
+    if given is not None:
+        age = datetime.timedelta(days=options.max_profile_age_days)
+
+        def read() -> Profile:
+            profile = given if isinstance(given, Profile) else Profile.load(given)
+            profile.check(model=job.model, max_age=age)
+            return profile
+
+        return _on_rank_0(facts.comms, read)
+    if options.cluster is not None or all(seat.device.name in KNOWN_DEVICES for seat in seats):
+        return None
+    sizes = sorted(job.microbatch_sizes)
+    shapes = [(job.sequence_length,) * size for size in sizes]
+    small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS] or shapes[:1]
+    measured = ProfileOptions(
+        microbatches=tuple(small), tp_degrees=options.tp_degrees, max_block=2, num_repeats=3
+    )
+    return profile_seats(job.model, measured, seats, facts.comms, facts.device)
+
+
+def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | None) -> AutoPlanned:
+    cost: CostModel
+    if profile is None:
+        cost = RooflineCost(job.cluster, job.model, layout=job.states)
+    else:
+        cost = ProfileCost(job.cluster, job.model, profile, layout=job.states)
+    results: list[PlanningResult] = []
+    failure: PlanningError | None = None
+    searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+    for size in job.microbatch_sizes:
+        if job.batch_size * facts.comms.world_size % size:
+            continue
+        try:
+            results.append(plan(job.cluster, job.model, job.workload(size), searching, cost=cost))
+        except PlanningError as error:
+            failure = error
+    if not results:
+        raise PlanningError(
+            f"{failure or 'No micro-batch size divides the batch.'} To run it all the same, give "
+            "a plan: HeteroStrategy(plan=...)."
+        )
+    best = min(results, key=lambda result: result.best.simulation.iteration_time_s)
+    bound_s = min(result.lower_bound_s for result in results)
+    predicted_s = best.best.simulation.iteration_time_s
+    return AutoPlanned(
+        plan=best.best.plan,
+        summary=_summary(job, best, bound_s, measured=profile is not None),
+        predicted_s=predicted_s,
+        lower_bound_s=bound_s,
+    )
+
+
+def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:
+    workload, predicted_s = result.workload, result.best.simulation.iteration_time_s
+    source = "a measured profile" if measured else "data sheets"
+    lines = [
+        str(job.cluster),
+        f"planned for      {workload.global_batch_size} samples of {workload.sequence_length} "
+        f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch",
+        f"predicted        {predicted_s:.4g} s an iteration, {result.tokens_per_s:,.0f} tokens/s, "
+        f"by {source}",
+        f"bound            no plan can be faster than {bound_s:.4g} s: this one is within "
+        f"{predicted_s / bound_s - 1:.1%}",
+        f"limited by       {result.limit}",
+    ]
+    if job.assumed:
+        lines.append(
+            f"assumed          {', '.join(job.assumed)}: give them in HeteroStrategy(plan="
+            "AutoPlan(...))"
+        )
+    return "\n".join(lines)
+
+
+def _on_rank_0(comms: Communicators, work: Callable[[], _T]) -> _T:
+    """Run on rank 0 and return what it returned, or raise what it raised, on every rank."""
+    if comms.world_size == 1:
+        return work()
+    answers: list[_T | HeteroError | None] = [None]
+    if comms.global_rank == 0:
+        try:
+            answers[0] = work()
+        except HeteroError as error:
+            answers[0] = error
+    dist.broadcast_object_list(answers, 0, group=comms.control)
+    answer = answers[0]
+    if isinstance(answer, HeteroError):
+        raise answer
+    return answer  # type: ignore[return-value]

@@ -1,0 +1,64 @@
+"""Runs of emulated devices that tests of planning start in several processes."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.autoplan import AutoPlan
+from lightning_hetero.testing import EmulatedDevices
+from tests.toy import ToyModule, ToyOptions, loader, quiet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    losses: list[float]
+    plan: dict[str, Any]
+    batches: int
+    slowdown: float
+    predicted_s: float | None
+    summary: str | None
+    has_times: bool
+
+
+def train(
+    rank: int,
+    plan: Any,
+    slowdowns: tuple[float, ...],
+    batch_size: int,
+    cache: str | None = None,
+    num_rows: int = 48,
+) -> Outcome:
+    os.environ["LIGHTNING_HETERO_CACHE"] = cache or tempfile.mkdtemp()
+    torch.manual_seed(5)
+    strategy = HeteroStrategy(plan)
+    devices = EmulatedDevices(slowdowns)
+    module = ToyModule(ToyOptions(num_layers=4, width=32))
+    trainer = L.Trainer(
+        **quiet(devices=len(slowdowns), strategy=strategy, max_epochs=1, callbacks=[devices])
+    )
+    kept: dict[str, Any] = {}
+
+    class Keep(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            kept.update(plan=strategy.plan.to_dict(), slowdown=strategy.engine.clock.slowdown)
+            kept["has_times"] = strategy.engine.clock.last is not None
+
+    trainer.callbacks.append(Keep())
+    trainer.fit(module, loader(num_rows, batch_size))
+    auto = strategy.auto_planned
+    return Outcome(
+        losses=module.losses,
+        batches=len(module.losses),
+        predicted_s=None if auto is None else auto.predicted_s,
+        summary=None if auto is None else auto.summary,
+        **kept,
+    )
+
+
+def plan_of(options: AutoPlan | None = None) -> Any:
+    return "auto" if options is None else options
