@@ -167,7 +167,8 @@ def _shard(
 
 
 def _part(length: int, index: int, count: int) -> Interval:
-    return length * index // count, length * (index + 1) // count
+    # Rounded like slices, so that owners among the holders own rows that they hold.
+    return round(length * index / count), round(length * (index + 1) / count)
 
 
 def assign_owners(

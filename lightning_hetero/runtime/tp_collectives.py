@@ -6,7 +6,8 @@ backward does the mirror image to gradients: the gradient of something whole tha
 shards of weights is partial, the gradient of a sum is whole (Megatron-LM's conjugate operators f
 and g, and their versions for sharded tokens).
 
-A piece of length n on rank r of t is [n·r // t, n·(r + 1) // t), so lengths need not divide.
+A length n need not be divisible: rank r of t has [round(n·r / t), round(n·(r + 1) / t)), as in
+`core.slices`.
 """
 
 from collections.abc import Sequence
@@ -43,12 +44,13 @@ class TPGroup:
 
 def piece_of(length: int, index: int, count: int) -> tuple[int, int]:
     """Return [start, stop) of one of `count` pieces of a length."""
-    return length * index // count, length * (index + 1) // count
+    return round(length * index / count), round(length * (index + 1) / count)
 
 
 def piece_sizes(length: int, count: int) -> list[int]:
     """Return the sizes of `count` pieces of a length."""
-    return [length * (i + 1) // count - length * i // count for i in range(count)]
+    pieces = (piece_of(length, index, count) for index in range(count))
+    return [stop - start for start, stop in pieces]
 
 
 def _all_reduce(tensor: Tensor, peers: TPGroup) -> Tensor:

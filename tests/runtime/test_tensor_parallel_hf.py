@@ -1,0 +1,82 @@
+"""Hugging Face models train on tensor-parallel stages as they do on a single device."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.processes import ProcessPool
+from tests.runtime.huggingface_runs import (
+    CONFIGS,
+    HuggingFaceCase,
+    HuggingFaceOutcome,
+    train,
+)
+from tests.runtime.runs import pipeline, plan_of, stage
+
+pytestmark = pytest.mark.dist
+
+MIXED = plan_of(pipeline(stage([2, 0], 0, 4)), pipeline(stage(1, 0, 4)))
+STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 4)))
+BESIDE = plan_of(pipeline(stage([0, 1], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 3, 4)))
+PLANS: dict[str, tuple[int, Any]] = {
+    "degree 2 beside 1": (3, MIXED),
+    "two stages of degree 2": (4, STAGED),
+    "degree 2 beside two stages": (4, BESIDE),
+}
+# Plans for models whose regions end in what they add: BERT normalises after the addition.
+SEQUENCE_PARALLEL = ["llama", "qwen3", "gemma3_text", "gpt_neox", "mixtral", "phi3"]
+
+
+def assert_same(found: HuggingFaceOutcome, expected: HuggingFaceOutcome, tolerance: float) -> None:
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
+    assert found.after.keys() == expected.after.keys()
+    for name, value in expected.after.items():
+        # A bias of BERT's keys has no gradient but rounding: its scale says nothing.
+        scale = max(np.abs(value).max(), 1e-4)
+        difference = np.abs(found.after[name] - value).max()
+        assert difference <= tolerance * scale, f"{name}: {difference:.2e} of {scale:.2e}"
+
+
+def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> None:
+    expected = pool.run(train, 1, case.on_single_device())[0]
+    assert len(set(expected.losses)) == len(expected.losses) > 2, "the oracle doesn't train"
+    for outcome in pool.run(train, case.world_size, case, timeout_s=60.0):
+        assert_same(outcome, expected, tolerance)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", CONFIGS)
+def test_unequal_degrees_train_a_hugging_face_model_as_one_device_does(
+    pool: ProcessPool, model: str, plan: str
+) -> None:
+    world_size, parsed = PLANS[plan]
+    inside = plan == "two stages of degree 2"
+    check(
+        pool,
+        HuggingFaceCase(
+            model=model,
+            plan=parsed,
+            world_size=world_size,
+            loss="inside" if inside else "outside",
+            padded=inside,
+        ),
+    )
+
+
+@pytest.mark.parametrize("model", SEQUENCE_PARALLEL)
+def test_sequence_parallelism_of_a_hugging_face_model_changes_nothing_but_rounding(
+    pool: ProcessPool, model: str
+) -> None:
+    options = (("sequence_parallel", True),)
+    check(pool, HuggingFaceCase(model=model, plan=MIXED, world_size=3, options=options))
+
+
+def test_bf16_on_unequal_degrees_stays_near_fp32(pool: ProcessPool) -> None:
+    check(
+        pool,
+        HuggingFaceCase(model="llama", plan=MIXED, world_size=3, precision="bf16-mixed"),
+        tolerance=1e-2,
+    )
