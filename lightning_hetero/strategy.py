@@ -484,7 +484,7 @@ class HeteroStrategy(ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------
 
     @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
 
@@ -492,7 +492,8 @@ class HeteroStrategy(ParallelStrategy):
             return module.training_step(microbatch, *args, **kwargs)
 
         with self._watching():
-            return self.engine.train(step, batch, self._key(args))
+            loss, outputs = self.engine.train(step, batch, self._key(args))
+        return {"loss": loss, **(join_outputs(outputs) or {})}
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

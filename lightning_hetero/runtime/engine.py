@@ -258,8 +258,13 @@ class Engine:
 
     # -- iterations -----------------------------------------------------------------------------
 
-    def train(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> Tensor:
-        """Run one training iteration and return its loss, the same on every rank.
+    def train(
+        self, step: Callable[[Any], Any], batch: Any, key: IterationKey
+    ) -> tuple[Tensor, list[Any]]:
+        """Run one training iteration.
+
+        Returns its loss, the same on every rank, and what the steps of a last stage returned
+        besides their losses, one a micro-batch.
 
         Leaves the gradient of each slice in `self.gradients`.
 
@@ -288,7 +293,7 @@ class Engine:
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
         if not self._roles_known:
             self._learn_roles(agreed.reports)
-        return (loss_sum / weight).float()
+        return (loss_sum / weight).float(), propagation.outputs
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""

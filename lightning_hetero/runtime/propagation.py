@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
@@ -81,7 +82,7 @@ class Propagation:
     ) -> None:
         self.microbatches = microbatches
         self.outputs: list[Any] = []
-        """What the steps of a last stage returned, without training."""
+        """What the steps of a last stage returned; in training, what they did besides the loss."""
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
         """Sum of the losses, each times its target tokens."""
         self.weight = torch.zeros_like(self.loss_sum)
@@ -132,6 +133,8 @@ class Propagation:
         if not self._training:
             self.outputs.append(output)
             return
+        if isinstance(output, dict):
+            self.outputs.append(_without_loss(output))
         loss = _loss_of(output).float()
         # The mean of no targets is no number, and must count nothing.
         weighted = torch.where(weight > 0, loss * weight.float(), torch.zeros_like(loss))
@@ -197,6 +200,12 @@ class Propagation:
             back = held.hidden_in.grad
             self._context.clock.stretch()
             link.send_gradient(torch.zeros_like(held.hidden_in) if back is None else back)
+
+
+def _without_loss(output: dict[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in output.items() if key != "loss"}
+    detached: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, rest)
+    return detached
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -20,6 +20,8 @@ __all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
+_NUM_COLUMNS = 3
+
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
     "min": torch.amin,
@@ -58,8 +60,8 @@ class StepLogs:
         self._device = device
         self._original_log: Callable[..., None] = module.log  # type: ignore[assignment]
         self._signature = inspect.signature(self._original_log)
-        self._pending: dict[LogEntry, Any] = {}
-        self._values: dict[LogEntry, list[tuple[Tensor, Tensor]]] = {}
+        self._pending: dict[LogEntry, tuple[Any, int]] = {}
+        self._values: dict[LogEntry, list[tuple[Tensor, Tensor, int]]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -73,12 +75,17 @@ class StepLogs:
             del self._module.log
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
-        options = dict(self._signature.bind(*args, **kwargs).arguments)
+        options: dict[str, Any] = {}
+        for key, value in self._signature.bind(*args, **kwargs).arguments.items():
+            kind = self._signature.parameters[key].kind
+            options.update(value if kind is inspect.Parameter.VAR_KEYWORD else {key: value})
         name, value = options.pop("name"), options.pop("value")
+        # Varies from batch to batch, so it is a number of the row and not part of the entry.
+        batch_size = options.pop("batch_size", None) or 0
         metric = None
         if isinstance(value, nn.Module):
             metric = next((key for key, item in self._module.named_modules() if item is value), "")
-        self._pending[LogEntry(name, tuple(options.items()), metric)] = value
+        self._pending[LogEntry(name, tuple(options.items()), metric)] = value, int(batch_size)
 
     def drop_microbatch(self) -> None:
         """Forget what a step logged that didn't run to its end."""
@@ -86,10 +93,11 @@ class StepLogs:
 
     def keep_microbatch(self, weight: Tensor) -> None:
         """Take over what one micro-batch logged, with its number of target tokens."""
-        for entry, value in self._pending.items():
+        for entry, (value, batch_size) in self._pending.items():
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
-            self._values.setdefault(entry, []).append((number.reshape(()), weight))
+            values = self._values.setdefault(entry, [])
+            values.append((number.reshape(()), weight, batch_size))
         self._pending.clear()
 
     @property
@@ -98,15 +106,20 @@ class StepLogs:
         return tuple(self._values)
 
     def as_row(self, entries: Sequence[LogEntry]) -> Tensor:
-        """Return (value, weight) of each entry as one float64 row; weight 0 for one not logged."""
-        row = torch.zeros(2 * len(entries), dtype=torch.float64, device=self._device)
-        for column, entry in enumerate(entries):
-            pairs = self._values.get(entry)
-            if pairs:
-                values = torch.stack([value for value, _ in pairs])
-                weights = torch.stack([weight for _, weight in pairs])
-                row[2 * column] = _reduce(entry.reduction, values, weights)
-                row[2 * column + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        """Return (value, weight, batch size) of each entry as one float64 row.
+
+        The weight is 0 for an entry not logged, the batch size 0 for one logged without it.
+        """
+        row = torch.zeros(_NUM_COLUMNS * len(entries), dtype=torch.float64, device=self._device)
+        for index, entry in enumerate(entries):
+            logged = self._values.get(entry)
+            if logged:
+                values = torch.stack([value for value, _, _ in logged])
+                weights = torch.stack([weight for _, weight, _ in logged])
+                first = _NUM_COLUMNS * index
+                row[first] = _reduce(entry.reduction, values, weights)
+                row[first + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+                row[first + 2] = sum(batch_size for _, _, batch_size in logged)
         return row
 
     def replay(self, entries: Sequence[LogEntry], rows: Tensor, batch_size: int) -> None:
@@ -114,19 +127,19 @@ class StepLogs:
 
         Args:
             entries: The entries of all ranks, in one order.
-            rows: (num_ranks, 2 * num_entries), what `as_row` returned on each.
+            rows: (num_ranks, 3 * num_entries), what `as_row` returned on each.
             batch_size: Weight of this iteration in an epoch's mean, unless the user gave one.
         """
-        for column, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
+            values, weights, sizes = rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
             options = dict(entry.options)
+            options["batch_size"] = int(sizes.sum()) or max(batch_size, 1)
             if entry.metric is not None:
                 value: Any = self._module.get_submodule(entry.metric)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
-                values, weights = rows[:, 2 * column], rows[:, 2 * column + 1]
                 logged = weights > 0
                 value = _reduce(entry.reduction, values[logged], weights[logged]).float()
-            options["batch_size"] = max(batch_size, 1)
             self._original_log(entry.name, value, **options)
 
 
