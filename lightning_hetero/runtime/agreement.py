@@ -140,9 +140,9 @@ class _Gather:
         self._work: dist.Work | None = None
         self._rows = row[None]
         if comms.world_size > 1:
-            flat = row.new_empty(comms.world_size * len(row))
-            self._rows = flat.view(comms.world_size, len(row))
-            self._work = dist.all_gather_into_tensor(flat, row, group=group, async_op=True)
+            self._rows = row.new_empty(comms.world_size, len(row))
+            parts = list(self._rows.unbind(0))
+            self._work = dist.all_gather(parts, row, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """Return every rank's row, (num_ranks, length)."""
