@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from math import gcd
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
@@ -37,6 +38,7 @@ from lightning_hetero.runtime.tp_collectives import (
     split_shards,
     sum_gradients,
 )
+from lightning_hetero.runtime.tp_logits import ShardedLogits
 from lightning_hetero.runtime.tp_plan import ShardedModule, ShardingPlan, TPStyle, is_transposed
 from lightning_hetero.runtime.tp_regions import find_regions, with_partial_gradients
 
@@ -235,6 +237,7 @@ class _ShardedForward:
         self._run = {
             TPStyle.COLWISE: self._colwise,
             TPStyle.GATHERED: self._gathered,
+            TPStyle.VOCAB_LOSS: self._vocab_loss,
             TPStyle.ROWWISE: self._rowwise,
             TPStyle.SPLIT: self._split,
             TPStyle.EMBEDDING: self._embedding,
@@ -278,6 +281,11 @@ class _ShardedForward:
     def _gathered(self, peers: TPGroup, tensor: Tensor) -> Tensor:
         output = self._colwise(peers, tensor)
         return gather_shards(output, -1, piece_sizes(self._length, peers.degree), peers)
+
+    def _vocab_loss(self, peers: TPGroup, tensor: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._gathered(peers, tensor)
+        return ShardedLogits.wrap(self._colwise(peers, tensor), peers, self._length)
 
     def _rowwise(self, peers: TPGroup, tensor: Tensor) -> Tensor:
         output = self._summed(self._linear(tensor, bias=False), peers)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.tp_plan import ShardingPlan
 from tests.processes import ProcessPool
@@ -23,12 +24,14 @@ from tests.runtime.tensor_parallel_runs import (
     predict_sharded,
     read_states,
     train_sharded,
+    use_sharded_logits,
 )
 from tests.runtime.test_parity import assert_same_training, assert_same_weights
 
 pytestmark = pytest.mark.dist
 
 TOY = {"tp_plan": TOY_PLAN}
+REFERENCE_PLAN = HeteroLM(LMConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2)).tp_plan
 # Some biases of the toy have gradients that nearly cancel: Adam would blow up their rounding.
 OPTIMIZERS = {"packed": "adamw", "toy": "sgd"}
 MIXED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 3)))
@@ -80,6 +83,28 @@ def test_sequence_parallelism_changes_nothing_but_rounding(
     world_size = 3 if plan is MIXED else 4
     case = Case(plan=plan, world_size=world_size, model="packed", tied=True, clip_val=0.2)
     check(pool, case, {"sequence_parallel": True})
+
+
+@pytest.mark.parametrize("model", ["toy", "packed"])
+def test_a_loss_on_sharded_logits_is_the_loss(pool: ProcessPool, model: str) -> None:
+    config = {"packed": {**REFERENCE_PLAN, "lm_head": "vocab_loss"}, "toy": {**TOY_PLAN}}[model]
+    options = {"tp_plan": config | ({"head": "vocab_loss"} if model == "toy" else {})}
+    optimizer = OPTIMIZERS[model]
+    check(pool, Case(plan=STAGED, world_size=4, model=model, optimizer=optimizer), options)
+
+
+def test_predictions_from_sharded_logits_are_whole(pool: ProcessPool) -> None:
+    case = Case(plan=STAGED, world_size=4, model="toy")
+    options = {"tp_plan": {**TOY_PLAN, "head": "vocab_loss"}}
+    for differences in pool.run(predict_sharded, 4, case, options):
+        assert max(differences) < 1e-5
+
+
+def test_sharded_logits_become_whole_only_where_something_needs_that(pool: ProcessPool) -> None:
+    for found in pool.run(use_sharded_logits, 2):
+        assert found.pop("gathers before") == 0
+        assert found.pop("gathers after") > 0
+        assert all(abs(value) < 1e-6 for value in found.values()), found
 
 
 @st.composite

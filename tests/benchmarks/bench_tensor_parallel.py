@@ -1,0 +1,152 @@
+"""Step time on two tensor-parallel ranks beside Lightning's ModelParallelStrategy.
+
+Both train the reference model on the same packed batches with AdamW, two processes each, one thread
+a process. Floor, per layer and direction: two all-reduces of the hidden state (behind attention and
+MLP forward, before them backward), and one each for embedding and head. The peer's DTensor modules
+sum input gradients once for each projection: five all-reduces a layer backward instead of two.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
+from lightning_hetero.models.loss import packed_cross_entropy
+from tests.benchmarks.harness import Row
+from tests.processes import ProcessPool
+from tests.toy import quiet
+
+CONFIG = LMConfig(vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4)
+LENGTHS = (400, 112, 300, 212)
+NUM_STEPS = 9
+NUM_WARM_UP = 3
+NUM_REPEATS = 3
+
+
+class Samples(Dataset[Tensor]):
+    """As many equal batches as there are steps."""
+
+    def __len__(self) -> int:
+        return NUM_STEPS * len(LENGTHS)
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        length = LENGTHS[index % len(LENGTHS)]
+        return torch.randint(CONFIG.vocab_size, (length,), generator=generator)
+
+
+class LanguageModule(L.LightningModule):
+    """The reference model in a LightningModule that times its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = HeteroLM(CONFIG)
+        self.times_s: list[float] = []
+        self.losses: list[float] = []
+        self._start_s = 0.0
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
+        return packed_cross_entropy(logits, batch.labels)
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        # Two groups, since one can't hold DTensors and plain tensors.
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim < 2]
+        return optim.AdamW([{"params": matrices}, {"params": vectors}], lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Samples(), batch_size=len(LENGTHS), collate_fn=PackedCollate())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._start_s = time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.times_s.append(time.perf_counter() - self._start_s)
+
+
+class DTensorModule(LanguageModule):
+    """The same with torch's own tensor parallelism."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["tensor_parallel"]
+        plan: dict[str, Any] = {
+            "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+            "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        for name, module in self.model.named_modules():
+            if not name.startswith("layers.") or not isinstance(module, nn.Linear):
+                continue
+            ends = name.endswith(("o_proj", "down_proj"))
+            plan[name] = RowwiseParallel() if ends else ColwiseParallel()
+        parallelize_module(self.model, mesh, plan)
+
+
+def fit(rank: int, kind: str) -> tuple[float, list[float]]:
+    """Return the median step time and the losses of one run."""
+    L.seed_everything(1, verbose=False)
+    module: LanguageModule
+    strategy: Any
+    if kind == "peer":
+        module = DTensorModule()
+        strategy = ModelParallelStrategy(
+            data_parallel_size=1,
+            tensor_parallel_size=2,
+            save_distributed_checkpoint=False,
+            process_group_backend="gloo",
+        )
+    else:
+        module = LanguageModule()
+        plan = ParallelPlan.even(world_size=2, num_layers=CONFIG.num_layers, tp_degree=2)
+        strategy = HeteroStrategy(plan)
+    trainer = L.Trainer(
+        **quiet(max_epochs=1, devices=2), strategy=strategy, use_distributed_sampler=False
+    )
+    trainer.fit(module)
+    return statistics.median(module.times_s[NUM_WARM_UP:]), module.losses
+
+
+def run() -> list[Row]:
+    """Time both strategies, their repeats interleaved."""
+    pool = ProcessPool()
+    kinds = ("ours", "peer")
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    losses: dict[str, list[float]] = {}
+    try:
+        for _ in range(NUM_REPEATS):
+            for kind in kinds:
+                results = pool.run(fit, 2, kind)
+                times[kind].append(max(step_s for step_s, _ in results))
+                losses[kind] = results[0][1]
+    finally:
+        pool.close()
+    medians = {kind: statistics.median(items) for kind, items in times.items()}
+    differences = [abs(a - b) for a, b in zip(losses["ours"], losses["peer"], strict=True)]
+    size = f"{sum(LENGTHS)} tokens, {CONFIG.num_layers} layers of {CONFIG.hidden_size}"
+    return [
+        Row(
+            name=f"step on 2 tensor-parallel ranks, {size}",
+            ours=medians["ours"],
+            peer=medians["peer"],
+            unit="s",
+            target=1.05,
+            better="lower",
+            kind="measured",
+            value=medians["ours"] / medians["peer"],
+            note=f"ModelParallelStrategy; losses differ by {max(differences):.1e} at most",
+        )
+    ]
