@@ -44,12 +44,13 @@ from lightning_hetero.runtime.profiling import ProfileOptions
 from lightning_hetero.runtime.sizes import infer_model_spec
 from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StageShape, StateLayout
 
-__all__ = ["AutoPlan", "AutoPlanned", "RunFacts", "make_plan"]
+__all__ = ["AutoPlan", "AutoPlanned", "PlanBasis", "RunFacts", "make_plan"]
 
 _T = TypeVar("_T")
 _DEFAULT_SAMPLES = 8
 _DEFAULT_LENGTH = 512
 _MAX_PROFILED_TOKENS = 4096
+_MAX_PARTS = 4
 _NUM_STATES = 4  # Master, summed gradient and two moments of each owned parameter.
 
 
@@ -67,7 +68,8 @@ class AutoPlan:
     batch_size: int | None = None
     """Samples of an iteration per rank, as under DDP; None looks for the loader's, else takes 8."""
     microbatch_sizes: tuple[int, ...] | None = None
-    """Samples of a micro-batch to choose from; None tries the batch, its half, quarter, and 1."""
+    """Samples of a micro-batch to choose from; None tries the batch, its half, third,
+    quarter, and 1."""
     tp_degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees to consider; the module must bring a `tp_plan` for others than 1."""
     cluster: Cluster | str | Path | None = None
@@ -109,6 +111,24 @@ class RunFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanBasis:
+    """What a plan was predicted from, so that others can be predicted beside it."""
+
+    cluster: Cluster
+    model: ModelSpec
+    states: StateLayout
+    workload: Workload
+    profile: Profile | None
+    """Measured costs; None where data sheets served."""
+
+    def cost(self) -> CostModel:
+        """Return the cost model that the plan was judged by."""
+        if self.profile is None:
+            return RooflineCost(self.cluster, self.model, layout=self.states)
+        return ProfileCost(self.cluster, self.model, self.profile, layout=self.states)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoPlanned:
     """The plan and why it is that one; the same on every rank."""
 
@@ -121,6 +141,8 @@ class AutoPlanned:
     """Predicted seconds of an iteration; None if nothing was simulated."""
     lower_bound_s: float | None = None
     """No plan is faster by the same costs; None if nothing was simulated."""
+    basis: PlanBasis | None = None
+    """What the prediction rests on; None if nothing was simulated."""
 
 
 def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
@@ -205,10 +227,19 @@ class _Job:
             sequences_per_microbatch=microbatch_size,
         )
 
+    def basis(self, microbatch_size: int, profile: Profile | None) -> PlanBasis:
+        return PlanBasis(
+            cluster=self.cluster,
+            model=self.model,
+            states=self.states,
+            workload=self.workload(microbatch_size),
+            profile=profile,
+        )
+
 
 def _microbatch_sizes(samples: int) -> tuple[int, ...]:
-    halves = [samples // part for part in (1, 2, 4) if samples % part == 0]
-    return tuple(dict.fromkeys([*halves, 1]))
+    parts = [part for part in range(1, _MAX_PARTS + 1) if samples % part == 0]
+    return tuple(dict.fromkeys([*(samples // part for part in parts), 1]))
 
 
 def _states_of(facts: RunFacts) -> StateLayout:
@@ -261,23 +292,19 @@ def _profile_of(
     shapes = [(job.sequence_length,) * size for size in sizes]
     small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS] or shapes[:1]
     measured = ProfileOptions(
-        microbatches=tuple(small), tp_degrees=options.tp_degrees, max_block=2, num_repeats=3
+        microbatches=tuple(small), tp_degrees=options.tp_degrees, max_block=4, num_repeats=3
     )
     return profile_seats(job.model, measured, seats, facts.comms, facts.device)
 
 
 def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | None) -> AutoPlanned:
-    cost: CostModel
-    if profile is None:
-        cost = RooflineCost(job.cluster, job.model, layout=job.states)
-    else:
-        cost = ProfileCost(job.cluster, job.model, profile, layout=job.states)
+    cost = job.basis(job.microbatch_sizes[0], profile).cost()
     results: list[PlanningResult] = []
     failure: PlanningError | None = None
     searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
     for size in job.microbatch_sizes:
         if job.batch_size * facts.comms.world_size % size:
-            continue
+            continue  # Micro-batches of this size would not fill the iteration.
         try:
             results.append(plan(job.cluster, job.model, job.workload(size), searching, cost=cost))
         except PlanningError as error:
@@ -292,6 +319,7 @@ def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | No
     predicted_s = best.best.simulation.iteration_time_s
     return AutoPlanned(
         plan=best.best.plan,
+        basis=job.basis(best.workload.sequences_per_microbatch, profile),
         summary=_summary(job, best, bound_s, measured=profile is not None),
         predicted_s=predicted_s,
         lower_bound_s=bound_s,

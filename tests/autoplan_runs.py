@@ -1,7 +1,6 @@
 """Runs of emulated devices that tests of planning start in several processes."""
 
 import os
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,6 @@ import lightning as L
 import torch
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.autoplan import AutoPlan
 from lightning_hetero.testing import EmulatedDevices
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
@@ -30,10 +28,10 @@ def train(
     plan: Any,
     slowdowns: tuple[float, ...],
     batch_size: int,
-    cache: str | None = None,
+    cache: str,
     num_rows: int = 48,
 ) -> Outcome:
-    os.environ["LIGHTNING_HETERO_CACHE"] = cache or tempfile.mkdtemp()
+    os.environ["LIGHTNING_HETERO_CACHE"] = cache
     torch.manual_seed(5)
     strategy = HeteroStrategy(plan)
     devices = EmulatedDevices(slowdowns)
@@ -58,7 +56,3 @@ def train(
         summary=None if auto is None else auto.summary,
         **kept,
     )
-
-
-def plan_of(options: AutoPlan | None = None) -> Any:
-    return "auto" if options is None else options
