@@ -200,11 +200,12 @@ class StageBoundary:
     ) -> tuple[Any, ...] | None:
         """Return what the layer's output holds besides the hidden state; None for a bare tensor.
 
-        Runs the layer once on weights of zeros, which take no memory, without gradients.
+        Runs the layer once on weights of zeros, without gradients. They take a layer's memory for
+        that time: kernels for experts refuse weights expanded from one element.
         """
         hidden, _ = _hidden_argument(args, kwargs)
         zeros = {
-            name: torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(shape)
+            name: torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
             for name, shape in self._shapes[index].items()
         }
         run, self._run = self._run, None

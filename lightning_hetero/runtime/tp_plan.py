@@ -36,7 +36,7 @@ from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.models.tp_plans import KNOWN_TP_PLANS
 from lightning_hetero.runtime.layout import ModelLayout, Slot
 
-__all__ = ["ParameterCut", "ShardedModule", "ShardingPlan", "TPStyle"]
+__all__ = ["ParameterCut", "ShardedModule", "ShardingPlan", "TPStyle", "is_transposed"]
 
 
 class TPStyle(StrEnum):
