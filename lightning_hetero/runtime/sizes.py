@@ -7,7 +7,7 @@ of the largest tables outside. What is inferred:
   among all if there are none,
 - vocabulary: rows of the largest matrix outside the layers that has the hidden size as its other
   dim,
-- heads: from the module's config if it has one, else hidden size / 64,
+- heads: from attributes such as `num_heads` of modules or configs, else hidden size / 64,
 - MLP width: whatever makes a layer's matrices as large as they are, attention being 4 · hidden²,
 - causal attention, unless the config says otherwise.
 """
@@ -25,6 +25,8 @@ from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.layout import ModelLayout
 
 __all__ = ["infer_model_spec"]
+
+_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_head")
 
 
 def infer_model_spec(module: nn.Module, layout: ModelLayout) -> ModelSpec | None:
@@ -63,7 +65,7 @@ def _spec_of_shapes(
     hidden = _hidden_size(layer)
     if hidden is None:
         return None
-    heads = _num_heads(layout.layers[0], hidden, config)
+    heads = _num_heads(module, hidden, config)
     matrices = sum(_numel(spec) for spec in layer if len(spec.shape) >= 2)
     # Without a gate and with full heads: 4 · hidden² + 2 · hidden · inner matrix parameters.
     inner = max(1, round((matrices - 4 * hidden * hidden) / (2 * hidden)))
@@ -94,10 +96,11 @@ def _hidden_size(layer: list[ParameterSpec]) -> int | None:
     return None
 
 
-def _num_heads(layer: nn.Module, hidden: int, config: ModelSpec | None) -> int:
+def _num_heads(module: nn.Module, hidden: int, config: ModelSpec | None) -> int:
     candidates: list[Any] = [] if config is None else [config.num_heads]
-    for item in layer.modules():
-        candidates += [getattr(item, name, None) for name in ("num_heads", "n_head", "num_q_heads")]
+    for item in module.modules():
+        for source in (item, getattr(item, "config", None)):
+            candidates += [getattr(source, name, None) for name in _HEAD_NAMES]
     candidates.append(hidden // 64)
     return next((n for n in candidates if isinstance(n, int) and n > 0 and hidden % n == 0), 1)
 

@@ -27,6 +27,9 @@ def test_only_slowing_down_is_possible(slowdowns: tuple[float, ...]) -> None:
         EmulatedDevices(slowdowns)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
 def fit(slowdowns: tuple[float, ...], strategy: str) -> None:
     callbacks = [EmulatedDevices(slowdowns)]
     trainer = L.Trainer(
