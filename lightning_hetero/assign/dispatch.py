@@ -20,7 +20,7 @@ from lightning_hetero.assign.greedy import Placement, fitting_times_s, place_gre
 from lightning_hetero.assign.improve import improve_dispatch
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Dispatch", "dispatch"]
+__all__ = ["Dispatch", "check_fit", "dispatch"]
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.

@@ -32,6 +32,7 @@ __all__ = [
     "cost_of",
     "plan_table",
     "run_simulate",
+    "stage_labels",
     "summary_lines",
 ]
 

@@ -26,7 +26,7 @@ from lightning_hetero.straggler import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["add_parser", "run_stragglers"]
+__all__ = ["add_parser", "plot_events", "run_stragglers", "summarise"]
 
 _COLOURS = {
     ChangeKind.SLOWDOWN: "#c0392b",

@@ -281,3 +281,4 @@ KNOWN_MODELS: dict[str, ModelSpec] = {
         _llama("llama-70b", 80, 8192, 64, 8, 28672),
     )
 }
+"""Models that `--model` knows by name."""
