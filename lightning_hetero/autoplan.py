@@ -292,7 +292,7 @@ def _profile_of(
     shapes = [(job.sequence_length,) * size for size in sizes]
     small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS] or shapes[:1]
     measured = ProfileOptions(
-        microbatches=tuple(small), tp_degrees=options.tp_degrees, max_block=4, num_repeats=3
+        microbatches=tuple(small), tp_degrees=options.tp_degrees, max_block=4, num_repeats=7
     )
     return profile_seats(job.model, measured, seats, facts.comms, facts.device)
 

@@ -31,7 +31,7 @@ LENGTH = 256
 SAMPLES = 6
 NUM_ITERATIONS = 6
 REPEATS = 3
-CONFIG = LMConfig(vocab_size=256, hidden_size=128, num_layers=4, num_heads=4, intermediate_size=256)
+CONFIG = LMConfig(vocab_size=256, hidden_size=192, num_layers=3, num_heads=4, intermediate_size=384)
 
 
 class Rows(L.LightningModule):
