@@ -10,7 +10,7 @@ push and for pull. Receive buffers take the same memory while the exchange lasts
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,33 @@ def _split_works(
     )
 
 
+@dataclass
+class _Sending:
+    """What leaves this rank for one or more peers in one message each."""
+
+    peers: list[int]
+    rows: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Receiving:
+    """What arrives from one peer, and where it goes."""
+
+    peer: int
+    numel: int
+    targets: list[Tensor]
+
+
+@dataclass
+class _PullUnit:
+    """One unit's part in every pull: views into slices and compute weights, made once."""
+
+    sending: dict[tuple[Piece, ...], _Sending]
+    receiving: list[_Receiving]
+    copies: list[tuple[Tensor, Tensor]]
+    """(target, source) of what is owned and held here."""
+
+
 class Pull:
     """Bring the stage's weights up to date: posted at once, waited for unit by unit.
 
@@ -73,37 +100,66 @@ class Pull:
         self._group = group
         self._dtype = dtype
         rank = store.global_rank
-        self._all = in_units(weights.table.pull(rank))
-        self._trainable = in_units(weights.table.pull(rank, trainable_only=True))
-        self._arrivals: dict[int, list[tuple[Message, Tensor]]] = {}
+        self._all = self._prepare(weights.table.pull(rank))
+        self._trainable = self._prepare(weights.table.pull(rank, trainable_only=True))
+        self._arrivals: dict[int, list[tuple[_Receiving, Tensor]]] = {}
         self._works: dict[int, list[dist.Work]] = {}
         self._sent: list[tuple[list[dist.Work], list[Tensor]]] = []
 
+    def _prepare(self, messages: Sequence[Message]) -> dict[int, _PullUnit]:
+        units = {}
+        for unit, items in in_units(messages).items():
+            prepared = units[unit] = _PullUnit({}, [], [])
+            for message in items:
+                self._prepare_message(prepared, message)
+        return units
+
+    def _prepare_message(self, unit: _PullUnit, message: Message) -> None:
+        rank, rows = self._store.global_rank, self._weights.rows
+        if message.source == rank == message.destination:
+            for piece in message.pieces:
+                if piece.parameter not in self._weights.shared:
+                    target = rows(piece.parameter, piece.start, piece.stop)
+                    unit.copies.append((target, self._own_rows(piece)))
+        elif message.source == rank:
+            # Peers that need the same pieces share one buffer.
+            own = [self._own_rows(piece) for piece in message.pieces]
+            sending = unit.sending.setdefault(message.pieces, _Sending([], own))
+            sending.peers.append(message.destination)
+        else:
+            targets = [rows(piece.parameter, piece.start, piece.stop) for piece in message.pieces]
+            numel = sum(target.numel() for target in targets)
+            unit.receiving.append(_Receiving(message.source, numel, targets))
+
+    def _own_rows(self, piece: Piece) -> Tensor:
+        first, _ = self._store.intervals[piece.parameter]
+        master = self._store.masters[piece.parameter].detach()
+        spec = self._store.specs[piece.parameter]
+        return narrow_rows(master, spec, piece.start - first, piece.stop - first)
+
     def start(self, *, trainable_only: bool) -> None:
         """Post every message of this rank, units ascending, and make the local copies."""
-        for unit, messages in (self._trainable if trainable_only else self._all).items():
-            operations, arrivals = [], []
-            packed: dict[object, Tensor] = {}
-            for message in messages:
-                if message.source == message.destination:
-                    self._copy(message)
-                elif message.source == self._store.global_rank:
-                    buffer = packed.get(message.pieces)
-                    if buffer is None:
-                        buffer = packed[message.pieces] = self._pack(message)
-                    operations.append(
-                        dist.P2POp(dist.isend, buffer, message.destination, self._group)
-                    )
-                else:
-                    buffer = self._buffer(message)
-                    arrivals.append((message, buffer))
-                    operations.append(dist.P2POp(dist.irecv, buffer, message.source, self._group))
+        self._weights.take_back()
+        device = self._store.device
+        for index, unit in (self._trainable if trainable_only else self._all).items():
+            operations, arrivals, buffers = [], [], []
+            for target, source in unit.copies:
+                target.copy_(source)
+            for sending in unit.sending.values():
+                buffer = _pack(sending.rows, self._dtype)
+                buffers.append(buffer)
+                for peer in sending.peers:
+                    operations.append(dist.P2POp(dist.isend, buffer, peer, self._group))
+            for receiving in unit.receiving:
+                buffer = torch.empty(receiving.numel, dtype=self._dtype, device=device)
+                arrivals.append((receiving, buffer))
+                operations.append(dist.P2POp(dist.irecv, buffer, receiving.peer, self._group))
             if operations:
                 receives, sends = _split_works(operations, dist.batch_isend_irecv(operations))
-                self._sent.append((sends, list(packed.values())))
+                self._sent.append((sends, buffers))
                 if arrivals:
-                    self._works[unit] = receives
-                    self._arrivals[unit] = arrivals
+                    self._works[index] = receives
+                    self._arrivals[index] = arrivals
 
     def wait_unit(self, unit: int) -> None:
         """Wait until a unit's weights are here; returns at once if they are already."""
@@ -112,8 +168,10 @@ class Pull:
             return
         for work in works:
             work.wait()
-        for message, buffer in self._arrivals.pop(unit):
-            self._unpack(message, buffer)
+        for receiving, buffer in self._arrivals.pop(unit):
+            parts = torch.split(buffer, [target.numel() for target in receiving.targets])
+            for target, part in zip(receiving.targets, parts, strict=True):
+                target.copy_(part.view(target.shape))
 
     def finish(self) -> None:
         """Wait for everything that is left, also for what other ranks fetch from here."""
@@ -124,31 +182,10 @@ class Pull:
                 work.wait()
         self._sent.clear()
 
-    def _buffer(self, message: Message) -> Tensor:
-        numel = self._weights.table.numel(message)
-        return torch.empty(numel, dtype=self._dtype, device=self._store.device)
 
-    def _own_rows(self, parameter: str, start: int, stop: int) -> Tensor:
-        first, _ = self._store.intervals[parameter]
-        master = self._store.masters[parameter].detach()
-        return narrow_rows(master, self._store.specs[parameter], start - first, stop - first)
-
-    def _pack(self, message: Message) -> Tensor:
-        rows = [self._own_rows(p.parameter, p.start, p.stop) for p in message.pieces]
-        return torch.cat([row.to(self._dtype).reshape(-1) for row in rows])
-
-    def _copy(self, message: Message) -> None:
-        for piece in message.pieces:
-            if piece.parameter not in self._weights.shared:
-                own = self._own_rows(piece.parameter, piece.start, piece.stop)
-                self._weights.rows(piece.parameter, piece.start, piece.stop).copy_(own)
-
-    def _unpack(self, message: Message, buffer: Tensor) -> None:
-        offset = 0
-        for piece in message.pieces:
-            rows = self._weights.rows(piece.parameter, piece.start, piece.stop)
-            rows.copy_(buffer[offset : offset + rows.numel()].view(rows.shape))
-            offset += rows.numel()
+def _pack(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return rows end to end in one new buffer."""
+    return torch.cat([row.to(dtype).reshape(-1) for row in rows])
 
 
 class Push:
@@ -165,13 +202,11 @@ class Push:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
-        reduce_shards: Callable[[int], None] | None = None,
     ) -> None:
         self._store = store
         self._weights = weights
         self._group = group
         self._dtype = dtype
-        self._reduce_shards = reduce_shards
         self._units = in_units(weights.table.push(store.global_rank))
         self._pipelines = {
             (name, holding.global_rank): holding.pipeline_index
@@ -231,16 +266,13 @@ class Push:
         )
 
     def _post(self, unit: int) -> None:
-        if self._reduce_shards is not None:
-            self._reduce_shards(unit)
         operations = []
         for message in self._units[unit]:
             rank = self._store.global_rank
             if message.source == rank == message.destination:
                 self._contribute(message, self._gradient_rows(message))
             elif message.source == rank:
-                rows = self._gradient_rows(message)
-                buffer = torch.cat([row.to(self._dtype).reshape(-1) for row in rows])
+                buffer = _pack(self._gradient_rows(message), self._dtype)
                 self._sent.append(buffer)
                 operations.append(dist.P2POp(dist.isend, buffer, message.destination, self._group))
             else:
@@ -282,9 +314,9 @@ class Push:
                 total = gradients.get(piece.parameter)
                 if total is None:
                     gradients[piece.parameter] = self._first(piece, values)
-                    continue
-                rows = self._rows_of(total, piece)
-                rows += values.reshape(rows.shape)
+                else:
+                    rows = self._rows_of(total, piece)
+                    rows += values.view(rows.shape)
         return gradients
 
     def _first(self, piece: Piece, values: Tensor) -> Tensor:
@@ -301,6 +333,8 @@ class Push:
         return total
 
     def _rows_of(self, total: Tensor, piece: Piece) -> Tensor:
-        first, _ = self._store.intervals[piece.parameter]
+        first, last = self._store.intervals[piece.parameter]
+        if (piece.start, piece.stop) == (first, last):
+            return total
         spec = self._store.specs[piece.parameter]
         return narrow_rows(total, spec, piece.start - first, piece.stop - first)

@@ -120,6 +120,7 @@ class ComputeWeights:
         self.shards: dict[str, nn.Parameter] = {}
         self.intervals: dict[str, tuple[Interval, ...]] = {}
         self.shared: set[str] = set()
+        """Names of the slices that are views of the compute weights."""
         self._stubs: dict[str, nn.Parameter] = {}
         for name, spec in store.specs.items():
             holding = table.holding(name, store.global_rank)
@@ -127,6 +128,7 @@ class ComputeWeights:
                 self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
             elif spec.layer is None:
                 self._stubs[name] = _make_stub(spec, dtype, store.device)
+        self._homes = {name: master.data for name, master in store.masters.items()}
 
     def _hold(
         self,
@@ -187,6 +189,14 @@ class ComputeWeights:
         finally:
             for name in (*self.shards, *self._stubs):
                 self._store.register(name)
+
+    def take_back(self) -> None:
+        """Put slices whose data somebody replaced back where they were, with their new values."""
+        for name, home in self._homes.items():
+            master = self._store.masters[name]
+            if master.data_ptr() != home.data_ptr():
+                home.copy_(master.detach())
+                master.data = home
 
     def clear_gradients(self) -> None:
         """Forget the gradients of the last iteration."""

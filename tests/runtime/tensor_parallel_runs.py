@@ -203,7 +203,9 @@ def use_sharded_logits(rank: int) -> dict[str, float]:
             F.cross_entropy(logits, target, label_smoothing=0.1)
             - F.cross_entropy(whole, target, label_smoothing=0.1)
         ),
-        "rows": float((torch.cat([logits[2:], logits]) - torch.cat([whole[2:], whole])).abs().max()),
+        "rows": float(
+            (torch.cat([logits[2:], logits]) - torch.cat([whole[2:], whole])).abs().max()
+        ),
         "sizes": float(logits.shape != whole.shape or logits.size(-1) != VOCABULARY),
     }
     tp_logits.gather_shards = original

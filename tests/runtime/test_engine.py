@@ -1,12 +1,17 @@
 """Laws of an engine: determinism, and what a rank holds."""
 
 from dataclasses import replace
+from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
+import torch
 
+from lightning_hetero import HeteroStrategy
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
+from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 
@@ -116,3 +121,30 @@ def test_the_number_of_microbatches_changes_nothing_but_rounding(pool: ProcessPo
     whole = pool.run(train, 2, replace(case, num_microbatches=1))[0]
     cut = pool.run(train, 2, replace(case, num_microbatches=5))[0]
     np.testing.assert_allclose(cut.losses, whole.losses, rtol=1e-5)
+
+
+class ReplacesData(L.Callback):
+    """Gives every parameter other data between two steps, as some optimizers and callbacks do."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = parameter.data * 0.5
+
+
+def train_and_replace(rank: int, world_size: int, ownership: str) -> list[float]:
+    torch.manual_seed(0)
+    module = ToyModule(ToyOptions(optimizer="sgd"))
+    options: dict[str, Any] = {"devices": 1}
+    if world_size > 1:
+        strategy = HeteroStrategy(plan=None, num_microbatches=1, ownership=ownership)
+        options = {"devices": world_size, "strategy": strategy}
+    trainer = L.Trainer(**quiet(max_steps=3, callbacks=[ReplacesData()], **options))
+    trainer.fit(module, loader(64, 8 // world_size))
+    return module.losses
+
+
+@pytest.mark.parametrize("ownership", ["holders", "even"])
+def test_data_that_a_user_replaces_reaches_the_stages(pool: ProcessPool, ownership: str) -> None:
+    (alone,) = pool.run(train_and_replace, 1, 1, ownership)
+    for losses in pool.run(train_and_replace, 2, 2, ownership):
+        assert losses == pytest.approx(alone, rel=1e-5)
