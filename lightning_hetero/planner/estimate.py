@@ -210,7 +210,9 @@ class Estimator:
         num_stages = len(pipeline.nodes)
         if num_stages > self.num_layers:
             return None
-        for most in (total, *range(min(num_stages, total) - 1, 0, -1)):
+        # Long pipelines with few micro-batches are poor anyway: look at short ones only.
+        fewer = range(min(num_stages, total) - 1, 0, -1) if num_stages <= 6 else ()
+        for most in (total, *fewer):
             found = self._balance(pipeline, num_pipelines, most)
             if found is not None:
                 return found

@@ -45,6 +45,10 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
         (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 6, 12e9),
         (((100, 4, 5), (312, 1, 10)), 4, 4, 50e9),
         (((70, 3, 2.5),), 4, 3, 50e9),
+        # Cuts that agree keep gradients inside nodes, which a slow link makes worth it.
+        (((70, 3, 20), (100, 2, 10)), 4, 4, 2e9),
+        # A pipeline that fits only while few micro-batches are in flight.
+        (((312, 1, 2.5), (200, 1, 2.5), (989, 2, 2.5)), 4, 4, 12e9),
     ],
 )
 def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbatches, bytes_per_s):
