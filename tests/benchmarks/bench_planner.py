@@ -3,9 +3,11 @@
 The peer is AutoHet's Eq. 3 as printed, one binary per GPU and group, given to SCIP (pyscipopt); it
 is timed once, for at most a minute, in the same run as ours. It stops at that limit at all three
 sizes, so the ratios are what the limit allows; the paper prints 1.23, 5.72 and 16.96 s for its
-whole planning with SCIP, so its formulation may be tighter than this literal one. Floor of the whole search for 16 GPUs:
-about 10 integer programmes and 500 simulated plans of 16 stages at 0.3 to 1 ms each, so half a
-second in CPython. The largest cluster runs in a process of its own, which reports its memory.
+whole planning with SCIP, so its formulation may be tighter than this literal one.
+
+Floor of the whole search for 16 GPUs: about 10 integer programmes and 500 simulated plans of 16
+stages at 0.3 to 1 ms each, so half a second in CPython. The largest cluster runs in a process of
+its own, which reports its memory.
 """
 
 import json
