@@ -18,6 +18,16 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+_LAUNCHER_VARIABLES = {
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+}
+
 _DIED = "the process died"
 _SILENT = "no answer in time"
 
@@ -28,6 +38,12 @@ class ProcessFailed(Exception):
     def __init__(self, failures: dict[int, str]) -> None:
         super().__init__("\n".join(f"rank {rank}:\n{text}" for rank, text in failures.items()))
         self.failures = failures
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without what a launcher, or a Trainer here, has set."""
+    kept = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
 
 
 def free_port() -> int:

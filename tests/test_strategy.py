@@ -1,7 +1,6 @@
 """Features of the Trainer under HeteroStrategy do what they do on a single device."""
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.processes import ProcessPool
+from tests.processes import ProcessPool, clean_environment
 from tests.runtime.features import (
     AFTER_FIT,
     average_stochastically,
@@ -281,7 +280,7 @@ def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
         text=True,
         timeout=200,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env=clean_environment(PYTHONPATH=root),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,4 @@
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -7,26 +6,18 @@ import time
 
 import pytest
 
-from tests.processes import free_port
+from tests.processes import clean_environment, free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests/runtime/launched.py")
-LAUNCHER_VARIABLES = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
-)  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-    return clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def start(*command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
-        env=environment(),
+        env=clean_environment(PYTHONPATH=str(ROOT)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
