@@ -1,11 +1,25 @@
 import logging
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import ProcessPool
+from tests.processes import LAUNCHER_VARIABLES, ProcessPool
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_of_a_trainer() -> Iterator[None]:
+    """Undo what a Trainer in the test's own process leaves: variables and a process group."""
+    before = dict(os.environ)
+    yield
+    for name in LAUNCHER_VARIABLES & os.environ.keys() - before.keys():
+        del os.environ[name]
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-_LAUNCHER_VARIABLES = {
+LAUNCHER_VARIABLES = {
     "GROUP_RANK",
     "LOCAL_RANK",
     "MASTER_ADDR",
@@ -42,7 +42,7 @@ class ProcessFailed(Exception):
 
 def clean_environment(**more: str) -> dict[str, str]:
     """Return this process's environment without what a launcher, or a Trainer here, has set."""
-    kept = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
     return kept | {"OMP_NUM_THREADS": "1"} | more
 
 

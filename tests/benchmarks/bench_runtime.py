@@ -30,8 +30,9 @@ from tests.processes import ProcessPool
 from tests.toy import VOCABULARY, Block, TokenRows, ToyModule, ToyOptions, quiet
 
 OPTIONS = ToyOptions(num_layers=4, width=256)
-ROWS = 64
-STEPS = 12
+ROWS = 128
+"""Samples of 8 tokens a rank and step: 1,024 tokens, few for a real run."""
+STEPS = 10
 REPEATS = 5
 NUM_MICROBATCHES = 8
 
