@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.runtime.clock import ComputeClock
+
 __all__ = ["ActivationLink"]
 
 
@@ -32,6 +34,7 @@ class ActivationLink:
         following: The same for the stage behind; None if last.
         forward_group: Communicator of hidden states.
         backward_group: Communicator of their gradients.
+        clock: Times the waits.
     """
 
     def __init__(
@@ -41,19 +44,21 @@ class ActivationLink:
         following: int | None,
         forward_group: dist.ProcessGroup | None,
         backward_group: dist.ProcessGroup | None,
+        clock: ComputeClock,
     ) -> None:
         self.previous = previous
         self.following = following
         self._forward_group = forward_group
         self._backward_group = backward_group
+        self._clock = clock
         self._gradients: dict[int, _Posted] = {}
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     def receive_hidden(self, like: Tensor) -> Tensor:
         """Return the next hidden state, of the shape and dtype of `like`."""
+        assert self.previous is not None
         posted = self._post(like.shape, like.dtype, like.device, forward=True)
-        posted.work.wait()
-        return posted.buffer
+        return self._wait(posted, self.previous)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send a hidden state to the stage behind, without waiting for it."""
@@ -69,9 +74,8 @@ class ActivationLink:
 
     def receive_gradient(self, microbatch_index: int) -> Tensor:
         """Return the gradient of a hidden state that was sent."""
-        posted = self._gradients.pop(microbatch_index)
-        posted.work.wait()
-        return posted.buffer
+        assert self.following is not None
+        return self._wait(self._gradients.pop(microbatch_index), self.following)
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of a hidden state back, without waiting for it."""
@@ -83,6 +87,10 @@ class ActivationLink:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
+
+    def _wait(self, posted: _Posted, peer: int) -> Tensor:
+        self._clock.wait_for(posted.work, peer=peer, num_bytes=posted.buffer.nbytes)
+        return posted.buffer
 
     def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
         tensor = tensor.detach().contiguous()

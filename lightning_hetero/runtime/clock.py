@@ -6,21 +6,25 @@ agreement. What a straggler detector needs is the time without those waits (Grey
 does whoever compares a plan with its prediction. Reading a clock costs about a microsecond an
 action on a CPU; on CUDA, events are recorded on the stream and read after the iteration.
 
+Waits for messages are also kept by peer, which is where the search for a slow link begins.
+
 The clock can also stretch an action by sleeping, so that a fast device plays a slow one (see
-`lightning_hetero.testing.EmulatedDevices`).
+`lightning_hetero.testing.EmulatedDevices`), and let messages of a peer arrive late.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["ActionTime", "ComputeClock", "IterationTimes"]
+__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "LinkDelay", "MessageTime"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,46 @@ class ActionTime:
     """Seconds of waits inside it."""
 
 
+@dataclass(frozen=True, slots=True)
+class MessageTime:
+    """One message that this rank waited for."""
+
+    peer: int
+    """Global rank of the sender."""
+    num_bytes: int
+    wait_s: float
+    """Seconds for which this rank stood still because the message wasn't there."""
+    is_exchange: bool
+    """Whether it held weights or gradients of parameters, not a hidden state or its gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkDelay:
+    """How much later than it does a message should arrive.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    bytes_per_s: float = math.inf
+    """Bandwidth, above 0."""
+    latency_s: float = 0.0
+    """Seconds of each message, 0 or more."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
+            raise ConfigurationError(
+                f"A link has latency_s {self.latency_s} and bytes_per_s {self.bytes_per_s}; the "
+                "first must be 0 or more, the second above 0."
+            )
+
+
+class _Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Any: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class IterationTimes:
     """What one iteration took on this rank."""
@@ -43,6 +87,15 @@ class IterationTimes:
     """The actions in the order in which they ran; none on an idle rank."""
     wait_s: float
     """Seconds of all waits, inside actions and between them."""
+    messages: tuple[MessageTime, ...] = ()
+    """The messages that this rank received, in the order in which it waited for them."""
+
+    def wait_by_peer_s(self) -> dict[int, float]:
+        """Return for how many seconds this rank waited for messages of each peer."""
+        waits_s: dict[int, float] = defaultdict(float)
+        for message in self.messages:
+            waits_s[message.peer] += message.wait_s
+        return dict(waits_s)
 
     def compute_s(self, kind: ActionKind | None = None) -> float:
         """Return the seconds without waits of all actions, or of one kind."""
@@ -66,6 +119,7 @@ class ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._slowdown = 1.0
+        self._delays: dict[int, LinkDelay] = {}
         self._last: IterationTimes | None = None
         self._pending: _Marks | None = None
         self._marks = _Marks()
@@ -100,6 +154,20 @@ class ComputeClock:
         self._slowdown = slowdown
 
     @property
+    def delays(self) -> Mapping[int, LinkDelay]:
+        """By global rank of the sender, how late messages arrive; those of other ranks don't."""
+        return self._delays
+
+    @delays.setter
+    def delays(self, delays: Mapping[int, LinkDelay]) -> None:
+        if delays and self._is_cuda:
+            raise ConfigurationError(
+                f"Messages of ranks {sorted(delays)} are to be delayed on a CUDA device; only CPU "
+                'ranks can wait longer. Use Trainer(accelerator="cpu").'
+            )
+        self._delays = dict(delays)
+
+    @property
     def last(self) -> IterationTimes | None:
         """The last complete iteration, trained or evaluated; on CUDA this waits for it to end."""
         if self._pending is not None:
@@ -119,6 +187,23 @@ class ComputeClock:
     def waiting(self) -> "_Section":
         """Count the time inside this context as waiting; it may stand inside itself."""
         return self._waiting
+
+    def stretching(self) -> "_Section":
+        """Stretch what runs inside this context as an action, without keeping its time: probes."""
+        return self._action
+
+    def wait_for(
+        self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
+    ) -> None:
+        """Wait for a message of a peer; counts as waiting, and is delayed if the peer's are."""
+        self._begin_wait()
+        start = self._now()
+        work.wait()
+        delay = self._delays.get(peer)
+        if delay is not None:
+            time.sleep(delay.latency_s + num_bytes / delay.bytes_per_s)
+        self._marks.messages.append((peer, num_bytes, start, self._now(), is_exchange))
+        self._end_wait()
 
     def stretch(self) -> None:
         """Sleep until the running action has taken as long as the slowdown asks.
@@ -203,6 +288,7 @@ class _Marks:
         self.wait_start: Any = None
         self.waits_before = 0
         self.waits: list[tuple[Any, Any]] = []
+        self.messages: list[tuple[int, int, Any, Any, bool]] = []
         self._actions: list[tuple[tuple[ActionKind, int], Any, Any, range]] = []
 
     def end_action(self, now: Any) -> None:
@@ -215,7 +301,11 @@ class _Marks:
         for (kind, index), start, end, waits in self._actions:
             wait_s = sum(waits_s[waits.start : waits.stop])
             actions.append(ActionTime(kind, index, _seconds(start, end) - wait_s, wait_s))
-        return IterationTimes(actions=tuple(actions), wait_s=sum(waits_s))
+        messages = tuple(
+            MessageTime(peer, num_bytes, _seconds(start, end), is_exchange)
+            for peer, num_bytes, start, end, is_exchange in self.messages
+        )
+        return IterationTimes(actions=tuple(actions), wait_s=sum(waits_s), messages=messages)
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -166,6 +166,7 @@ class Engine:
             self._specs,
             self.store,
             self.comms,
+            clock=self.clock,
             dtype=self.config.propagation_dtype,
             share_memory=share_memory,
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.transfers import Message, Piece
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["Pull", "Push", "in_units"]
@@ -51,6 +52,18 @@ def _split_works(
         [work for operation, work in pairs if operation.op is dist.irecv],
         [work for operation, work in pairs if operation.op is dist.isend],
     )
+
+
+def _wait_for_all(
+    clock: ComputeClock, works: Sequence[dist.Work], senders: Sequence[tuple[int, int]]
+) -> None:
+    """Wait for one message of each (peer, bytes); who was late can't be told if they coalesced."""
+    if len(works) != len(senders):
+        for work in works:
+            work.wait()
+        return
+    for work, (peer, num_bytes) in zip(works, senders, strict=True):
+        clock.wait_for(work, peer=peer, num_bytes=num_bytes, is_exchange=True)
 
 
 @dataclass
@@ -94,11 +107,13 @@ class Pull:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
+        clock: ComputeClock,
     ) -> None:
         self._store = store
         self._weights = weights
         self._group = group
         self._dtype = dtype
+        self._clock = clock
         rank = store.global_rank
         self._all = self._prepare(weights.table.pull(rank))
         self._trainable = self._prepare(weights.table.pull(rank, trainable_only=True))
@@ -166,9 +181,10 @@ class Pull:
         works = self._works.pop(unit, None)
         if works is None:
             return
-        for work in works:
-            work.wait()
-        for receiving, buffer in self._arrivals.pop(unit):
+        arrivals = self._arrivals.pop(unit)
+        senders = [(receiving.peer, buffer.nbytes) for receiving, buffer in arrivals]
+        _wait_for_all(self._clock, works, senders)
+        for receiving, buffer in arrivals:
             parts = torch.split(buffer, [target.numel() for target in receiving.targets])
             for target, part in zip(receiving.targets, parts, strict=True):
                 target.copy_(part.view(target.shape))
@@ -202,11 +218,13 @@ class Push:
         *,
         group: dist.ProcessGroup | None,
         dtype: torch.dtype,
+        clock: ComputeClock,
     ) -> None:
         self._store = store
         self._weights = weights
         self._group = group
         self._dtype = dtype
+        self._clock = clock
         self._units = in_units(weights.table.push(store.global_rank))
         self._pipelines = {
             (name, holding.global_rank): holding.pipeline_index
@@ -224,6 +242,7 @@ class Push:
         }
         self._waiting: list[int] = []
         self._ready: set[int] = set()
+        self._arriving: list[tuple[list[dist.Work], list[tuple[int, int]]]] = []
         self._works: list[dist.Work] = []
         self._sent: list[Tensor] = []
         self._contributions: list[_Contribution] = []
@@ -249,9 +268,12 @@ class Push:
         self._ready.update(self._waiting)
         while self._waiting:
             self._post(self._waiting.pop(0))
+        for works, senders in self._arriving:
+            _wait_for_all(self._clock, works, senders)
         for work in self._works:
             work.wait()
         gradients = self._sum()
+        self._arriving.clear()
         self._works.clear()
         self._sent.clear()
         self._contributions.clear()
@@ -266,7 +288,7 @@ class Push:
         )
 
     def _post(self, unit: int) -> None:
-        operations = []
+        operations, senders = [], []
         for message in self._units[unit]:
             rank = self._store.global_rank
             if message.source == rank == message.destination:
@@ -283,8 +305,12 @@ class Push:
                 )
                 self._contribute(message, self._split(message, buffer))
                 operations.append(dist.P2POp(dist.irecv, buffer, message.source, self._group))
+                senders.append((message.source, buffer.nbytes))
         if operations:
-            self._works += dist.batch_isend_irecv(operations)
+            receives, sends = _split_works(operations, dist.batch_isend_irecv(operations))
+            self._works += sends
+            if senders:
+                self._arriving.append((receives, senders))
 
     def _gradient_rows(self, message: Message) -> list[Tensor]:
         rows = []

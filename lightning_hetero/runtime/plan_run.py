@@ -14,6 +14,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.transfers import TransferTable, unit_of
 from lightning_hetero.runtime.activations import ActivationLink
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.exchange import Pull, Push
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
@@ -29,17 +30,19 @@ class PlanRun:
         specs: The parameters, with the roles of outer ones as far as they are known.
         store: The rank's slices.
         comms: The communicators.
+        clock: Times the waits.
         dtype: Propagation dtype.
         share_memory: See `ComputeWeights`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run consists of
         self,
         plan: ParallelPlan,
         specs: Sequence[ParameterSpec],
         store: SliceStore,
         comms: Communicators,
         *,
+        clock: ComputeClock,
         dtype: torch.dtype,
         share_memory: bool,
     ) -> None:
@@ -48,12 +51,12 @@ class PlanRun:
         self.place = plan.place(comms.global_rank)
         self.table = TransferTable(specs, store.slices, plan)
         self.weights = ComputeWeights(store, self.table, dtype=dtype, share_memory=share_memory)
-        self.pull = Pull(store, self.weights, group=comms.exchange, dtype=dtype)
-        self.push = Push(store, self.weights, group=comms.exchange, dtype=dtype)
+        self.pull = Pull(store, self.weights, group=comms.exchange, dtype=dtype, clock=clock)
+        self.push = Push(store, self.weights, group=comms.exchange, dtype=dtype, clock=clock)
         self.gradient_counter = GradientCounter(specs, self.weights, self.push, plan)
-        self.link = self._make_link(comms)
+        self.link = self._make_link(comms, clock)
 
-    def _make_link(self, comms: Communicators) -> ActivationLink:
+    def _make_link(self, comms: Communicators, clock: ComputeClock) -> ActivationLink:
         previous = following = None
         if self.place is not None:
             stages = self.plan.pipelines[self.place.pipeline_index].stages
@@ -67,6 +70,7 @@ class PlanRun:
             following=following,
             forward_group=comms.forward,
             backward_group=comms.backward,
+            clock=clock,
         )
 
     @property

@@ -150,8 +150,7 @@ class Propagation:
         key, link = self._key, self._run.link
 
         def receive(like: Tensor) -> Tensor:
-            with self._context.clock.waiting():
-                return link.receive_hidden(like).requires_grad_(self._training)
+            return link.receive_hidden(like).requires_grad_(self._training)
 
         return MicrobatchRun(
             layers=self._run.layers,
@@ -189,8 +188,7 @@ class Propagation:
         gradient = None
         if link.following is not None:
             link.expect_gradient(index, held.output)
-            with self._context.clock.waiting():
-                gradient = link.receive_gradient(index)
+            gradient = link.receive_gradient(index)
         is_last = index + 1 == len(self.microbatches)
         with self._run.gradient_counter.counting(is_last=is_last):
             if held.output.requires_grad:

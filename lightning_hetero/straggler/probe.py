@@ -7,7 +7,8 @@ round. Every rank of the group calls these functions together; they communicate.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,33 @@ Key = TypeVar("Key")
 
 
 def probe_device(
-    device: torch.device, *, size: int = 1024, repeats: int = 5, dtype: torch.dtype | None = None
+    device: torch.device,
+    *,
+    size: int = 1024,
+    repeats: int = 5,
+    dtype: torch.dtype | None = None,
+    within: AbstractContextManager[Any] | None = None,
 ) -> float:
-    """Return the median seconds of one `size`³ matrix product here. No messages."""
+    """Return the median seconds of one `size`³ matrix product here. No messages.
+
+    Args:
+        device: The device.
+        size: Rows and columns of the matrices.
+        repeats: Products, after one to warm up.
+        dtype: Their dtype; None takes bf16 on CUDA, else fp32.
+        within: A context for each product that emulates the device's speed.
+    """
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
     out = torch.empty_like(left)
-    return _median_s(lambda: torch.mm(left, left, out=out), device=device, repeats=repeats)
+    around = nullcontext() if within is None else within
+
+    def multiply() -> None:
+        with around:
+            torch.mm(left, left, out=out)
+
+    return _median_s(multiply, device=device, repeats=repeats)
 
 
 def probe_devices(
@@ -37,9 +57,10 @@ def probe_devices(
     size: int = 1024,
     repeats: int = 5,
     group: dist.ProcessGroup | None = None,
+    within: AbstractContextManager[Any] | None = None,
 ) -> dict[int, float]:
     """Return every rank's matmul probe, seconds, by global rank. All ranks of the group call it."""
-    own_s = probe_device(device, size=size, repeats=repeats)
+    own_s = probe_device(device, size=size, repeats=repeats, within=within)
     return _gather({dist.get_rank(): own_s}, group)
 
 
@@ -50,6 +71,7 @@ def probe_links(
     num_bytes: int = 16 * 2**20,
     repeats: int = 3,
     group: dist.ProcessGroup | None = None,
+    wait_for: Callable[[dist.Work, int, int], None] | None = None,
 ) -> dict[Pair, float]:
     """Return the median seconds of a message to and fro for every pair of the rounds.
 
@@ -62,8 +84,11 @@ def probe_links(
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.
         group: The ranks that take part; None for all.
+        wait_for: Waits for a message, given its sender and its bytes, as the runtime does; None
+            just waits.
     """
     own = dist.get_rank()
+    wait = _just_wait if wait_for is None else wait_for
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s: dict[Pair, float] = {}
     for pairs in rounds:
@@ -75,7 +100,7 @@ def probe_links(
             peer, first = (pair[1], True) if own == pair[0] else (pair[0], False)
             seconds = _median_s(
                 lambda peer=peer, first=first: _ping_pong(  # type: ignore[misc]
-                    payload, peer, sends_first=first, group=group
+                    payload, peer, wait, sends_first=first, group=group
                 ),
                 device=device,
                 repeats=repeats,
@@ -86,15 +111,29 @@ def probe_links(
 
 
 def _ping_pong(
-    payload: torch.Tensor, peer: int, *, sends_first: bool, group: dist.ProcessGroup | None
+    payload: torch.Tensor,
+    peer: int,
+    wait_for: Callable[[dist.Work, int, int], None],
+    *,
+    sends_first: bool,
+    group: dist.ProcessGroup | None,
 ) -> None:
+    def receive() -> None:
+        work = dist.irecv(payload, peer, group=group)
+        assert work is not None
+        wait_for(work, peer, payload.nbytes)
+
     # Send before receive on one side only: two peers that both receive first would deadlock.
     if sends_first:
         dist.send(payload, peer, group=group)
-        dist.recv(payload, peer, group=group)
+        receive()
     else:
-        dist.recv(payload, peer, group=group)
+        receive()
         dist.send(payload, peer, group=group)
+
+
+def _just_wait(work: dist.Work, peer: int, num_bytes: int) -> None:
+    work.wait()
 
 
 def _median_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> float:

@@ -1,5 +1,7 @@
-"""Try plans out without the devices that they are for: emulated devices on a CPU."""
+"""Try runs out without the devices, or the faults, that they are for."""
 
+from lightning_hetero.runtime.clock import LinkDelay
 from lightning_hetero.testing.emulated import EmulatedDevices
+from lightning_hetero.testing.faults import Fault, InjectFaults, SlowLink, SlowRank
 
-__all__ = ["EmulatedDevices"]
+__all__ = ["EmulatedDevices", "Fault", "InjectFaults", "LinkDelay", "SlowLink", "SlowRank"]

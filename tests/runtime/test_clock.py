@@ -6,7 +6,7 @@ import torch
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime import clock as clock_module
-from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.clock import ComputeClock, LinkDelay, MessageTime
 
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 
@@ -128,6 +128,63 @@ def test_waits_and_gaps_are_never_stretched(fake: FakeTime) -> None:
     assert fake.slept_s == []
 
 
+class Message:
+    """A message that arrives after a while."""
+
+    def __init__(self, fake: FakeTime, seconds: float) -> None:
+        self.fake, self.seconds = fake, seconds
+
+    def wait(self) -> None:
+        self.fake.wait(self.seconds)
+
+
+def test_waits_for_messages_are_told_apart_by_sender_also_inside_other_waits(
+    fake: FakeTime,
+) -> None:
+    clock = make_clock()
+    with clock.iteration():
+        clock.wait_for(Message(fake, 2.0), peer=1, num_bytes=10)
+        with clock.waiting():
+            clock.wait_for(Message(fake, 3.0), peer=2, num_bytes=20, is_exchange=True)
+            clock.wait_for(Message(fake, 4.0), peer=1, num_bytes=30, is_exchange=True)
+            fake.wait(1.0)
+    assert clock.last is not None
+    assert clock.last.messages == (
+        MessageTime(1, 10, 2.0, False),
+        MessageTime(2, 20, 3.0, True),
+        MessageTime(1, 30, 4.0, True),
+    )
+    assert clock.last.wait_by_peer_s() == {1: 6.0, 2: 3.0}
+    assert clock.last.wait_s == pytest.approx(10.0)
+
+
+def test_delayed_peers_messages_take_longer_by_their_bytes(fake: FakeTime) -> None:
+    clock = make_clock()
+    clock.delays = {1: LinkDelay(bytes_per_s=10.0, latency_s=0.5)}
+    with clock.iteration():
+        clock.wait_for(Message(fake, 2.0), peer=1, num_bytes=30)
+        clock.wait_for(Message(fake, 2.0), peer=2, num_bytes=30)
+    assert clock.last is not None
+    assert [message.wait_s for message in clock.last.messages] == [5.5, 2.0]
+
+
+@pytest.mark.parametrize("options", [{"bytes_per_s": 0.0}, {"latency_s": -1.0}])
+def test_a_delay_must_be_possible(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="bytes_per_s"):
+        LinkDelay(**options)
+
+
+def test_probes_are_stretched_like_actions_and_leave_no_trace(fake: FakeTime) -> None:
+    clock = make_clock(3.0)
+    with clock.stretching():
+        fake.compute(1.0)
+    assert fake.slept_s == [pytest.approx(2.0)]
+    with clock.iteration(), clock.action(FORWARD, 0):
+        fake.compute(1.0)
+    assert clock.last is not None
+    assert clock.last.num_actions(FORWARD) == 1
+
+
 def test_an_iteration_that_raises_leaves_the_last_one(fake: FakeTime) -> None:
     clock = make_clock()
     with clock.iteration(), clock.action(FORWARD, 0):
@@ -160,6 +217,8 @@ def test_a_slowdown_below_one_is_refused(slowdown: float) -> None:
 def test_cuda_ranks_cannot_be_slowed_down() -> None:
     with pytest.raises(ConfigurationError, match="only CPU"):
         ComputeClock(torch.device("cuda", 0)).slowdown = 2.0
+    with pytest.raises(ConfigurationError, match="only CPU"):
+        ComputeClock(torch.device("cuda", 0)).delays = {1: LinkDelay(latency_s=1.0)}
 
 
 def test_real_sleep_stretches_real_work() -> None:
