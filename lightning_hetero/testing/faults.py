@@ -80,8 +80,14 @@ class SlowLink(Fault):
     """A link between two ranks that is slow both ways."""
 
     ranks: tuple[int, int]
-    delay: LinkDelay
-    """What every message over it suffers besides what it really takes."""
+    bytes_per_s: float = math.inf
+    """Bandwidth of each direction, above 0; what messages really take comes on top."""
+    latency_s: float = 0.0
+    """Seconds that each message takes longer, 0 or more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        LinkDelay(bytes_per_s=self.bytes_per_s, latency_s=self.latency_s)
 
     @property
     @override
@@ -96,7 +102,7 @@ class InjectFaults(Callback):
 
         faults = [
             SlowRank(start=100, duration=50, global_rank=3, slowdown=1.9),
-            SlowLink(start=200, ranks=(0, 2), delay=LinkDelay(bytes_per_s=1e8)),
+            SlowLink(start=200, ranks=(0, 2), bytes_per_s=1e8),
         ]
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor(), InjectFaults(faults)])
 
@@ -172,4 +178,7 @@ class InjectFaults(Callback):
             clock = trainer.strategy.engine.clock
             clock.slowdown = trainer.strategy.slowdown * self._slowdown
             links = [f for f in faults if isinstance(f, SlowLink) and own in f.ranks]
-            clock.delays = {sum(f.ranks) - own: f.delay for f in links}
+            clock.delays = {
+                sum(f.ranks) - own: LinkDelay(bytes_per_s=f.bytes_per_s, latency_s=f.latency_s)
+                for f in links
+            }
