@@ -45,6 +45,7 @@ from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.boundary import preserved_random_state
 from lightning_hetero.runtime.engine import Engine, EngineConfig
+from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import join_outputs
 from lightning_hetero.runtime.propagation import IterationKey
@@ -56,6 +57,7 @@ from lightning_hetero.runtime.state import (
     whole_module_state,
 )
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
+from lightning_hetero.runtime.whole_matrices import check_optimizers
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -80,12 +82,16 @@ class HeteroStrategy(ProcessesStrategy):
         num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
             the plan names no number. None takes 1 for plans without stages, else 4 a stage.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
-        ownership: Who keeps which slices of masters and optimizer state.
+        ownership: Who keeps which slices of masters and optimizer state; "parameter" for
+            optimizers that need whole matrices, such as Muon.
         tp_plan: How tensor parallelism shards modules, name pattern to style (see
             `runtime.tp_plan`); None takes the module's own plan. One given here also allows a
             later plan with tensor parallelism where the first has none.
         sequence_parallel: Whether tensor-parallel ranks cut hidden states along the tokens between
             attention and MLP, which saves activations of norms and dropout.
+        activation_checkpointing: Layers that compute their activations again in backward: "none",
+            "full", or n for every n-th.
+        compile_layers: Whether `torch.compile` compiles each layer for training passes.
         timeout: How long a rank waits for another before it gives up.
         start_method: How processes are started: "popen" runs the script again for each, "spawn",
             "fork" and "forkserver" use multiprocessing. Under torchrun nothing is started.
@@ -112,6 +118,8 @@ class HeteroStrategy(ProcessesStrategy):
         ownership: Ownership | Literal["auto", "holders", "even", "parameter"] = Ownership.AUTO,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_layers: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -146,6 +154,9 @@ class HeteroStrategy(ProcessesStrategy):
         self._ownership = Ownership(ownership)
         self._tp_plan = tp_plan
         self._sequence_parallel = sequence_parallel
+        self._layer_options = LayerOptions(
+            activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
+        )
         self._engine: Engine | None = None
         self._trained: SliceStore | None = None
         self._cut_when_loading: RemovableHandle | None = None
@@ -232,6 +243,7 @@ class HeteroStrategy(ProcessesStrategy):
         self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, self._engine.store.slices)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -271,7 +283,9 @@ class HeteroStrategy(ProcessesStrategy):
             propagation_dtype=precision.propagation_dtype,
             master_dtype=precision.master_dtype,
             seed=self.broadcast(torch.initial_seed() % 2**31),
+            layer_options=self._layer_options,
         )
+        self._check_layer_options(layout)
         tensor_parallel = None
         if self._tp_plan is not None or any(p.tp_degree > 1 for p in plan.pipelines):
             tensor_parallel = TensorParallel(
@@ -291,6 +305,13 @@ class HeteroStrategy(ProcessesStrategy):
         why = "" if self.auto_planned is None else f"\n{self.auto_planned.summary}"
         rank_zero_info(f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plan}{why}")
         return engine
+
+    def _check_layer_options(self, layout: ModelLayout) -> None:
+        if self._layer_options.change_layers and not layout.layers:
+            raise ConfigurationError(
+                "activation_checkpointing and compile_layers work layer by layer, but the module "
+                'has no list of layers. Name it: HeteroStrategy(layers="model.blocks").'
+            )
 
     def _make_plan(self, layout: ModelLayout) -> ParallelPlan:
         plan = self._plan_source

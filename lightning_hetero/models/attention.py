@@ -194,6 +194,8 @@ def _torch_varlen_attention(
     return output
 
 
+# Not compiled: it runs once per length, and would be compiled again for every new list of lengths.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sdpa_attention(
     query_THD: Tensor,
     key_THD: Tensor,

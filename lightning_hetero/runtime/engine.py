@@ -13,7 +13,7 @@ Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipel
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from lightning_hetero.runtime.agreement import (
 from lightning_hetero.runtime.boundary import StageBoundary, preserved_random_state
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import count_samples, cut_batch
 from lightning_hetero.runtime.plan_run import PlanRun
@@ -60,6 +61,8 @@ class EngineConfig:
     """Dtype of master slices; None keeps the parameters' own."""
     seed: int = 0
     """Base of the micro-batches' random seeds; the same on all ranks."""
+    layer_options: LayerOptions = field(default_factory=LayerOptions)
+    """Activation checkpointing and compilation of the layers."""
 
 
 class Engine:
@@ -102,6 +105,7 @@ class Engine:
         self.tensor_parallel = tensor_parallel
         self.boundary = StageBoundary(
             layout.layers,
+            wrap_layer=config.layer_options.wrap_layer,
             enter_stage=None if tensor_parallel is None else tensor_parallel.enter_stage,
             leave_stage=None if tensor_parallel is None else tensor_parallel.leave_stage,
         )

@@ -62,15 +62,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_config(name: str) -> Any:
-    return transformers.AutoConfig.for_model(name, **CONFIGS[name])
+def make_config(name: str, **changes: Any) -> Any:
+    return transformers.AutoConfig.for_model(name, **{**CONFIGS[name], **changes})
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **changes: Any) -> Any:
     kind = (
         transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
     )
-    return kind.from_config(make_config(name))
+    return kind.from_config(make_config(name, **changes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,8 @@ class HuggingFaceCase:
     num_rows: int = 24
     own_checkpointing: bool = False
     """Turn the model's own gradient checkpointing on."""
+    config: tuple[tuple[str, Any], ...] = ()
+    """Changes of the model's configuration."""
     options: tuple[tuple[str, Any], ...] = ()
     """More options of the strategy."""
 
@@ -134,7 +136,7 @@ class HuggingFaceModule(L.LightningModule):
     def __init__(self, case: HuggingFaceCase) -> None:
         super().__init__()
         self.case = case
-        self.model = make_model(case.model)
+        self.model = make_model(case.model, **dict(case.config))
         if case.own_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.losses: list[float] = []

@@ -5,12 +5,15 @@
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
@@ -41,6 +44,9 @@ class Case:
     clip_algorithm: str = "norm"
     ownership: str = "auto"
     max_epochs: int = 1
+    precision: str = "32-true"
+    options: tuple[tuple[str, Any], ...] = ()
+    """More options of the strategy."""
 
     @property
     def num_pipelines(self) -> int:
@@ -49,7 +55,9 @@ class Case:
     def on_single_device(self) -> "Case":
         """The same run without a plan: its batch is what all pipelines' batches are together."""
         batch_size = self.batch_size * self.num_pipelines
-        return replace(self, plan=None, world_size=1, batch_size=batch_size)
+        return replace(
+            self, plan=None, world_size=1, batch_size=batch_size, precision="32-true", options=()
+        )
 
 
 @dataclass
@@ -69,6 +77,14 @@ class Outcome:
     batches_seen: int
 
 
+class ExactMuon(torch.optim.Muon):
+    """Muon that orthogonalises in fp32, not bf16, which would blow up rounding of the gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        with mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor):
+            return super().step(closure)
+
+
 class Recorded(L.LightningModule):
     """Keeps the losses that Lightning's hooks see, and steps the optimizer that a case asks for."""
 
@@ -86,6 +102,8 @@ class Recorded(L.LightningModule):
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         if self.case.optimizer == "sgd":
             optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        elif self.case.optimizer == "muon":
+            optimizer = ExactMuon(decay, lr=1e-2)  # It takes matrices only.
         else:
             # Adam divides by the gradient's own size. With the usual eps of 1e-8 a gradient that is
             # zero but for rounding becomes a step of full length, in a random direction.
@@ -222,10 +240,20 @@ def train_seeded(rank: int, case: Case, microbatches_per_iteration: int) -> Outc
     return fit(SeededMaskingModule(case, microbatches_per_iteration), case)
 
 
+def train_compiled(rank: int, case: Case) -> tuple[Outcome, int]:
+    """Train a case with layers captured but not translated; returns also how many graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    captured_only = partial(torch.compile, backend="eager")
+    with mock.patch.object(torch, "compile", captured_only):
+        outcome = train(rank, case)
+    return outcome, counters["stats"]["unique_graphs"]
+
+
 def fit(module: Recorded, case: Case) -> Outcome:
     watch = Watch()
     trainer = L.Trainer(
-        **quiet(callbacks=[watch]),
+        **quiet(callbacks=[watch], precision=case.precision),
         **_strategy(case),
         max_epochs=case.max_epochs,
         accumulate_grad_batches=case.accumulate,
@@ -236,7 +264,7 @@ def fit(module: Recorded, case: Case) -> Outcome:
     trainer.fit(module)
     return Outcome(
         losses=module.losses,
-        weights={name: value.numpy() for name, value in module.state_dict().items()},
+        weights={name: value.float().numpy() for name, value in module.state_dict().items()},
         logged={name: float(value) for name, value in trainer.callback_metrics.items()},
         parameter_bytes=watch.parameter_bytes,
         held=watch.held,
@@ -253,6 +281,7 @@ def _strategy(case: Case) -> dict[str, Any]:
         plan=ParallelPlan.from_dict(case.plan),
         num_microbatches=case.num_microbatches,
         ownership=case.ownership,
+        **dict(case.options),
     )
     return {"strategy": strategy, "devices": case.world_size}
 
@@ -301,5 +330,6 @@ __all__ = [
     "plan_of",
     "stage",
     "train",
+    "train_compiled",
     "train_seeded",
 ]
