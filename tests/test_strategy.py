@@ -278,7 +278,7 @@ def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
         [sys.executable, str(script), "fit", "--config", str(config)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         cwd=tmp_path,
         env=clean_environment(PYTHONPATH=root),
         check=False,

@@ -59,17 +59,14 @@ def s3_options() -> Iterator[dict[str, object]]:
 
 
 def _wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
-    for _ in range(300):
-        if server.poll() is not None:
-            raise RuntimeError(f"the S3 server ended with code {server.returncode}")
-        with contextlib.suppress(OSError):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
+    while server.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
             connection.request("GET", "/")
-            connection.getresponse()
-            connection.close()
+            connection.getresponse().close()
             return
         time.sleep(0.1)
-    raise RuntimeError("the S3 server didn't start")
+    raise RuntimeError(f"the S3 server ended with code {server.returncode}")
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-memory", "s3"])

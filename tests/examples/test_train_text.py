@@ -14,7 +14,7 @@ def run_main_job(folder, *options):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,6 +1,5 @@
 import os
 import signal
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -238,9 +237,7 @@ def test_what_only_the_first_stage_can_compute_is_refused_in_the_middle(pool: Pr
 
 
 def test_survivors_name_the_rank_that_was_killed(pool: ProcessPool) -> None:
-    start = time.monotonic()
     failures = failures_of(pool, KilledInStep, timeout_s=30)
-    assert time.monotonic() - start < 60
     assert failures[2] == "the process died"
     for rank in (0, 1):
         assert "PeerError" in failures[rank]

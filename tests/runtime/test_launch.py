@@ -3,6 +3,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def start(*command: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(*processes: subprocess.Popen[str], timeout_s: float = 150) -> list[str]:
+def finish(*processes: subprocess.Popen[str], timeout_s: float = 550) -> list[str]:
     deadline = time.monotonic() + timeout_s
     try:
         return [p.communicate(timeout=deadline - time.monotonic())[0] for p in processes]
@@ -37,33 +38,33 @@ def torchrun(*options: str) -> list[str]:
     return ["-m", "torch.distributed.run", *options, SCRIPT]
 
 
-def losses_of(folder: pathlib.Path) -> list[list[float]]:
-    return [json.loads(path.read_text())["losses"] for path in sorted(folder.glob("rank*.json"))]
+def reports_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
 @pytest.fixture(scope="module")
-def popen_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def popen_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("popen")
     process = start(SCRIPT, "--output", str(folder))
     (output,) = finish(process)
     assert process.returncode == 0, output
-    losses = losses_of(folder)
-    assert len(losses) == 3
-    assert losses[0] == losses[1] == losses[2]
-    assert len(losses[0]) == 3
-    return losses[0]
+    reports = reports_of(folder)
+    assert len(reports) == 3
+    assert reports[0] == reports[1] == reports[2]
+    assert len(reports[0]["losses"]) == 3
+    return reports[0]
 
 
-def test_torchrun_gives_the_same_losses(tmp_path: pathlib.Path, popen_losses: list[float]) -> None:
+def test_torchrun_gives_the_same(tmp_path: pathlib.Path, popen_report: dict[str, Any]) -> None:
     command = torchrun("--standalone", "--nproc-per-node=3")
     process = start(*command, "--output", str(tmp_path))
     (output,) = finish(process)
     assert process.returncode == 0, output
-    assert losses_of(tmp_path) == [popen_losses] * 3
+    assert reports_of(tmp_path) == [popen_report] * 3
 
 
 def test_nodes_may_have_different_numbers_of_processes(
-    tmp_path: pathlib.Path, popen_losses: list[float]
+    tmp_path: pathlib.Path, popen_report: dict[str, Any]
 ) -> None:
     port = free_port()
     nodes = [
@@ -78,25 +79,22 @@ def test_nodes_may_have_different_numbers_of_processes(
     ]  # fmt: skip
     outputs = finish(*nodes)
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert losses_of(tmp_path) == [popen_losses] * 3
+    assert reports_of(tmp_path) == [popen_report] * 3
 
 
-def test_spawn_gives_the_same_losses_and_brings_the_weights_home(
-    tmp_path: pathlib.Path, popen_losses: list[float]
+def test_spawn_brings_the_weights_home(
+    tmp_path: pathlib.Path, popen_report: dict[str, Any]
 ) -> None:
     process = start(SCRIPT, "--output", str(tmp_path), "--start-method", "spawn")
     (output,) = finish(process)
     assert process.returncode == 0, output
-    report = json.loads((tmp_path / "rank0.json").read_text())
-    popen = start(SCRIPT, "--output", str(tmp_path))
-    finish(popen)
-    expected = json.loads((tmp_path / "rank0.json").read_text())
-    assert report["sum"] == expected["sum"]
+    # The losses stay with the module in the processes that trained it.
+    assert [report["sum"] for report in reports_of(tmp_path)] == [popen_report["sum"]]
 
 
 def test_a_failing_rank_ends_the_script_with_an_error(tmp_path: pathlib.Path) -> None:
     process = start(SCRIPT, "--output", str(tmp_path), "--fail-on", "2")
-    (output,) = finish(process, timeout_s=90)
+    (output,) = finish(process)
     assert process.returncode != 0
     assert "ValueError: fails on purpose" in output
-    assert not losses_of(tmp_path)
+    assert not reports_of(tmp_path)

@@ -1,12 +1,10 @@
 """Laws of measured profiles on the CPU; none of them depends on how fast this machine is."""
 
 import dataclasses
-import pathlib
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
@@ -142,9 +140,8 @@ def _device(name: str) -> DeviceSpec:
     )
 
 
-def _measure_on_rank(global_rank: int, store: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=global_rank, world_size=2)
+def _measure_on_rank(global_rank: int) -> tuple[Profile, str]:
+    dist.init_process_group("gloo")
     cluster = Cluster(
         nodes=(Node(device="fast", count=1), Node(device="slow", count=1)),
         devices=(_device("fast"), _device("slow")),
@@ -152,21 +149,15 @@ def _measure_on_rank(global_rank: int, store: str, folder: str) -> None:
     options = ProfileOptions(microbatches=((8,),), max_block=1, num_repeats=1)
     cpu = torch.device("cpu")
     profile = measure_cluster_profile(TINY, options, cluster, device=cpu)
-    profile.save(f"{folder}/{global_rank}.json")
     too_fine = dataclasses.replace(options, tp_degrees=(4,))
-    try:
+    with pytest.raises(ProfileError) as refused:
         measure_cluster_profile(TINY, too_fine, cluster, device=cpu)
-    except ProfileError as error:
-        (pathlib.Path(folder) / f"{global_rank}.txt").write_text(str(error))
-    dist.destroy_process_group()
+    return profile, str(refused.value)
 
 
 @pytest.mark.dist
-def test_all_ranks_get_one_profile_of_all_device_types_or_the_same_error(tmp_path):
-    mp.spawn(_measure_on_rank, (f"file://{tmp_path}/store", str(tmp_path)), nprocs=2)
-    profiles = [Profile.load(tmp_path / f"{rank}.json") for rank in range(2)]
-    assert profiles[0] == profiles[1]
-    assert [device.device for device in profiles[0].devices] == ["fast", "slow"]
-    errors = {(tmp_path / f"{rank}.txt").read_text() for rank in range(2)}
-    assert len(errors) == 1
-    assert "Rank 0 (fast)" in errors.pop()
+def test_all_ranks_get_one_profile_of_all_device_types_or_the_same_error(pool):
+    (profile, error), other = pool.run(_measure_on_rank, 2)
+    assert other == (profile, error)
+    assert [device.device for device in profile.devices] == ["fast", "slow"]
+    assert "Rank 0 (fast)" in error

@@ -47,7 +47,7 @@ def check(pool: ProcessPool, case: Case, options: dict[str, Any] | None = None) 
     options = options or ({} if case.model == "packed" else TOY)
     expected = pool.run(train_sharded, 1, case.on_single_device(), {})[0]
     assert len(set(expected.losses)) == len(expected.losses) > 0, "the oracle doesn't train"
-    outcomes = pool.run(train_sharded, case.world_size, case, options, timeout_s=40.0)
+    outcomes = pool.run(train_sharded, case.world_size, case, options)
     for outcome in outcomes:
         assert_same_training(outcome, expected)
     return outcomes

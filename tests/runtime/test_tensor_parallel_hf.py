@@ -43,7 +43,7 @@ def assert_same(found: HuggingFaceOutcome, expected: HuggingFaceOutcome, toleran
 def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> None:
     expected = pool.run(train, 1, case.on_single_device())[0]
     assert len(set(expected.losses)) == len(expected.losses) > 2, "the oracle doesn't train"
-    for outcome in pool.run(train, case.world_size, case, timeout_s=60.0):
+    for outcome in pool.run(train, case.world_size, case):
         assert_same(outcome, expected, tolerance)
 
 
