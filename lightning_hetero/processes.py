@@ -4,6 +4,7 @@ World size and ranks come from the cluster environment, so nodes may run differe
 processes. Every wait for another rank can end in `PeerError`, which names the rank and why.
 """
 
+import os
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -53,6 +54,7 @@ class ProcessesStrategy(ParallelStrategy):
         self._start_method = start_method
         self._process_group_backend = process_group_backend
         self._num_nodes = 1
+        self._store: Store | None = None
         self._communicators: Communicators | None = None
         self._detector: FailureDetector | None = None
 
@@ -71,8 +73,11 @@ class ProcessesStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes that the Trainer was given; the world size comes from the environment."""
-        return self._num_nodes
+        """Number of nodes: torchrun's if it started this process, else what the Trainer was given.
+
+        The world size comes from the cluster environment either way.
+        """
+        return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
@@ -132,15 +137,17 @@ class ProcessesStrategy(ParallelStrategy):
             )
 
     def _connect_store(self) -> Store:
-        environment = self.cluster_environment
-        assert environment is not None
-        return connect_store(
-            environment.main_address,
-            environment.main_port,
-            global_rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout,
-        )
+        if self._store is None:
+            environment = self.cluster_environment
+            assert environment is not None
+            self._store = connect_store(
+                environment.main_address,
+                environment.main_port,
+                global_rank=self.global_rank,
+                world_size=self.world_size,
+                timeout=self._timeout,
+            )
+        return self._store
 
     def _init_process_group(self) -> None:
         device = self.root_device

@@ -46,6 +46,7 @@ from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.boundary import preserved_random_state
 from lightning_hetero.runtime.engine import Engine, EngineConfig
 from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
+from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import join_outputs
 from lightning_hetero.runtime.propagation import IterationKey
@@ -554,7 +555,7 @@ class HeteroStrategy(ProcessesStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        if self._detector is not None and not isinstance(exception, PeerError):
+        if self._detector is not None and not isinstance(exception, PeerError | AgreedExit):
             self._detector.report(exception)
 
     @override

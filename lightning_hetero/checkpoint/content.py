@@ -14,7 +14,10 @@ from lightning_hetero.checkpoint.manifest import CheckpointId, Scalar
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["CheckpointContent", "RestoredSlice", "SliceContent"]
+__all__ = ["OF_CALLBACKS", "CheckpointContent", "RestoredSlice", "SliceContent"]
+
+OF_CALLBACKS = "callback:"
+"""Prefix of state that belongs to a callback, such as averaged weights, not to the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +108,9 @@ class RestoredSlice:
     """Optimizer state: cut like the slice where it has its shape, else whole."""
     scalars: Mapping[str, Scalar]
     """Optimizer state that is a plain value."""
+
+    @property
+    def optimizer_state(self) -> dict[str, Any]:
+        """What the optimizer kept of it, as an entry of its `state_dict`."""
+        tensors = {k: v for k, v in self.state.items() if not k.startswith(OF_CALLBACKS)}
+        return {**tensors, **self.scalars}

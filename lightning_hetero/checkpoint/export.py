@@ -151,9 +151,7 @@ def _by_number(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]
                     f"The metadata's optimizer_states name the parameter {name!r}, which the "
                     "checkpoint doesn't hold."
                 )
-            item = slices[name]
-            values = {**item.state, **item.scalars}
-            if values:
+            if values := slices[name].optimizer_state:
                 state[index] = values
         number += len(names)
     return {**optimizer, "state": state, "param_groups": groups}

@@ -174,10 +174,15 @@ class AzureScheduledEvents:
 
 
 class SigtermNotice:
-    """SIGTERM to this process; make it in the main thread and undo it with `restore`."""
+    """SIGTERM to this process; make it in the main thread and undo it with `restore`.
 
-    def __init__(self) -> None:
+    Args:
+        pass_on: Whether the handler that was there before hears of the signal, too.
+    """
+
+    def __init__(self, *, pass_on: bool = True) -> None:
         self._received = threading.Event()
+        self._pass_on = pass_on
         self._previous = signal.signal(signal.SIGTERM, self._handle)
 
     def pending(self) -> Notice | None:
@@ -190,7 +195,7 @@ class SigtermNotice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received.set()
-        if callable(self._previous):
+        if self._pass_on and callable(self._previous):
             self._previous(number, frame)
 
 

@@ -19,10 +19,11 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_hetero.checkpoint.background import BackgroundThread
 from lightning_hetero.checkpoint.blocks import BLOCK_BYTES
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.encoding import (
@@ -133,8 +134,8 @@ class CheckpointWriter:
         self._replicas = replicas
         self._block_bytes = block_bytes
         self._memory = HostBuffer()
-        self._writing = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write")
-        self._uploading = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
+        self._writing = BackgroundThread("checkpoint-write")
+        self._uploading = BackgroundThread("checkpoint-upload")
         self._upload_id: CheckpointId | None = None
         self._lock = threading.Lock()
         self._errors: list[str] = []
@@ -180,8 +181,8 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Finish all that was started, then raise what failed."""
-        self._writing.shutdown()
-        self._uploading.shutdown()
+        self._writing.finish()
+        self._uploading.finish()
         self._memory.close()
         self.raise_errors()
 

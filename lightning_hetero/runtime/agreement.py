@@ -21,7 +21,7 @@ from lightning_hetero.runtime.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of"]
 
-_NUM_INTEGERS = 4
+_NUM_INTEGERS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class Header:
     """This rank's pipeline, -1 if idle."""
     fingerprint: int
     """Of this rank's batch; must agree inside a pipeline."""
+    leaves: bool = False
+    """Whether this rank's machine is about to be taken away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ class Agreed:
     """All entries in one order."""
     num_samples: int
     """Weight of the iteration in an epoch's mean, summed over pipelines."""
+    leaving: frozenset[int]
+    """Ranks whose machines are about to be taken away."""
     sums: Tensor
     """Each rank's sums, (num_ranks, length)."""
 
@@ -89,7 +93,13 @@ class Agreement:
         """
         self._report, self._sums_of = report, sums_of
         digest = zlib.crc32(repr(report).encode())
-        numbers = [digest, header.num_samples, header.pipeline_index, header.fingerprint]
+        numbers = [
+            digest,
+            header.num_samples,
+            header.pipeline_index,
+            header.fingerprint,
+            header.leaves,
+        ]
         integers = torch.tensor(numbers, dtype=torch.float64)
         sums = sums_of(self._entries)
         if self._device.type == "cpu":
@@ -122,6 +132,7 @@ class Agreement:
             reports=self._reports,
             entries=self._entries,
             num_samples=sum(row[1] for row in integers),
+            leaving=frozenset(rank for rank, row in enumerate(integers) if row[4]),
             sums=sums,
         )
 
@@ -153,7 +164,7 @@ class _Gather:
 
 def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
     seen: dict[int, tuple[int, int]] = {}
-    for global_rank, (_, _, pipeline_index, fingerprint) in enumerate(rows):
+    for global_rank, (_, _, pipeline_index, fingerprint, _) in enumerate(rows):
         first_rank, first = seen.setdefault(pipeline_index, (global_rank, fingerprint))
         if pipeline_index >= 0 and first != fingerprint:
             raise BatchError(

@@ -126,6 +126,10 @@ class Engine:
         self.weights_are_stale = True
         self._only_trainable_stale = False
         self.gradients: dict[str, Tensor] = {}
+        self.leaves = False
+        """Whether this rank's machine is about to be taken away; told to all in each iteration."""
+        self.leaving: frozenset[int] = frozenset()
+        """The ranks that said so in the last training iteration; the same on every rank."""
 
     # -- set-up ---------------------------------------------------------------------------------
 
@@ -261,6 +265,11 @@ class Engine:
             for p in self.plan.pipelines
         )
 
+    def reseed(self, seed: int) -> None:
+        """Draw the random numbers of another seed from now on; called by every rank alike."""
+        self.config = replace(self.config, seed=seed)
+        self._context = replace(self._context, seed=seed)
+
     # -- iterations -----------------------------------------------------------------------------
 
     def train(
@@ -292,6 +301,7 @@ class Engine:
                     run.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
+        self.leaving = agreed.leaving
         loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
         self._keep_gradients(gradients, agreed, weight)
         self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
@@ -365,6 +375,7 @@ class Engine:
             num_samples=samples,
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else fingerprint_of(batch),
+            leaves=self.leaves,
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:

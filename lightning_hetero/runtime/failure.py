@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,21 +23,34 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import HeteroError, PeerError
 
-__all__ = ["FailureDetector", "connect_store"]
+__all__ = ["EXIT_CODE", "LEAVE_EXIT_CODE", "AgreedExit", "FailureDetector", "connect_store"]
 
 EXIT_CODE = 13
 """Exit code of a rank that the detector had to end."""
 
+LEAVE_EXIT_CODE = 14
+"""Exit code of ranks that end together to be started anew."""
+
 _FAILURE = "failure"
+
+
+class AgreedExit(SystemExit):
+    """All ranks end after the same step: no rank has failed, and none needs to be told."""
+
+    def __init__(self) -> None:
+        super().__init__(LEAVE_EXIT_CODE)
 
 
 def connect_store(
     address: str, port: int, *, global_rank: int, world_size: int, timeout: timedelta
 ) -> Store:
-    """Return the run's key-value store, under a prefix of its own for every restart.
+    """Return the run's key-value store; collective over all ranks.
 
-    Under torchrun the agent serves it and outlives the processes, so keys of a former start would
-    still be there: hence the prefix.
+    Under torchrun the agent may serve it, and it outlives the processes. Keys of a former start are
+    still there then, so the ranks first agree on a prefix of their own.
+
+    Raises:
+        PeerError: The other ranks didn't come within the timeout.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -47,8 +61,45 @@ def connect_store(
         timeout=timeout,
         multi_tenant=True,
     )
-    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"lightning_hetero/{generation}", store)
+    if not agent_serves:
+        return PrefixStore("lightning_hetero", store)
+    meeting = PrefixStore("lightning_hetero/meeting", store)
+    name = _meet(meeting, global_rank, world_size, timeout.total_seconds())
+    return PrefixStore(f"lightning_hetero/{name}", store)
+
+
+def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> str:
+    """Return a name that the ranks that live now agree on, whatever former ones have left.
+
+    Each rank says a word that nobody has used. Rank 0 goes on answering with a name and the words
+    it has heard, until all ranks have found their own word in the answer and confirmed the name.
+    The agents' restart counts can't serve: they differ between nodes once one has joined later.
+    """
+    deadline = time.monotonic() + timeout_s
+    word = uuid.uuid4().hex
+    store.set(f"word/{global_rank}", word)
+    answered = ""
+    while time.monotonic() < deadline:
+        if global_rank == 0:
+            keys = [f"word/{rank}" for rank in range(1, world_size)]
+            if all(store.check([key]) for key in keys):
+                answer = json.dumps([word, [store.get(key).decode() for key in keys]])
+                if answer != answered:
+                    store.set("answer", answer)
+                    answered = answer
+            if store.add(f"confirmed/{word}", 0) == world_size - 1:
+                return word
+        elif store.check(["answer"]):
+            name, heard = json.loads(store.get("answer"))
+            if len(heard) == world_size - 1 and heard[global_rank - 1] == word:
+                store.add(f"confirmed/{name}", 1)
+                return str(name)
+        time.sleep(0.01)
+    raise PeerError(
+        f"Rank {global_rank} of {world_size} waited {timeout_s:.0f} s for the others to start. If "
+        "nodes have come or gone, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is "
+        "started: some of its versions send restarted processes to a store that has moved."
+    )
 
 
 class FailureDetector:

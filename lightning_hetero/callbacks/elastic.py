@@ -1,0 +1,158 @@
+"""`ElasticRestart`: leave together when a machine is about to go, so that nothing is lost.
+
+A SIGTERM or a provider's notice is only a flag, told to all ranks with each iteration's agreement,
+so every rank learns of it in the same step and no rank waits for it. At the end of that step all
+save, the parts of leaving nodes go to nodes that stay, and all processes end with an exit code that
+torchrun answers with a restart, on the nodes that are there then (AutoHet §IV).
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed import is_torchelastic_launched
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.checkpoint import (
+    NoticeWatcher,
+    PreemptionNotice,
+    SavedCheckpoint,
+    SigtermNotice,
+)
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
+from lightning_hetero.runtime.failure import AgreedExit
+from lightning_hetero.strategy import HeteroStrategy
+
+__all__ = ["ElasticRestart"]
+
+_log = logging.getLogger(__name__)
+
+
+class ElasticRestart(Callback):
+    """Turn SIGTERM and spot notices into a checkpoint and a restart.
+
+    Needs a `LayerwiseCheckpoint` beside it and, to start again by itself, torchrun with
+    `--max-restarts`.
+
+    Args:
+        preemption_notice: Whom to ask whether this machine will be taken away, such as
+            `AwsSpotNotice()`; several are asked in turn. SIGTERM always counts.
+        drain_timeout_s: How long to wait, at the end, until the checkpoint is safe. Providers
+            give 30 s (GCP, Azure) or 120 s (AWS), torchrun 30 s after its SIGTERM.
+        poll_interval_s: Seconds between two questions to the provider.
+
+    Raises:
+        ConfigurationError: There is no LayerwiseCheckpoint, or a number isn't above 0.
+    """
+
+    def __init__(
+        self,
+        preemption_notice: PreemptionNotice | Sequence[PreemptionNotice] | None = None,
+        *,
+        drain_timeout_s: float = 25.0,
+        poll_interval_s: float = 2.0,
+    ) -> None:
+        if drain_timeout_s <= 0 or poll_interval_s <= 0:
+            raise ConfigurationError(
+                f"drain_timeout_s is {drain_timeout_s} and poll_interval_s {poll_interval_s}; both "
+                "must be above 0."
+            )
+        notices = [] if preemption_notice is None else preemption_notice
+        self._notices = list(notices) if isinstance(notices, Sequence) else [notices]
+        self._drain_timeout_s = drain_timeout_s
+        self._poll_interval_s = poll_interval_s
+        self._sigterm: SigtermNotice | None = None
+        self._watcher: NoticeWatcher | None = None
+        self._checkpoint: LayerwiseCheckpoint | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        found = [item for item in callbacks if isinstance(item, LayerwiseCheckpoint)]
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"ElasticRestart needs one LayerwiseCheckpoint among the callbacks; there are "
+                f"{len(found)}."
+            )
+        self._checkpoint = found[0]
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            rank_zero_warn(
+                "Nodes can't come and go: torchrun would send restarted processes to the store of "
+                "the first start. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning's own handler broadcasts from inside the signal and ends one rank alone.
+        self._sigterm = SigtermNotice(pass_on=False)
+        if self._notices and trainer.local_rank == 0:
+            self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
+            self._watcher.start()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(trainer.strategy, HeteroStrategy):
+            trainer.strategy.engine.leaves = self._is_leaving()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, HeteroStrategy):
+            leaving = strategy.engine.leaving
+        else:
+            leaving = frozenset({0} if self._is_leaving() else ())
+        if leaving:
+            assert self._checkpoint is not None
+            node_of_rank = self._checkpoint.node_of_rank
+            nodes = {node_of_rank[rank] for rank in leaving}
+            leave = partial(self._leave, nobody_stays=nodes == set(node_of_rank))
+            self._checkpoint.save_and_leave(nodes, leave)
+
+    def _is_leaving(self) -> bool:
+        notices = (self._sigterm, self._watcher)
+        return any(item is not None and item.pending() is not None for item in notices)
+
+    def _leave(self, saved: SavedCheckpoint, *, nobody_stays: bool) -> None:
+        """Wait until the checkpoint is safe, then end this process as all others do."""
+        deadline = time.monotonic() + self._drain_timeout_s
+        try:
+            saved.wait_until_confirmed(self._drain_timeout_s)
+            if nobody_stays:
+                saved.wait_until_uploaded(deadline - time.monotonic())
+        except (CheckpointError, PeerError, OSError) as error:
+            _log.warning("Leaving without the checkpoint of %s: %r", saved.id, error)
+        rank_zero_info(f"ElasticRestart: all ranks leave with {saved.id} to be started again.")
+        if self._watcher is not None and self._watcher.pending() and is_torchelastic_launched():
+            # Or the agent would bring this machine back into the run that it is about to leave.
+            os.kill(os.getppid(), signal.SIGTERM)
+        raise AgreedExit
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_watching()
+        if self._sigterm is not None:
+            self._sigterm.restore()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        # A SIGTERM that comes now is still only noted: this process ends anyway.
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()

@@ -1,0 +1,292 @@
+"""`LayerwiseCheckpoint`: save slices in the background, and go on from the newest checkpoint.
+
+At a step boundary every rank hands its slices, their optimizer state and the state of the loops to
+a `CheckpointWriter`; training waits only for the copy to host memory. When fitting starts, the
+newest complete checkpoint in any place is put back, whatever plan and number of ranks saved it
+(AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.callbacks.owned import OwnedState
+from lightning_hetero.callbacks.places import Places, Progress
+from lightning_hetero.callbacks.training_state import (
+    dump_metadata,
+    dump_random_state,
+    restore,
+    restore_random_state,
+)
+from lightning_hetero.checkpoint import (
+    CheckpointContent,
+    CheckpointId,
+    CheckpointWriter,
+    Recovered,
+    RetryPolicy,
+    SavedCheckpoint,
+    SoloTransport,
+    Source,
+    Transport,
+    find_next_attempt,
+    recover,
+)
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.transport import GroupTransport
+
+__all__ = ["LayerwiseCheckpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Leaving:
+    """What `save_and_leave` asked for."""
+
+    nodes: Collection[str]
+    then: Callable[[SavedCheckpoint], None]
+
+
+class LayerwiseCheckpoint(Checkpoint):
+    """Save every n optimizer steps, layer by layer and slice by slice; resume by itself.
+
+    `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
+    holds; delete the folders to start anew. Works under `HeteroStrategy`, for any plan before and
+    after, and on a single device.
+
+    Args:
+        path_or_url: A folder or URL that all nodes reach, such as "s3://bucket/run"; None keeps
+            checkpoints only in `local_dir`.
+        every_n_train_steps: Optimizer steps between checkpoints; the last step is saved as well.
+        local_dir: A folder on each node's own disk, not shared between nodes. With it a restart
+            reads from the remote store only what all nodes together have lost.
+        replicas: Nodes that keep each slice in their local places; 2 survives the loss of a node.
+        keep: Complete checkpoints to keep on disk and in the remote store.
+        shared_memory: Whether to keep the newest checkpoint in shared memory, too, where it
+            survives the process. It is freed when the run ends well.
+        timeout: How long ranks wait for each other while they exchange parts.
+        storage_options: For the filesystem of the URL, such as an endpoint.
+        retry: When to try a failed remote operation again.
+
+    Raises:
+        ConfigurationError: The options, or strategy and callbacks, don't go together.
+        CheckpointError: There are checkpoints, but none can be read, or the only lasting place
+            can't be written.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a user chooses
+        self,
+        path_or_url: str | Path | None = None,
+        *,
+        every_n_train_steps: int = 100,
+        local_dir: str | Path | None = None,
+        replicas: int = 1,
+        keep: int = 2,
+        shared_memory: bool = True,
+        timeout: timedelta = timedelta(minutes=5),
+        storage_options: Mapping[str, Any] | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        if every_n_train_steps < 1:
+            raise ConfigurationError(
+                f"every_n_train_steps is {every_n_train_steps}; it must be 1 or more."
+            )
+        self.places = Places(
+            path_or_url=None if path_or_url is None else str(path_or_url),
+            local_dir=None if local_dir is None else str(Path(local_dir).absolute()),
+            shared_memory=shared_memory,
+            keep=keep,
+            storage_options=storage_options or {},
+            retry=retry,
+        )
+        self.node_of_rank: tuple[str, ...] = ()
+        """Name of each rank's node, from the start of fitting."""
+        self.saved: SavedCheckpoint | None = None
+        """The last checkpoint that was started."""
+        self._every_n_train_steps = every_n_train_steps
+        self._replicas = replicas
+        self._timeout = timeout
+        self._writer: CheckpointWriter | None = None
+        self._transport: Transport = SoloTransport()
+        self._attempt = 0
+        self._last_step = 0
+        self._restored = False
+        self._random_state: Mapping[str, Any] | None = None
+        self._leaving: _Leaving | None = None
+        self._made_at_s = time.time()
+        self._set_up_at_s = 0.0
+
+    def save_and_leave(
+        self, nodes: Collection[str], then: Callable[[SavedCheckpoint], None]
+    ) -> None:
+        """Save when this step ends, parts of `nodes` to other ones too, then call `then`.
+
+        Called by every rank in the same step.
+        """
+        self._leaving = _Leaving(nodes=nodes, then=then)
+
+    # -- start ----------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._set_up_at_s = time.time()
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        start_s = time.time()
+        if trainer.world_size > 1:
+            self._transport = GroupTransport(self._timeout)
+        owned, tiers, node = OwnedState(trainer), self.places.tiers(), self.places.node
+        names = self._transport.all_gather(node.encode())
+        self.node_of_rank = tuple(name.decode() for name in names)
+        progress = self._newest_progress()
+        recovered = recover(owned.needs(), tiers, node=node, transport=self._transport)
+        if recovered is None:
+            self._attempt = find_next_attempt(tiers, node=node, transport=self._transport)
+        else:
+            self._attempt, self._last_step = recovered.report.attempt, recovered.id.step
+            fetched_s = time.time()
+            restore(trainer, owned, recovered)
+            self._random_state = recovered.rank_metadata
+            self._report(trainer, recovered, progress, (start_s, fetched_s))
+        self._restored = recovered is not None
+        self._writer = CheckpointWriter(
+            tiers,
+            node_of_rank=self.node_of_rank,
+            transport=self._transport,
+            replicas=self._replicas,
+        )
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._restored:
+            raise ConfigurationError(
+                "Trainer.fit was given a ckpt_path, but LayerwiseCheckpoint has step "
+                f"{self._last_step} to go on from. Leave ckpt_path out, or delete the checkpoints."
+            )
+
+    def _newest_progress(self) -> Progress | None:
+        """Return how far any node that is left saw training come."""
+        own = self.places.last_progress()
+        text = "" if own is None else json.dumps([own.step, own.at_s])
+        found = [json.loads(data) for data in self._transport.all_gather(text.encode()) if data]
+        known = [Progress(step=step, at_s=at_s) for step, at_s in found]
+        return max(known, key=lambda item: item.at_s, default=None)
+
+    def _report(
+        self,
+        trainer: pl.Trainer,
+        recovered: Recovered,
+        progress: Progress | None,
+        times_s: tuple[float, float],
+    ) -> None:
+        """Log one line: where the state was found, what was lost, how long each phase took."""
+        start_s, fetched_s = times_s
+        load_s = time.time() - fetched_s
+        found: Counter[Source] = Counter()
+        own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
+        for data in self._transport.all_gather(json.dumps(own).encode()):
+            found.update({Source(source): count for source, count in json.loads(data)})
+        lost = ""
+        if progress is not None:
+            waited_s = self._made_at_s - progress.at_s
+            lost = f" {progress.step - recovered.id.step} steps lost, {waited_s:.2f} s to restart,"
+        rank_zero_info(
+            f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=found)}, load "
+            f"{load_s:.2f} s;{lost} {self._set_up_at_s - self._made_at_s:.2f} s to meet, "
+            f"{start_s - self._set_up_at_s:.2f} s to plan and set up; {trainer.world_size} ranks "
+            f"on {len(set(self.node_of_rank))} nodes, {recovered.world_size} had saved it."
+        )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Not earlier: making the loader's iterator draws a number.
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+            self._random_state = None
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._wait_for_snapshot()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Weight averaging swaps weights now.
+        self._wait_for_snapshot()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Tensor | Mapping[str, Any] | None,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if trainer.fit_loop._should_accumulate():
+            return
+        if trainer.local_rank == 0:
+            self.places.note(Progress(step=step, at_s=time.time()))
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.then(self._save(trainer, leaving.nodes))
+        elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
+            self._save(trainer)
+
+    def _save(self, trainer: pl.Trainer, leaving: Collection[str] = ()) -> SavedCheckpoint:
+        assert self._writer is not None
+        owned = OwnedState(trainer)
+        content = CheckpointContent(
+            id=CheckpointId(trainer.global_step, self._attempt),
+            global_rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            num_layers=owned.num_layers,
+            slices=owned.contents(),
+            metadata=dump_metadata(trainer, owned),
+            rank_metadata=dump_random_state(),
+            plan=owned.plan,
+        )
+        self.saved = self._writer.save(content, leaving=leaving)
+        self._last_step = trainer.global_step
+        return self.saved
+
+    def _wait_for_snapshot(self) -> None:
+        if self.saved is not None:
+            self.saved.wait_for_snapshot()
+
+    # -- end ------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._last_step != trainer.global_step:
+            self._save(trainer)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        trainer.strategy.barrier("checkpoints are complete")
+        if trainer.local_rank == 0:
+            self.places.forget_memory()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
+        self._writer = None

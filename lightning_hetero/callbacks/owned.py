@@ -1,0 +1,224 @@
+"""What one rank owns of a training run: slices of parameters, their optimizer state and averages.
+
+Under `HeteroStrategy` that are the rank's master slices; under single-device Lightning every
+parameter is one slice. Checkpoints know nothing else of the strategy, so they go from any plan, and
+from one device, to any other (AutoHet §IV-C).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
+from lightning_hetero.checkpoint.content import OF_CALLBACKS
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.slices import Ownership, ParameterSpec
+from lightning_hetero.core.transfers import unit_of
+from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.strategy import HeteroStrategy
+
+if TYPE_CHECKING:
+    from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = ["OwnedSlice", "OwnedState"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedSlice:
+    """Rows [start, stop) of a parameter that this rank keeps."""
+
+    spec: ParameterSpec
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    """The rows, as the optimizer knows them; empty if the rank owns none."""
+
+
+class OwnedState:
+    """One rank's share of the state of a run that has been set up.
+
+    Args:
+        trainer: A trainer whose strategy has been set up.
+
+    Raises:
+        ConfigurationError: The strategy, or a callback, keeps state that can't be saved in slices.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        self.plan: ParallelPlan | None = None
+        self._keeps_whole = False
+        if isinstance(strategy, HeteroStrategy):
+            engine = strategy.engine
+            layout, store = engine.layout, engine.store
+            self.plan = engine.plan
+            self._keeps_whole = engine.config.ownership is Ownership.PARAMETER
+            self._all = tuple(
+                OwnedSlice(spec=spec, start=start, stop=stop, parameter=store.masters[name])
+                for name, spec in store.specs.items()
+                for start, stop in (store.intervals[name],)
+            )
+        elif isinstance(strategy, SingleDeviceStrategy):
+            layout = ModelLayout.of(trainer.lightning_module)
+            self._all = tuple(
+                OwnedSlice(
+                    spec=spec,
+                    start=0,
+                    stop=spec.cut_length,
+                    parameter=layout.slots[spec.name][0].current,
+                )
+                for spec in layout.specs
+            )
+        else:
+            raise ConfigurationError(
+                f"LayerwiseCheckpoint doesn't know how {type(strategy).__name__} spreads a model. "
+                "Use HeteroStrategy, or a single device."
+            )
+        self.slices = tuple(item for item in self._all if item.stop > item.start)
+        self.num_layers = layout.num_layers
+        self.names_of_slots = {slot.name for slots in layout.slots.values() for slot in slots}
+        self.optimizers: Sequence[Optimizer] = trainer.optimizers
+        self.averages = tuple(_averages(trainer))
+
+    def contents(self) -> tuple[SliceContent, ...]:
+        """Return what is to be saved; the tensors are the originals."""
+        return tuple(self._content(item) for item in self.slices)
+
+    def needs(self) -> list[SliceNeed]:
+        """Return what is to be recovered."""
+        return [
+            SliceNeed(item.spec.name, item.spec.shape, item.spec.cut_dim, item.start, item.stop)
+            for item in self.slices
+        ]
+
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """Return each optimizer's groups as in its `state_dict`, with names of parameters."""
+        names = self._names()
+        return [
+            {
+                "param_groups": [
+                    {**group, "params": [names[id(p)] for p in group["params"]]}
+                    for group in optimizer.param_groups
+                ]
+            }
+            for optimizer in self.optimizers
+        ]
+
+    def load(
+        self, restored: Sequence[RestoredSlice], optimizer_states: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take over recovered slices, their optimizer state and the optimizers' groups.
+
+        Raises:
+            CheckpointError: The optimizers have other groups than when it was saved.
+        """
+        by_name = {item.parameter: item for item in restored}
+        with torch.no_grad():
+            for item in self.slices:
+                found = by_name[item.spec.name]
+                item.parameter.copy_(found.weight)
+                for key, tensor in self._averages_of(item).items():
+                    if key in found.state:
+                        tensor.copy_(found.state[key])
+        current = self.optimizer_groups()
+        names = [[group["params"] for group in entry["param_groups"]] for entry in current]
+        saved = [[group["params"] for group in entry["param_groups"]] for entry in optimizer_states]
+        if names != saved:
+            raise CheckpointError(
+                f"The checkpoint's optimizers have groups of {_sizes(saved)} parameters, these "
+                f"ones {_sizes(names)}, or other parameters in them. Configure the optimizers as "
+                "they were when the checkpoint was saved."
+            )
+        for optimizer, entry in zip(self.optimizers, optimizer_states, strict=True):
+            _load_optimizer(optimizer, entry["param_groups"], by_name)
+
+    def _content(self, item: OwnedSlice) -> SliceContent:
+        tensors, scalars = self._optimizer_state(item)
+        return SliceContent(
+            parameter=item.spec.name,
+            unit=unit_of(item.spec, self.num_layers),
+            shape=item.spec.shape,
+            dim=item.spec.cut_dim,
+            start=item.start,
+            stop=item.stop,
+            weight=item.parameter.detach(),
+            state=self._averages_of(item) | ({} if self._is_whole(item) else tensors),
+            whole_state=tensors if self._is_whole(item) else {},
+            scalars=scalars,
+        )
+
+    def _optimizer_of(self, item: OwnedSlice) -> Optimizer | None:
+        return next((o for o in self.optimizers if item.parameter in o.state), None)
+
+    def _is_whole(self, item: OwnedSlice) -> bool:
+        """Whether optimizer state must never be cut, even where it has the parameter's shape.
+
+        The preconditioner of a square matrix looks like momentum. Optimizers of torch are known to
+        keep such state element by element.
+        """
+        optimizer = self._optimizer_of(item)
+        bases = type(optimizer).__mro__ if optimizer is not None else ()
+        known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
+        return self._keeps_whole and not known
+
+    def _optimizer_state(self, item: OwnedSlice) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        optimizer = self._optimizer_of(item)
+        state = {} if optimizer is None else optimizer.state[item.parameter]
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        scalars = {key: value for key, value in state.items() if key not in tensors}
+        for key, value in scalars.items():
+            if not isinstance(value, float | int | bool | str | None):
+                raise ConfigurationError(
+                    f"The optimizer's {key} of {item.spec.name} is a {type(value).__name__}, which "
+                    "LayerwiseCheckpoint can't save: it takes tensors, numbers and texts."
+                )
+        return tensors, scalars
+
+    def _averages_of(self, item: OwnedSlice) -> dict[str, Tensor]:
+        """Return this slice in the copies that weight averaging keeps."""
+        return {
+            f"{OF_CALLBACKS}average{index}": average.get_parameter(item.spec.name).detach()
+            for index, average in enumerate(self.averages)
+        }
+
+    def _names(self) -> dict[int, str]:
+        return {id(item.parameter): item.spec.name for item in self._all}
+
+
+def _averages(trainer: pl.Trainer) -> Iterator[nn.Module]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigurationError(
+                "LayerwiseCheckpoint can't save StochasticWeightAveraging. Use WeightAveraging."
+            )
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            yield callback._average_model.module
+
+
+def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
+    return [[len(group) for group in groups] for groups in optimizers]
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    restored: Mapping[str, RestoredSlice],
+) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    numbered: list[dict[str, Any]] = []
+    number = 0
+    for group in groups:
+        names = group["params"]
+        numbered.append({**group, "params": list(range(number, number + len(names)))})
+        for index, name in enumerate(names, number):
+            if name in restored and (values := restored[name].optimizer_state):
+                state[index] = values
+        number += len(names)
+    optimizer.load_state_dict({"state": state, "param_groups": numbered})

@@ -1,0 +1,110 @@
+"""Where a node keeps its checkpoints, and how far training had come when it was interrupted."""
+
+import hashlib
+import json
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
+from lightning_hetero.core.errors import ConfigurationError
+
+__all__ = ["Places", "Progress"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The last step that finished."""
+
+    step: int
+    """Optimizer steps taken."""
+    at_s: float
+    """When, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The tiers of one node.
+
+    Raises:
+        ConfigurationError: There is no place that outlives the machine's memory.
+    """
+
+    path_or_url: str | None
+    """A folder or URL that all nodes reach."""
+    local_dir: str | None
+    """A folder on this node's own disk."""
+    shared_memory: bool
+    """Whether to keep the newest checkpoint in shared memory, too."""
+    keep: int
+    """Complete checkpoints to keep on disk and in the remote store."""
+    storage_options: Mapping[str, Any]
+    """For fsspec's filesystem."""
+    retry: RetryPolicy | None
+
+    def __post_init__(self) -> None:
+        if self.path_or_url is None and self.local_dir is None:
+            raise ConfigurationError(
+                "A checkpoint needs a place that outlives the process and the machine's memory. "
+                "Give a path or URL that all nodes reach, or local_dir, or both."
+            )
+
+    @property
+    def node(self) -> str:
+        """Name of this node: the same for processes that share the local folder."""
+        return f"{socket.gethostname()}:{self.local_dir or ''}"
+
+    @property
+    def memory_dir(self) -> Path | None:
+        """Folder in shared memory, None if there is none."""
+        if not self.shared_memory or not _SHARED_MEMORY.is_dir():
+            return None
+        digest = hashlib.sha256(repr((self.path_or_url, self.local_dir)).encode()).hexdigest()[:16]
+        return _SHARED_MEMORY / "lightning_hetero" / digest
+
+    def tiers(self) -> list[Tier]:
+        """Return the tiers, fastest first; only the one lasting place there is may stop a run."""
+        tiers = []
+        if self.memory_dir is not None:
+            store = LocalStore(self.memory_dir)
+            tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1, required=False))
+        alone = self.path_or_url is None or self.local_dir is None
+        if self.local_dir is not None:
+            disk = LocalStore(self.local_dir)
+            tiers.append(Tier(kind=TierKind.DISK, store=disk, keep=self.keep, required=alone))
+        if self.path_or_url is not None:
+            remote = open_store(self.path_or_url, retry=self.retry, **self.storage_options)
+            tiers.append(Tier(kind=TierKind.REMOTE, store=remote, keep=self.keep, required=alone))
+        return tiers
+
+    def note(self, progress: Progress) -> None:
+        """Remember a finished step beside the node's checkpoints; costs microseconds."""
+        path = self._progress_path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps([progress.step, progress.at_s]))
+
+    def last_progress(self) -> Progress | None:
+        """Return what an earlier process noted last, None if nothing readable."""
+        if self._progress_path is None:
+            return None
+        try:
+            step, at_s = json.loads(self._progress_path.read_text())
+        except (OSError, ValueError):
+            return None
+        return Progress(step=step, at_s=at_s)
+
+    def forget_memory(self) -> None:
+        """Free the shared memory: the run has ended, and the other places have all."""
+        if self.memory_dir is not None:
+            shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+    @property
+    def _progress_path(self) -> Path | None:
+        folder = self.memory_dir or (None if self.local_dir is None else Path(self.local_dir))
+        return None if folder is None else folder / "progress.json"

@@ -1,0 +1,145 @@
+"""Everything of a run but its slices: loops, schedulers, callbacks, data, buffers, random numbers.
+
+It mirrors what Lightning puts into a checkpoint, with two differences: parameters stay in slices,
+and all of it must be readable with `weights_only=True`, so there is no pickle of objects.
+"""
+
+import random
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer import call
+
+from lightning_hetero.callbacks.owned import OwnedState
+from lightning_hetero.checkpoint import Recovered
+from lightning_hetero.strategy import HeteroStrategy
+
+__all__ = ["dump_metadata", "dump_random_state", "restore", "restore_random_state"]
+
+_OWN = "lightning_hetero"
+
+
+def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
+    """Return what is the same on all ranks, under Lightning's names of a checkpoint's entries."""
+    module: Any = trainer.lightning_module
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    metadata: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": version("lightning"),
+        "state_dict": _buffers(module, owned),
+        "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "optimizer_states": owned.optimizer_groups(),
+        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+        _OWN: {
+            "averages": [dict(average.named_buffers()) for average in _average_models(trainer)],
+            "seed": _seed_of(trainer),
+        },
+    }
+    plugin = trainer.precision_plugin
+    if plugin_state := plugin.state_dict():
+        metadata[type(plugin).__qualname__] = plugin_state
+    for item in (module, datamodule):
+        if item is not None and item.hparams:
+            metadata[item.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(item, "_hparams_name", "kwargs")
+            metadata[item.CHECKPOINT_HYPER_PARAMS_KEY] = dict(item.hparams)
+    if datamodule is not None and (state := datamodule.state_dict()):
+        metadata[type(datamodule).__qualname__] = state
+    for callback in _callbacks(trainer):
+        callback.on_save_checkpoint(trainer, module, metadata)
+    module.on_save_checkpoint(metadata)
+    return metadata
+
+
+def dump_random_state() -> dict[str, Any]:
+    """Return this rank's random number generators."""
+    kind, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        # Tensors, because arrays can't be read back without pickle.
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> None:
+    """Put a recovered state into a run that has been set up but hasn't started.
+
+    Raises:
+        CheckpointError: The optimizers have other parameters than when it was saved.
+    """
+    metadata = dict(recovered.metadata)
+    own = metadata.pop(_OWN)
+    module = trainer.lightning_module
+    for callback in _callbacks(trainer):
+        callback.on_load_checkpoint(trainer, module, metadata)
+    module.on_load_checkpoint(metadata)
+    module.load_state_dict(metadata["state_dict"], strict=False)
+    owned.load(recovered.slices, metadata["optimizer_states"])
+    for average, buffers in zip(_average_models(trainer), own["averages"], strict=True):
+        for name, buffer in average.named_buffers():
+            buffer.copy_(buffers[name])
+    _restore_trainer(trainer, metadata)
+    strategy = trainer.strategy
+    if isinstance(strategy, HeteroStrategy):
+        strategy.engine.reseed(own["seed"])
+        strategy.engine.mark_weights_stale()
+
+
+def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
+    """Restore data module, callbacks, precision plugin, loops and schedulers."""
+    call._call_callbacks_load_state_dict(trainer, metadata)
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = metadata
+    try:
+        connector.restore_datamodule()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        connector.restore_lr_schedulers()
+    finally:
+        # Lightning restores from here again after `on_fit_start` unless it is empty.
+        connector._loaded_checkpoint = {}
+    # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
+    trainer.fit_loop._combined_loader = None
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Put this rank's random number generators back."""
+    torch.set_rng_state(state["torch"])
+    kind, numbers, gauss = state["python"]
+    random.setstate((kind, tuple(numbers), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "cuda" in state and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
+    state = module.state_dict()
+    return {name: value for name, value in state.items() if name not in owned.names_of_slots}
+
+
+def _seed_of(trainer: pl.Trainer) -> int:
+    strategy = trainer.strategy
+    return strategy.engine.config.seed if isinstance(strategy, HeteroStrategy) else 0
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the callbacks whose hooks can do without whole weights in the checkpoint."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [item for item in callbacks if not isinstance(item, WeightAveraging)]
+
+
+def _average_models(trainer: pl.Trainer) -> list[torch.nn.Module]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    models = (c._average_model for c in callbacks if isinstance(c, WeightAveraging))
+    return [model for model in models if model is not None]
