@@ -45,8 +45,8 @@ from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.boundary import preserved_random_state
 from lightning_hetero.runtime.engine import Engine, EngineConfig
-from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.failure import AgreedExit
+from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import join_outputs
 from lightning_hetero.runtime.propagation import IterationKey
