@@ -5,6 +5,11 @@ dtype, so a rank moves one stage's worth of bytes each way per iteration, as red
 all-gather do. The owner sums the pipelines' pieces in fp32 and in pipeline order: the result is the
 same bit for bit on every run (Hydraulis §5.2; AutoHet's layer-wise synchronisation, §III).
 
+Both overlap with the computation. All of a pull is posted before the first layer runs, and a layer
+waits for its own weights only; a layer's push is posted inside the last backward, as soon as that
+has left the layer. A `torch.profiler` trace shows the ranges "pull.post", "pull.wait" and
+"push.post" with their units, and "push.wait".
+
 Floor: with D equal pipelines of stage bytes S each rank sends S·(D-1)/D and receives as much, for
 push and for pull. Receive buffers take the same memory while the exchange lasts.
 """
@@ -16,12 +21,28 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_hetero.core.transfers import Message, Piece
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.side_stream import SideStream
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["Pull", "Push", "in_units"]
+__all__ = ["ExchangeOptions", "Pull", "Push", "in_units"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """How a plan's pull and push run."""
+
+    group: dist.ProcessGroup | None
+    """The communicator; None with one rank."""
+    dtype: torch.dtype
+    """Dtype of what travels, that of the propagation."""
+    clock: ComputeClock
+    """Times the waits."""
+    side_stream: SideStream
+    """Where messages are packed."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +125,17 @@ class Pull:
         self,
         store: SliceStore,
         weights: ComputeWeights,
-        *,
-        group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
-        clock: ComputeClock,
+        options: ExchangeOptions,
     ) -> None:
         self._store = store
         self._weights = weights
-        self._group = group
-        self._dtype = dtype
-        self._clock = clock
+        self._options = options
         rank = store.global_rank
         self._all = self._prepare(weights.table.pull(rank))
         self._trainable = self._prepare(weights.table.pull(rank, trainable_only=True))
-        self._arrivals: dict[int, list[tuple[_Receiving, Tensor]]] = {}
-        self._works: dict[int, list[dist.Work]] = {}
+        self._arriving: dict[int, tuple[list[dist.Work], list[tuple[_Receiving, Tensor]]]] = {}
+        self._posted: dict[int, torch.cuda.Event | None] = {}
+        """Units under way; on CUDA, the end of their packing and local copies."""
         self._sent: list[tuple[list[dist.Work], list[Tensor]]] = []
 
     def _prepare(self, messages: Sequence[Message]) -> dict[int, _PullUnit]:
@@ -155,35 +172,47 @@ class Pull:
     def start(self, *, trainable_only: bool) -> None:
         """Post every message of this rank, units ascending, and make the local copies."""
         self._weights.take_back()
-        device = self._store.device
-        for index, unit in (self._trainable if trainable_only else self._all).items():
-            operations, arrivals, buffers = [], [], []
-            for target, source in unit.copies:
-                target.copy_(source)
-            for sending in unit.sending.values():
-                buffer = _pack(sending.rows, self._dtype)
-                buffers.append(buffer)
-                for peer in sending.peers:
-                    operations.append(dist.P2POp(dist.isend, buffer, peer, self._group))
-            for receiving in unit.receiving:
-                buffer = torch.empty(receiving.numel, dtype=self._dtype, device=device)
-                arrivals.append((receiving, buffer))
-                operations.append(dist.P2POp(dist.irecv, buffer, receiving.peer, self._group))
-            if operations:
-                receives, sends = _split_works(operations, dist.batch_isend_irecv(operations))
-                self._sent.append((sends, buffers))
-                if arrivals:
-                    self._works[index] = receives
-                    self._arrivals[index] = arrivals
+        with self._options.side_stream.behind_compute():
+            for index, unit in (self._trainable if trainable_only else self._all).items():
+                with record_function(f"pull.post {index}"):
+                    self._post(index, unit)
+                self._posted[index] = self._options.side_stream.mark()
+
+    def _post(self, index: int, unit: _PullUnit) -> None:
+        operations, arrivals, buffers = [], [], []
+        for target, source in unit.copies:
+            target.copy_(source)
+        for sending in unit.sending.values():
+            buffer = _pack(sending.rows, self._options.dtype)
+            buffers.append(buffer)
+            for peer in sending.peers:
+                operations.append(dist.P2POp(dist.isend, buffer, peer, self._options.group))
+        for receiving in unit.receiving:
+            buffer = torch.empty(
+                receiving.numel, dtype=self._options.dtype, device=self._store.device
+            )
+            arrivals.append((receiving, buffer))
+            operations.append(dist.P2POp(dist.irecv, buffer, receiving.peer, self._options.group))
+        if operations:
+            receives, sends = _split_works(operations, dist.batch_isend_irecv(operations))
+            self._sent.append((sends, buffers))
+            if arrivals:
+                self._arriving[index] = receives, arrivals
 
     def wait_unit(self, unit: int) -> None:
         """Wait until a unit's weights are here; returns at once if they are already."""
-        works = self._works.pop(unit, None)
-        if works is None:
+        if unit not in self._posted:
             return
-        arrivals = self._arrivals.pop(unit)
+        self._options.side_stream.join(self._posted.pop(unit))
+        if unit in self._arriving:
+            with record_function(f"pull.wait {unit}"):
+                self._unpack(*self._arriving.pop(unit))
+
+    def _unpack(
+        self, works: Sequence[dist.Work], arrivals: Sequence[tuple[_Receiving, Tensor]]
+    ) -> None:
         senders = [(receiving.peer, buffer.nbytes) for receiving, buffer in arrivals]
-        _wait_for_all(self._clock, works, senders)
+        _wait_for_all(self._options.clock, works, senders)
         for receiving, buffer in arrivals:
             parts = torch.split(buffer, [target.numel() for target in receiving.targets])
             for target, part in zip(receiving.targets, parts, strict=True):
@@ -191,7 +220,7 @@ class Pull:
 
     def finish(self) -> None:
         """Wait for everything that is left, also for what other ranks fetch from here."""
-        for unit in tuple(self._works):
+        for unit in tuple(self._posted):
             self.wait_unit(unit)
         for works, _ in self._sent:
             for work in works:
@@ -215,16 +244,11 @@ class Push:
         self,
         store: SliceStore,
         weights: ComputeWeights,
-        *,
-        group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
-        clock: ComputeClock,
+        options: ExchangeOptions,
     ) -> None:
         self._store = store
         self._weights = weights
-        self._group = group
-        self._dtype = dtype
-        self._clock = clock
+        self._options = options
         self._units = in_units(weights.table.push(store.global_rank))
         self._pipelines = {
             (name, holding.global_rank): holding.pipeline_index
@@ -268,10 +292,12 @@ class Push:
         self._ready.update(self._waiting)
         while self._waiting:
             self._post(self._waiting.pop(0))
-        for works, senders in self._arriving:
-            _wait_for_all(self._clock, works, senders)
-        for work in self._works:
-            work.wait()
+        with record_function("push.wait"):
+            for works, senders in self._arriving:
+                _wait_for_all(self._options.clock, works, senders)
+            for work in self._works:
+                work.wait()
+            self._options.side_stream.join(self._options.side_stream.mark())
         gradients = self._sum()
         self._arriving.clear()
         self._works.clear()
@@ -288,23 +314,31 @@ class Push:
         )
 
     def _post(self, unit: int) -> None:
+        with record_function(f"push.post {unit}"), self._options.side_stream.behind_compute():
+            self._post_messages(self._units[unit])
+
+    def _post_messages(self, messages: Sequence[Message]) -> None:
         operations, senders = [], []
-        for message in self._units[unit]:
+        for message in messages:
             rank = self._store.global_rank
             if message.source == rank == message.destination:
                 self._contribute(message, self._gradient_rows(message))
             elif message.source == rank:
-                buffer = _pack(self._gradient_rows(message), self._dtype)
+                buffer = _pack(self._gradient_rows(message), self._options.dtype)
                 self._sent.append(buffer)
-                operations.append(dist.P2POp(dist.isend, buffer, message.destination, self._group))
+                operations.append(
+                    dist.P2POp(dist.isend, buffer, message.destination, self._options.group)
+                )
             else:
                 buffer = torch.empty(
                     self._weights.table.numel(message),
-                    dtype=self._dtype,
+                    dtype=self._options.dtype,
                     device=self._store.device,
                 )
                 self._contribute(message, self._split(message, buffer))
-                operations.append(dist.P2POp(dist.irecv, buffer, message.source, self._group))
+                operations.append(
+                    dist.P2POp(dist.irecv, buffer, message.source, self._options.group)
+                )
                 senders.append((message.source, buffer.nbytes))
         if operations:
             receives, sends = _split_works(operations, dist.batch_isend_irecv(operations))

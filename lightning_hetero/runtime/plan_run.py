@@ -16,7 +16,8 @@ from lightning_hetero.core.transfers import TransferTable, unit_of
 from lightning_hetero.runtime.activations import ActivationLink
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.exchange import Pull, Push
+from lightning_hetero.runtime.exchange import ExchangeOptions, Pull, Push
+from lightning_hetero.runtime.side_stream import SideStream
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
 __all__ = ["GradientCounter", "PlanRun"]
@@ -51,8 +52,11 @@ class PlanRun:
         self.place = plan.place(comms.global_rank)
         self.table = TransferTable(specs, store.slices, plan)
         self.weights = ComputeWeights(store, self.table, dtype=dtype, share_memory=share_memory)
-        self.pull = Pull(store, self.weights, group=comms.exchange, dtype=dtype, clock=clock)
-        self.push = Push(store, self.weights, group=comms.exchange, dtype=dtype, clock=clock)
+        options = ExchangeOptions(
+            group=comms.exchange, dtype=dtype, clock=clock, side_stream=SideStream(store.device)
+        )
+        self.pull = Pull(store, self.weights, options)
+        self.push = Push(store, self.weights, options)
         self.gradient_counter = GradientCounter(specs, self.weights, self.push, plan)
         self.link = self._make_link(comms, clock)
 

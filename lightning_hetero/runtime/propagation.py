@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.core.actions import Action, ActionKind
@@ -101,7 +102,8 @@ class Propagation:
         actions = self._run.schedule(len(self.microbatches), training=self._training)
         for action, upcoming in zip_longest(actions, actions[1:]):
             self._expect(action, upcoming)
-            with self._context.clock.action(action.kind, action.microbatch_index):
+            timed = self._context.clock.action(action.kind, action.microbatch_index)
+            with record_function(str(action)), timed:
                 if action.kind is ActionKind.FORWARD:
                     self._forward(step, action.microbatch_index)
                 else:
