@@ -40,7 +40,7 @@ _FLASH_MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceMask:
-    """Which tokens see each other: those of one sequence, only earlier ones if causal."""
+    """Which tokens see each other: those of one sequence, as far as `causal` and `window` say."""
 
     cu_seqlens: Tensor
     """Where sequences start and the last one ends, int32, (sequences + 1,)."""
@@ -48,6 +48,14 @@ class SequenceMask:
     """Tokens of the longest sequence."""
     causal: bool = True
     """Whether a token sees only itself and earlier tokens."""
+    window: int | None = None
+    """A token sees only those less than so many places away; None: all."""
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Tokens seen before and behind a token, -1 for all, as the kernels want them."""
+        reach = -1 if self.window is None else self.window - 1
+        return reach, 0 if self.causal else reach
 
 
 class AttentionFunction(Protocol):
@@ -73,6 +81,7 @@ def varlen_attention(  # noqa: PLR0913 - the kernels' own arguments, and which o
     *,
     max_seqlen: int,
     causal: bool = True,
+    window: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -85,6 +94,7 @@ def varlen_attention(  # noqa: PLR0913 - the kernels' own arguments, and which o
         cu_seqlens: Where sequences start and the last one ends, int32, (sequences + 1,).
         max_seqlen: Tokens of the longest sequence.
         causal: Whether a token sees only itself and earlier tokens of its sequence.
+        window: A token sees only those less than so many places away; None for all.
         scale: Factor on the scores; None for 1 / sqrt(D).
         backend: A name from `attention_backends`, or "auto" for `choose_attention`.
 
@@ -104,7 +114,7 @@ def varlen_attention(  # noqa: PLR0913 - the kernels' own arguments, and which o
             f"No attention backend is called {name!r}; known: {', '.join(attention_backends())}, "
             "auto. Use one of these or add yours with register_attention."
         )
-    mask = SequenceMask(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, causal=causal)
+    mask = SequenceMask(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, causal=causal, window=window)
     return _BACKENDS[name](query_THD, key_THD, value_THD, mask, scale=scale)
 
 
@@ -160,6 +170,7 @@ def _flash_attention(
         mask.max_seqlen,
         softmax_scale=scale,
         causal=mask.causal,
+        window_size=mask.window_size,
     )
     return output
 
@@ -187,7 +198,7 @@ def _torch_varlen_attention(
         mask.max_seqlen,
         mask.max_seqlen,
         scale=scale,
-        window_size=(-1, 0) if mask.causal else (-1, -1),
+        window_size=mask.window_size,
         **grouping,
     )
     assert isinstance(output, Tensor)
@@ -224,16 +235,32 @@ def _sdpa_attention(
     if len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0], num_heads, head_dim)
         query, key, value = (tensor.reshape(shape).transpose(1, 2) for tensor in packed)
-        output_BHLD = F.scaled_dot_product_attention(
-            query, key, value, is_causal=mask.causal, scale=scale
-        )
+        output_BHLD = _sdpa(query, key, value, mask, scale=scale)
         return output_BHLD.transpose(1, 2).reshape(num_tokens, num_heads, head_dim)
     pieces = (torch.split(tensor.transpose(0, 1)[None], lengths, dim=2) for tensor in packed)
     outputs_BHLD = [
-        F.scaled_dot_product_attention(query, key, value, is_causal=mask.causal, scale=scale)
+        _sdpa(query, key, value, mask, scale=scale)
         for query, key, value in zip(*pieces, strict=True)
     ]
     return torch.cat(outputs_BHLD, dim=2)[0].transpose(0, 1)
+
+
+def _sdpa(
+    query_BHLD: Tensor,
+    key_BHLD: Tensor,
+    value_BHLD: Tensor,
+    mask: SequenceMask,
+    *,
+    scale: float | None,
+) -> Tensor:
+    visible_LL, causal, length = None, mask.causal, query_BHLD.shape[2]
+    if mask.window is not None and length > mask.window:
+        ones_LL = torch.ones(length, length, dtype=torch.bool, device=query_BHLD.device)
+        visible_LL = ones_LL.triu(1 - mask.window).tril(0 if causal else mask.window - 1)
+        causal = False
+    return F.scaled_dot_product_attention(
+        query_BHLD, key_BHLD, value_BHLD, attn_mask=visible_LL, is_causal=causal, scale=scale
+    )
 
 
 def _repeat_heads(tensor_THD: Tensor, num_heads: int) -> Tensor:

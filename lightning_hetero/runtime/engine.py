@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import PlanError
@@ -35,6 +34,7 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.runtime.materialize import materialize
 from lightning_hetero.runtime.microbatches import count_samples, cut_batch
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.propagation import IterationKey, Propagation, StepContext
@@ -60,7 +60,7 @@ class EngineConfig:
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""
     seed: int = 0
-    """Base of the micro-batches' random seeds; the same on all ranks."""
+    """Base of the random seeds of micro-batches and of drawn weights; the same on all ranks."""
     layer_options: LayerOptions = field(default_factory=LayerOptions)
     """Activation checkpointing and compilation of the layers."""
 
@@ -69,7 +69,7 @@ class Engine:
     """One module's slices and the plan that runs it, on one rank.
 
     Args:
-        module: The user's LightningModule, whole and with the same weights on every rank.
+        module: The user's LightningModule, whole or on the meta device.
         layout: Its layers and parameters.
         plan: The plan to run.
         communicators: The process groups.
@@ -152,13 +152,7 @@ class Engine:
             device=self.device,
             dtype=self.config.master_dtype,
         )
-        for name in store.specs:
-            # What the ranks' modules were initialised to may differ: rank 0's is what counts.
-            whole = self.layout.slots[name][0].current.detach()
-            if self.comms.world_size > 1:
-                whole = whole.contiguous()
-                dist.broadcast(whole, 0, group=self.comms.control)
-            store.adopt(name, whole)
+        materialize(self.module, store, self.comms, seed=self.config.seed)
         return store
 
     def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:

@@ -4,7 +4,8 @@ A micro-batch with n target tokens counts n times as much as one with a single t
 a plan give the gradient that one big device would. The number is taken, in this order, from
 
 1. the module's own `num_target_tokens(batch)`, if it has that method,
-2. the batch's `num_target_tokens`, as `PackedBatch` has it,
+2. the batch's `num_target_tokens`, as `PackedBatch` has it, unless 3 has seen a loss over all its
+   `num_tokens`: the step may have chosen other targets, as masked language models do,
 3. the mean-reduced loss functions of torch that the step calls behind the model (cross entropy
    counts the targets that aren't ignored, others the elements averaged),
 4. the number of samples in the batch.
@@ -37,7 +38,8 @@ class LossWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_targets: Tensor | int | None = None
-        self._size = 0
+        self.size = 0
+        """Targets of that loss, whether they counted or not."""
 
     def __torch_function__(
         self,
@@ -74,22 +76,24 @@ class LossWatch(TorchFunctionMode):
             self._keep((weights * counted).sum(), target.numel())
 
     def _keep(self, num_targets: Tensor | int, size: int) -> None:
-        if self.num_targets is None or size > self._size:
-            self.num_targets, self._size = num_targets, size
+        if self.num_targets is None or size > self.size:
+            self.num_targets, self.size = num_targets, size
 
 
 def count_targets(
     module: object, microbatch: object, watch: LossWatch, num_samples: int
 ) -> Tensor | int:
     """Return the number of target tokens of a micro-batch, as the module's docstring says."""
-    for source, arguments in ((module, (microbatch,)), (microbatch, ())):
-        own = getattr(source, "num_target_tokens", None)
-        if own is not None:
-            count: Tensor | int = own(*arguments) if callable(own) else own
-            return count
-    if watch.num_targets is not None:
-        return watch.num_targets
-    return num_samples
+    seen, num_tokens = watch.num_targets, getattr(microbatch, "num_tokens", None)
+    by_module = getattr(module, "num_target_tokens", None)
+    by_batch = getattr(microbatch, "num_target_tokens", None)
+    if by_module is not None:
+        count: Tensor | int = by_module(microbatch)
+        return count
+    if by_batch is not None and (seen is None or watch.size != num_tokens):
+        known: Tensor | int = by_batch() if callable(by_batch) else by_batch
+        return known
+    return num_samples if seen is None else seen
 
 
 def as_weight(num_targets: Tensor | int, device: torch.device) -> Tensor:

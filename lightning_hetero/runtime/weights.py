@@ -83,12 +83,21 @@ class SliceStore:
             # In place: the slice may be a view of the compute weights.
             master = self.masters[name]
             master.data.copy_(rows.reshape(master.shape))
-            return
-        dtype = self.dtype if self.dtype and whole.is_floating_point() else whole.dtype
+        else:
+            self.adopt_rows(name, rows)
+
+    def adopt_rows(self, name: str, rows: Tensor) -> None:
+        """Keep a copy of this rank's slice of a parameter and register it in the module."""
+        dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
         own = torch.empty(self.shape_of(name), dtype=dtype, device=self.device)
         own.copy_(rows.reshape(own.shape))
-        self.masters[name] = nn.Parameter(own, requires_grad=spec.requires_grad)
+        self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
         self.register(name)
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank has any rows of a parameter."""
+        start, stop = self.intervals[name]
+        return stop > start
 
     def register(self, name: str) -> None:
         """Put this rank's slice into the parameter's slots."""

@@ -31,13 +31,16 @@ def random_packed(lengths, *, heads=4, kv_heads=2, head_dim=8, dtype=torch.float
     ]
 
 
-def dense_reference(query, key, value, lengths, *, causal, scale=None):
+def dense_reference(query, key, value, lengths, *, causal, window=None, scale=None):
     """One (T, T) score matrix per head in float64, masked to blocks."""
     heads = query.shape[1]
     sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     visible = sample[:, None] == sample[None, :]
     if causal:
         visible &= torch.ones_like(visible).tril()
+    if window is not None:
+        place = torch.arange(len(sample))
+        visible &= (place[:, None] - place[None, :]).abs() < window
     outputs = []
     for head in range(heads):
         shared = head // (heads // key.shape[1])
@@ -62,6 +65,28 @@ def test_output_and_gradients_equal_the_dense_masked_reference(lengths, kv_heads
     reference_grads = torch.autograd.grad((reference * weights).sum(), packed)
     for ours_grad, reference_grad in zip(ours_grads, reference_grads, strict=True):
         torch.testing.assert_close(ours_grad, reference_grad, rtol=1e-5, atol=3e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths=lengths_lists, window=st.integers(1, 9), causal=st.booleans())
+def test_a_window_hides_what_is_farther_away(lengths, window, causal):
+    packed = random_packed(lengths)
+    ours = varlen_attention(
+        *packed, offsets(lengths), max_seqlen=max(lengths), causal=causal, window=window
+    )
+    reference = dense_reference(*packed, lengths, causal=causal, window=window)
+    torch.testing.assert_close(ours.double(), reference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "expected"),
+    [(True, None, (-1, 0)), (False, None, (-1, -1)), (True, 4, (3, 0)), (False, 4, (3, 3))],
+)
+def test_kernels_are_told_how_far_a_token_sees(causal, window, expected):
+    mask = attention.SequenceMask(
+        cu_seqlens=offsets([3]), max_seqlen=3, causal=causal, window=window
+    )
+    assert mask.window_size == expected
 
 
 def test_default_scale_is_one_over_the_root_of_the_head_dim():
@@ -149,8 +174,9 @@ def test_torch_varlen_passes_lengths_heads_and_causality_to_the_kernel(monkeypat
 
 
 def test_flash_attn_gets_lengths_scale_and_causality(monkeypatch):
-    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal):
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size):
         assert (max_q, max_k) == (5, 5)
+        assert window_size == (-1, -1)
         mask = attention.SequenceMask(cu_seqlens=cu_k, max_seqlen=max_k, causal=causal)
         return attention._sdpa_attention(query, key, value, mask, scale=softmax_scale)
 

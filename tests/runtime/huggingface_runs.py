@@ -66,11 +66,13 @@ def make_config(name: str, **changes: Any) -> Any:
     return transformers.AutoConfig.for_model(name, **{**CONFIGS[name], **changes})
 
 
+def auto_class(name: str) -> Any:
+    masked = name == "bert"
+    return transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+
+
 def make_model(name: str, **changes: Any) -> Any:
-    kind = (
-        transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
-    )
-    return kind.from_config(make_config(name, **changes))
+    return auto_class(name).from_config(make_config(name, **changes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,17 @@ def test_the_module_knows_better_than_the_batch_and_the_batch_than_the_loss() ->
     assert count_targets(object(), object(), LossWatch(), 3) == 3
 
 
+def test_a_loss_over_all_tokens_knows_better_than_the_batch_whose_labels_a_step_replaced() -> None:
+    labels = labels_of(1, -100, 2, -100, -100, 0)
+    batch = SimpleNamespace(num_target_tokens=5, num_tokens=6)
+    with LossWatch() as watch:
+        F.cross_entropy(torch.randn(6, 4), labels)
+    assert count_targets(object(), batch, watch, 2) == 3
+    with LossWatch() as watch:
+        F.cross_entropy(torch.randn(4, 4), labels[:4])
+    assert count_targets(object(), batch, watch, 2) == 5
+
+
 def test_a_batch_may_count_by_a_method() -> None:
     batch = SimpleNamespace(num_target_tokens=lambda: torch.tensor(9))
     count = count_targets(object(), batch, LossWatch(), 3)

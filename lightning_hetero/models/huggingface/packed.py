@@ -1,0 +1,200 @@
+"""Let packed batches of a Hugging Face model reach the varlen attention, past every mask.
+
+Transformers looks attention and masks up by name in two registries. What is registered here hands
+the sequences of a packed batch to `models.attention`, so a micro-batch costs the sum of its squared
+lengths (Hydraulis §6), and no mask over all its tokens is ever made. Batches that aren't packed
+(rows with padding, decoding with a cache) get transformers' own masks and SDPA.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.models.attention import attention_backends, varlen_attention
+from lightning_hetero.models.packing import PackedBatch
+
+__all__ = ["packed_inputs", "use_packed_attention"]
+
+_ADDED_TO_SCORES = ("softcap", "s_aux", "position_bias")
+"""What some families do to the scores and no varlen backend does."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
+    """Let the Hugging Face models inside a module attend through the varlen backends.
+
+    Args:
+        module: The model, or what holds one; it may be on the meta device.
+        backend: A name from `attention_backends`, or "auto".
+
+    Raises:
+        ModelError: There is no such model, or its layers do more than attend to whole sequences or
+            to a sliding window of them: samples packed together would see each other.
+        ConfigurationError: No backend has that name.
+    """
+    if backend not in (*attention_backends(), "auto"):
+        raise ConfigurationError(
+            f"No attention backend is called {backend!r}; known: "
+            f"{', '.join(attention_backends())}, auto."
+        )
+    models = [item for item in module.modules() if isinstance(item, PreTrainedModel)]
+    if not models:
+        raise ModelError(
+            f"{type(module).__name__} holds no Hugging Face model. Call use_packed_attention with "
+            "one, or with a module that has built one."
+        )
+    attention = _PackedAttention(backend)
+    attention.register()
+    for model in models:
+        _check_layers(model)
+        model.set_attn_implementation(attention.name)
+        model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
+
+
+def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]:
+    """Return the arguments with which a Hugging Face model takes a packed batch as one row.
+
+    `model(**packed_inputs(batch)).logits` has shape (1, T, vocabulary).
+
+    Args:
+        batch: Its labels lie where their logits do: the next token for a causal model, the masked
+            token itself for a masked one.
+        labels: Whether the model shall make the loss.
+    """
+    inputs: dict[str, Any] = {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "use_cache": False,
+    }
+    if labels:
+        # Causal models shift `labels` but not `shift_labels`; masked ones know the first alone.
+        inputs["labels"] = inputs["shift_labels"] = batch.labels[None]
+    return inputs
+
+
+class _PackedAttention:
+    """What the registries hold under one name.
+
+    It enters itself before every forward, so that copies of a model, also in processes that
+    unpickled it, find it there.
+    """
+
+    def __init__(self, backend: str) -> None:
+        # Transformers reads a meaning into names with "flash" or "sdpa" in them.
+        self.name = f"lightning_hetero_{backend.encode().hex()}"
+        self._backend = backend
+        self._is_packed = False
+
+    def register(self) -> None:
+        AttentionInterface.register(self.name, self.attend)
+        AttentionMaskInterface.register(self.name, self.make_mask)
+
+    def before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.register()
+        self._is_packed = kwargs.get("cu_seq_lens_q") is not None
+        if self._is_packed and kwargs.get("attention_mask") is not None:
+            raise BatchError(
+                f"{type(model).__name__} got a packed batch and an attention_mask. A packed batch "
+                "has no padding: leave the mask out."
+            )
+
+    def make_mask(self, *, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
+        if not self._is_packed:
+            mask: Tensor | None = sdpa_mask(use_vmap=use_vmap, **kwargs)
+            return mask
+        if use_vmap:
+            raise ModelError(
+                "The model masks attention by a function of its own, which the varlen backends "
+                "don't know. Don't pack its batches, or don't call use_packed_attention."
+            )
+        return None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query_BHLD: Tensor,
+        key_BHLD: Tensor,
+        value_BHLD: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Return (B, L, H, D) and no scores, as transformers asks of every implementation."""
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None:
+            output: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query_BHLD, key_BHLD, value_BHLD, attention_mask, **kwargs
+            )
+            return output
+        _check_packed(query_BHLD, key_BHLD, value_BHLD, kwargs)
+        causal = kwargs.get("is_causal")
+        output_THD = varlen_attention(
+            query_BHLD[0].transpose(0, 1),
+            key_BHLD[0].transpose(0, 1),
+            value_BHLD[0].transpose(0, 1),
+            cu_seqlens,
+            max_seqlen=kwargs["max_length_q"],
+            causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+            window=kwargs.get("sliding_window"),
+            scale=kwargs.get("scaling"),
+            backend=self._backend,
+        )
+        return output_THD[None], None
+
+
+def _check_packed(
+    query_BHLD: Tensor, key_BHLD: Tensor, value_BHLD: Tensor, kwargs: dict[str, Any]
+) -> None:
+    if len(query_BHLD) != 1 or query_BHLD.shape[2] != key_BHLD.shape[2]:
+        raise BatchError(
+            f"A packed batch is one row without a cache, but queries have shape "
+            f"{tuple(query_BHLD.shape)} and keys {tuple(key_BHLD.shape)}. Call the model with "
+            "packed_inputs(batch)."
+        )
+    if kwargs.get("dropout"):
+        raise ModelError(
+            f"The model drops {kwargs['dropout']:.0%} of the attention, which varlen kernels don't "
+            "do. Set the attention dropout of its config to 0."
+        )
+    added = [name for name in _ADDED_TO_SCORES if kwargs.get(name) is not None]
+    if added or value_BHLD.shape[-1] != query_BHLD.shape[-1]:
+        what = f"uses {', '.join(added)}" if added else "has values of another size than queries"
+        raise ModelError(
+            f"The model's attention {what}, which the varlen backends don't support. Train it on "
+            "padded batches, without use_packed_attention."
+        )
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Refuse a model in which samples packed together would see each other."""
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    window = "sliding_attention" in layer_types
+    if not layer_types:
+        window = getattr(config, "sliding_window", None) is not None
+    why = None
+    if not model._can_set_attn_implementation():
+        why = "doesn't look its attention up in transformers' registry"
+    elif config.is_encoder_decoder:
+        why = "attends from one sequence to another"
+    elif model._is_stateful or layer_types - _LAYER_TYPES:
+        kinds = sorted(layer_types - _LAYER_TYPES) or ["state of their own"]
+        why = f"has layers with {', '.join(kinds)}"
+    elif window and "sliding_window=" not in inspect.getsource(sys.modules[type(model).__module__]):
+        why = "has sliding windows only in its masks"
+    if why is not None:
+        raise ModelError(
+            f"{type(model).__name__} {why}, so packed samples could see each other. Train it on "
+            "padded batches, without use_packed_attention."
+        )

@@ -1,0 +1,191 @@
+"""Packed samples reach the varlen attention, and none sees another."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.models import pack_samples, register_attention
+from lightning_hetero.models.attention import attention_backends
+from lightning_hetero.models.huggingface import packed_inputs, use_packed_attention
+from tests.runtime.huggingface_runs import CONFIGS, VOCABULARY, auto_class, make_model
+
+LENGTHS = [7, 1, 10, 3]
+NUM_LAYERS = 4
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    torch.manual_seed(0)
+    return make_model(request.param)
+
+
+@pytest.fixture
+def llama():
+    torch.manual_seed(0)
+    return make_model("llama")
+
+
+def samples(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def gradients(model, loss):
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+class AttentionWork(TorchFunctionMode):
+    """Counts the pairs of tokens that SDPA multiplies, and its calls with a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = self.masks = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            query, key, _ = args
+            self.pairs += query.shape[0] * query.shape[-2] * key.shape[-2]
+            self.masks += kwargs.get("attn_mask") is not None
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_packed_batch_gives_the_logits_and_gradients_of_each_sample_alone(model):
+    rows = samples()
+    weights = torch.randn(sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([model(input_ids=row[None]).logits[0] for row in rows])
+    expected = gradients(model, (alone * weights).sum())
+    use_packed_attention(model)
+    packed = model(**packed_inputs(pack_samples(rows))).logits[0]
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    found = gradients(model, (packed * weights).sum())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = max(float(value.abs().max()), 1.0)
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * scale, msg=name)
+
+
+def test_attention_costs_the_sum_of_squares_and_no_mask_is_made(model):
+    use_packed_attention(model)
+    # Shorter than the windows of gemma3, which alone need masks on CPU.
+    lengths = [4, 1, 3, 2, 4]
+    with AttentionWork() as work:
+        model(**packed_inputs(pack_samples(samples(lengths))))
+    assert work.pairs == NUM_LAYERS * sum(length**2 for length in lengths)
+    assert work.masks == 0
+
+
+def test_rows_with_padding_run_as_without_packing(model):
+    rows = samples()
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=2)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    plain = model(input_ids=ids, attention_mask=mask).logits
+    use_packed_attention(model)
+    model(**packed_inputs(pack_samples(rows)))
+    again = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(again[mask.bool()], plain[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+def test_the_models_own_loss_is_the_mean_over_the_batchs_targets(model):
+    batch = pack_samples(samples())
+    if isinstance(model, transformers.BertForMaskedLM):
+        batch = replace(batch, labels=batch.input_ids.masked_fill(batch.input_ids % 3 > 0, -100))
+    use_packed_attention(model)
+    output = model(**packed_inputs(batch, labels=True))
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[0], batch.labels))
+
+
+def test_generation_goes_on_with_a_cache(llama):
+    ids = samples([5])[0][None]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    plain = llama.generate(ids, **options)
+    use_packed_attention(llama)
+    assert torch.equal(llama.generate(ids, **options), plain)
+
+
+def test_a_copy_and_a_pickled_model_stay_packed(llama):
+    inputs = packed_inputs(pack_samples(samples()))
+    use_packed_attention(llama)
+    expected = llama(**inputs).logits
+    for copied in (copy.deepcopy(llama), pickle.loads(pickle.dumps(llama))):
+        with AttentionWork() as work:
+            assert torch.equal(copied(**inputs).logits, expected)
+        assert work.pairs == NUM_LAYERS * sum(length**2 for length in LENGTHS)
+
+
+def test_the_chosen_backend_runs_with_every_layers_window(monkeypatch):
+    monkeypatch.setattr("lightning_hetero.models.attention._BACKENDS", {})
+    windows = []
+
+    def record(query, key, value, mask, *, scale):
+        windows.append(mask.window)
+        return torch.zeros_like(query)
+
+    register_attention("record", record)
+    model = make_model("gemma3_text")
+    use_packed_attention(model, backend="record")
+    model(**packed_inputs(pack_samples(samples())))
+    assert windows == [4, None, 4, None]
+    with pytest.raises(ConfigurationError, match=f"'flush'; known: {attention_backends()[0]}"):
+        use_packed_attention(model, backend="flush")
+
+
+def tiny(name, **config):
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(name, **config)
+        if name == "t5":
+            return transformers.T5ForConditionalGeneration(config)
+        return auto_class(name).from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "why"),
+    [
+        ("mamba", {"num_hidden_layers": 2}, "state|layers"),
+        ("qwen3_next", {"num_hidden_layers": 4, "num_experts": 4}, "linear_attention"),
+        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention"),
+        ("t5", {"num_layers": 2}, "one sequence to another"),
+        ("phimoe", {"num_hidden_layers": 2, "sliding_window": 8}, "windows only in its masks"),
+    ],
+)
+def test_models_whose_packed_samples_would_see_each_other_are_refused(name, config, why):
+    with pytest.raises(ModelError, match=f"{why}.* padded batches"):
+        use_packed_attention(tiny(name, **config))
+
+
+def test_a_module_without_a_hugging_face_model_is_refused():
+    with pytest.raises(ModelError, match="Linear holds no Hugging Face model"):
+        use_packed_attention(torch.nn.Linear(2, 2))
+
+
+def test_what_the_kernels_cannot_do_is_refused_when_it_is_asked_for():
+    config = {"num_hidden_layers": 1, "vocab_size": VOCABULARY, "hidden_size": 16, "head_dim": 8}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    inputs = packed_inputs(pack_samples(samples()))
+    for name, more, why in (
+        ("llama", {"attention_dropout": 0.25}, "drops 25% of the attention"),
+        ("gemma2", {}, "uses softcap"),
+    ):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(name, **config, **more, pad_token_id=0)
+        )
+        use_packed_attention(model)
+        with pytest.raises(ModelError, match=why):
+            model.train()(**inputs)
+
+
+def test_a_packed_batch_with_a_mask_or_several_rows_is_refused(llama):
+    use_packed_attention(llama)
+    inputs = packed_inputs(pack_samples(samples()))
+    with pytest.raises(BatchError, match="has no padding: leave the mask out"):
+        llama(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
+    with pytest.raises(BatchError, match="is one row"):
+        llama(**inputs | {"input_ids": inputs["input_ids"].repeat(2, 1)})
