@@ -1,6 +1,7 @@
-"""Callbacks for Lightning's Trainer: checkpoints in slices, and restarts on other machines."""
+"""Callbacks for Lightning's Trainer: slices in checkpoints, restarts elsewhere, stragglers."""
 
 from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
 
-__all__ = ["ElasticRestart", "LayerwiseCheckpoint"]
+__all__ = ["ElasticRestart", "LayerwiseCheckpoint", "StragglerMonitor"]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.slices import OuterRole, Ownership, assign_owners
+from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.agreement import (
     Agreed,
     Agreement,
@@ -182,6 +183,10 @@ class Engine:
     def place(self) -> RankPlace | None:
         """This rank's place in the plan, None if it is idle."""
         return self._run.place
+
+    def transfer_table(self, plan: ParallelPlan) -> TransferTable:
+        """Return what a plan would move between which ranks; communicates nothing."""
+        return TransferTable(self._specs, self.store.slices, plan)
 
     @property
     def weights(self) -> ComputeWeights:

@@ -13,6 +13,7 @@ from lightning_hetero.straggler.events import (
     format_message,
     read_events,
 )
+from lightning_hetero.straggler.history import Observation, RankHistory, RankReport
 from lightning_hetero.straggler.locate import (
     Finding,
     FindingKind,
@@ -24,6 +25,8 @@ from lightning_hetero.straggler.locate import (
     suspect_ranks,
     tree_rounds,
 )
+from lightning_hetero.straggler.look import Probes, Suspicion, conclude, probe_rounds, suspect
+from lightning_hetero.straggler.measures import Act, Measure, find_measures, restart_measure
 from lightning_hetero.straggler.mitigation import (
     Decision,
     DecisionKind,
@@ -34,6 +37,7 @@ from lightning_hetero.straggler.mitigation import (
     PolicyState,
 )
 from lightning_hetero.straggler.period import CommunicationOp, Period, infer_period
+from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
 from lightning_hetero.straggler.swap import (
     SwapConfig,
     SwapProposal,
@@ -42,8 +46,10 @@ from lightning_hetero.straggler.swap import (
     swap_ranks,
 )
 from lightning_hetero.straggler.traces import read_flight_recorder, read_profiler_trace
+from lightning_hetero.straggler.watch import Order, RankNote, RunWatch, WatchConfig
 
 __all__ = [
+    "Act",
     "ActionEvent",
     "BocdConfig",
     "BocdDetector",
@@ -59,27 +65,46 @@ __all__ = [
     "FindingEvent",
     "FindingKind",
     "IterationEvent",
+    "Measure",
+    "MeasuredRun",
     "Mitigation",
     "MitigationPolicy",
+    "Observation",
     "Option",
+    "Order",
     "Period",
+    "PlaceTimes",
     "PolicyConfig",
     "PolicyState",
+    "Probes",
+    "RankHistory",
+    "RankNote",
+    "RankReport",
     "RankTimes",
+    "RunModel",
+    "RunWatch",
+    "Slowness",
     "Suspect",
+    "Suspicion",
     "SwapConfig",
     "SwapProposal",
+    "WatchConfig",
     "balance_microbatches",
+    "conclude",
     "diagnose",
+    "find_measures",
     "find_suspects",
     "format_message",
     "gradient_links",
     "infer_period",
+    "probe_rounds",
     "propose_swap",
     "read_events",
     "read_flight_recorder",
     "read_profiler_trace",
+    "restart_measure",
     "ring_rounds",
+    "suspect",
     "suspect_ranks",
     "swap_ranks",
     "tree_rounds",

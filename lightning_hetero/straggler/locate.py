@@ -138,6 +138,8 @@ class FindingKind(StrEnum):
 
     DEVICE = "device"
     """A rank's device: its matmul probe is slow."""
+    HOST = "host"
+    """A rank whose device is as fast as ever: something else keeps it from computing."""
     LINK = "link"
     """The link between two ranks."""
     PORT = "port"
@@ -157,6 +159,11 @@ class Finding:
     def __str__(self) -> str:
         if self.kind is FindingKind.DEVICE:
             return f"rank {self.ranks[0]} computes {self.ratio:.1f}× slower than its peers"
+        if self.kind is FindingKind.HOST:
+            return (
+                f"rank {self.ranks[0]} takes {self.ratio:.1f}× longer than its peers, although its "
+                "device is as fast as ever"
+            )
         if self.kind is FindingKind.PORT:
             return f"every link of rank {self.ranks[0]} is {self.ratio:.1f}× slower than its peers"
         ends = " and ".join(str(rank) for rank in self.ranks)

@@ -5,10 +5,14 @@ neighbouring stages of one pipeline rather than two holders of the same layers. 
 share as few stages as possible, ⌈slow devices / ranks per stage⌉, interior ones first, because the
 first and last stages also hold embedding and head. These two rules order the candidates; what is
 chosen is what `predict_s` (the simulator) finds fastest, so a rule that doesn't hold does no harm.
+
+Slices keep their owners when ranks swap places, so a link is relieved for good only when both its
+ends leave the layers that they own: hence moves of both ends at once.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
@@ -82,21 +86,24 @@ def propose_swap(
     settings = config or SwapConfig()
     suspects = sorted({*slow_ranks, *(rank for pair in slow_links for rank in pair)})
     before_s = best_s = predict_s(plan)
-    best, swaps = plan, []
+    best = plan
+    swaps: list[Swap] = []
     for _ in range(settings.max_swaps):
-        candidates = [(swap_ranks(best, *swap), swap) for swap in _moves(best, suspects, spares)]
+        moves: list[tuple[Swap, ...]] = [(swap,) for swap in _moves(best, suspects, spares)]
+        moves += [move for pair in slow_links for move in _moves_of_both_ends(best, pair)]
+        candidates = [(_swap_all(best, move), move) for move in moves]
         candidates.sort(key=lambda candidate: _penalty(candidate[0], slow_ranks, slow_links))
         tried = [
-            (predict_s(candidate), index, candidate, swap)
-            for index, (candidate, swap) in enumerate(candidates[: settings.predictions_per_swap])
+            (predict_s(candidate), index, candidate, move)
+            for index, (candidate, move) in enumerate(candidates[: settings.predictions_per_swap])
         ]
         if not tried:
             break
-        found_s, _, candidate, swap = min(tried, key=lambda entry: entry[:2])
+        found_s, _, candidate, move = min(tried, key=lambda entry: entry[:2])
         if found_s > best_s * (1.0 - settings.least_gain):
             break
         best, best_s = candidate, found_s
-        swaps.append(swap)
+        swaps += move
     if not swaps:
         return None
     return SwapProposal(plan=best, swaps=tuple(swaps), before_s=before_s, after_s=best_s)
@@ -156,6 +163,28 @@ def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -
             if frozenset(swap) not in seen:
                 seen.add(frozenset(swap))
                 yield swap
+
+
+def _moves_of_both_ends(plan: ParallelPlan, pair: Pair) -> Iterator[tuple[Swap, ...]]:
+    """Yield pairs of swaps that move both ends of a link, each inside its own pipeline."""
+    swaps: list[list[Swap]] = []
+    for rank in pair:
+        place = plan.place(rank)
+        if place is None:
+            return
+        stages = plan.pipelines[place.pipeline_index].stages
+        own = stages[place.stage_index].ranks
+        swaps.append([(own, stage.ranks) for stage in stages if stage.ranks != own])
+    for move in product(*swaps):
+        ranks = [rank for swap in move for group in swap for rank in group]
+        if len(set(ranks)) == len(ranks):
+            yield move
+
+
+def _swap_all(plan: ParallelPlan, move: Sequence[Swap]) -> ParallelPlan:
+    for swap in move:
+        plan = swap_ranks(plan, *swap)
+    return plan
 
 
 def _penalty(

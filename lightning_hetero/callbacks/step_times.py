@@ -1,0 +1,103 @@
+"""What one optimizer step takes on one rank, over all its batches: times, waits and work.
+
+A step is timed from the start to the end of its batches, so loading data, validation and
+checkpoints between batches don't count.
+"""
+
+import math
+import time
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lightning_hetero.core.actions import ActionKind
+from lightning_hetero.core.batches import EmptyBatch
+from lightning_hetero.runtime.clock import IterationTimes
+from lightning_hetero.straggler import Observation
+
+__all__ = ["StepTimes", "work_of"]
+
+_QUADRATIC_WEIGHT = 1 / 12_288
+"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
+
+
+class StepTimes:
+    """Times the batches of a step; `index` is the number of steps that have ended.
+
+    Args:
+        index: Steps before the first one timed.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._start_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._iteration_s = self._forward_s = self._backward_s = self._work = 0.0
+        self._num_microbatches = 0
+        self._hidden_bytes = 0
+        self._waits_s: dict[int, float] = defaultdict(float)
+        self._hook_forward_s = 0.0
+
+    def begin_batch(self, batch: Any) -> None:
+        """Note the start of a batch."""
+        self._work += work_of(batch)
+        self._start_s = time.perf_counter()
+
+    def end_forward(self) -> None:
+        """Note that the batch's backward begins, where one call computes the whole batch."""
+        self._hook_forward_s = time.perf_counter() - self._start_s
+
+    def end_batch(self, times: IterationTimes | None) -> None:
+        """Note the end of a batch.
+
+        Args:
+            times: What the engine's clock says of it; None where there is none.
+        """
+        self._iteration_s += time.perf_counter() - self._start_s
+        if times is None:
+            self._num_microbatches += 1
+            self._forward_s += self._hook_forward_s
+            return
+        self._num_microbatches += times.num_actions(ActionKind.FORWARD)
+        self._forward_s += times.compute_s(ActionKind.FORWARD)
+        self._backward_s += times.compute_s(ActionKind.BACKWARD)
+        for peer, seconds in times.wait_by_peer_s().items():
+            self._waits_s[peer] += seconds
+        hidden = (m.num_bytes for m in times.messages if not m.is_exchange)
+        self._hidden_bytes = max(self._hidden_bytes, *hidden, 0)
+
+    def finish(self, index: int) -> tuple[Observation, float]:
+        """Return what the rank saw of the step, and the step's seconds; begin the next one."""
+        self.index = index
+        count = self._num_microbatches
+        observation = Observation(
+            step=index,
+            forward_s=self._forward_s / count if count else math.nan,
+            backward_s=self._backward_s / count if count else 0.0,
+            work=self._work / count if count else 0.0,
+            waits_s=dict(self._waits_s),
+            hidden_bytes=self._hidden_bytes,
+        )
+        iteration_s = self._iteration_s
+        self._clear()
+        return observation, iteration_s
+
+
+def work_of(batch: Any) -> float:
+    """Return a batch's work in tokens, whatever it holds, without waiting for a device.
+
+    Packed samples count the square of their lengths, too; of other batches the largest tensor
+    counts, whose size is proportional to the tokens.
+    """
+    if isinstance(batch, EmptyBatch):
+        return 0.0
+    starts = getattr(batch, "cu_seqlens", None)
+    if isinstance(starts, Tensor) and starts.device.type == "cpu":
+        lengths = starts.diff().double()
+        return float((lengths + _QUADRATIC_WEIGHT * lengths.square()).sum())
+    leaves = tree_flatten(vars(batch) if hasattr(batch, "__dict__") else batch)[0]
+    return float(max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1))

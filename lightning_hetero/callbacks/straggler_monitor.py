@@ -1,0 +1,155 @@
+"""`StragglerMonitor`: watch a run for stragglers and work around them, from Lightning's hooks.
+
+A thin adapter; what is decided is decided in `lightning_hetero.straggler`. After every optimizer
+step
+
+1. each rank notes what the step took, and whether its own pace has changed (`RankHistory`),
+2. rank 0 gets all notes and gives an order (`RunWatch`): two small messages on CPU,
+3. if it says look, all ranks report and probe, and rank 0 draws its conclusions (`look`),
+4. if there is something to do, all ranks do it: another plan, or a restart.
+
+Any strategy can be watched: computing is told from waiting by `HeteroStrategy`'s clock, elsewhere
+the forward is timed, which waits for nobody under DDP. Only `HeteroStrategy` can run another plan.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_hetero.callbacks.step_times import StepTimes
+from lightning_hetero.callbacks.straggler_session import Ranks, StragglerSession
+from lightning_hetero.callbacks.watched_run import HeteroRun, PlainRun
+from lightning_hetero.straggler import (
+    BocdConfig,
+    Event,
+    EventLog,
+    Mitigation,
+    PolicyConfig,
+    WatchConfig,
+)
+from lightning_hetero.strategy import HeteroStrategy
+
+__all__ = ["StragglerMonitor"]
+
+
+class StragglerMonitor(Callback):
+    """Find stragglers within a few steps and work around them without a restart.
+
+    ::
+
+        Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor()])
+
+    Args:
+        dry_run: Only report what would be done.
+        events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
+            a relative path lies in the Trainer's `default_root_dir`. None writes none.
+        policy: What mitigations cost until that is measured, and which are allowed; its `dry_run`
+            counts, too.
+        detector: When a level counts as changed.
+        recheck_share: Share of the time that probing a known slow link again may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        dry_run: bool = False,
+        events: str | Path | None = "stragglers.jsonl",
+        policy: PolicyConfig | None = None,
+        detector: BocdConfig | None = None,
+        recheck_share: float = 0.002,
+    ) -> None:
+        policy = policy or PolicyConfig()
+        self.config = WatchConfig(
+            detector=detector or BocdConfig(),
+            policy=replace(policy, dry_run=dry_run or policy.dry_run),
+            recheck_share=recheck_share,
+        )
+        self.events = events
+        self._session: StragglerSession | None = None
+        self._log: EventLog | None = None
+        self._step = StepTimes(0)
+        self._predicted_s: float | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        group: dist.ProcessGroup | None = None
+        if isinstance(strategy, HeteroStrategy):
+            run: PlainRun = HeteroRun(trainer, strategy)
+            group = strategy.engine.comms.control
+            planned = strategy.auto_planned
+            self._predicted_s = None if planned is None else planned.predicted_s
+        else:
+            run = PlainRun(trainer)
+            if trainer.world_size > 1:
+                made = dist.new_group(backend="gloo")
+                assert isinstance(made, dist.ProcessGroup)
+                group = made
+        if self.events is not None and trainer.is_global_zero:
+            self._log = EventLog(Path(trainer.default_root_dir) / self.events)
+        self._session = StragglerSession(
+            run, Ranks(group), self.config, report=self._report, say=rank_zero_info
+        )
+        self._step = StepTimes(trainer.global_step)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step.begin_batch(batch)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        self._step.end_forward()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        strategy = trainer.strategy
+        times = strategy.engine.clock.last if isinstance(strategy, HeteroStrategy) else None
+        self._step.end_batch(times)
+        # Batches that only accumulate gradients belong to the step that uses them.
+        if trainer.global_step == self._step.index or self._session is None:
+            return
+        observation, iteration_s = self._step.finish(trainer.global_step)
+        self._session.after_step(
+            observation,
+            iteration_s=iteration_s,
+            load=observation.work,
+            predicted_s=self._predicted_s,
+        )
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.global_step % every == 0:
+            scalars = {
+                "straggler/iteration_s": iteration_s,
+                "straggler/waiting_s": sum(observation.waits_s.values()),
+                "straggler/mitigation": float(list(Mitigation).index(self._session.mitigation)),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(scalars, step=trainer.global_step)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._session = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _report(self, event: Event) -> None:
+        if self._log is not None:
+            self._log.write(event)

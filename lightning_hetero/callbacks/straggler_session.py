@@ -1,0 +1,281 @@
+"""One rank's part in watching one fit: tell, hear, look and act together with the others.
+
+Methods that communicate are called by every rank at the same step. Rank 0 leads: it alone has a
+`RunWatch`, and the others do what it says.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.straggler import (
+    Act,
+    DecisionKind,
+    Event,
+    Finding,
+    Measure,
+    Mitigation,
+    Observation,
+    Order,
+    Probes,
+    RankHistory,
+    RankNote,
+    RankReport,
+    RunWatch,
+    Suspicion,
+    WatchConfig,
+    conclude,
+    probe_rounds,
+    suspect,
+)
+from lightning_hetero.straggler.locate import Pair
+from lightning_hetero.straggler.probe import probe_devices, probe_links
+
+__all__ = ["Ranks", "StragglerSession", "WatchedRun"]
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """The ranks of a run and their small messages, on CPU.
+
+    Args:
+        group: A gloo group of all ranks; None if there is only one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.global_rank = 0 if group is None else dist.get_rank(group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.global_rank == 0
+
+    def to_leader(self, row: Sequence[float]) -> list[list[float]]:
+        """Return every rank's row on the leader, nothing elsewhere."""
+        own = torch.tensor(row, dtype=torch.float64)
+        if self._group is None:
+            return [own.tolist()]
+        rows = list(own.new_empty(self.world_size, len(own)).unbind(0)) if self.leads else None
+        dist.gather(own, rows, dst=0, group=self._group)
+        return [] if rows is None else [item.tolist() for item in rows]
+
+    def from_leader(self, numbers: Sequence[int]) -> list[int]:
+        """Return the leader's numbers."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            dist.broadcast(values, 0, group=self._group)
+        found: list[int] = values.tolist()
+        return found
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return every rank's value."""
+        if self._group is None:
+            return [value]
+        values: list[_T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return [item for item in values if item is not None]
+
+    def share(self, value: _T) -> _T:
+        """Return the leader's value."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=self._group)
+        return values[0]
+
+
+class WatchedRun(Protocol):
+    """What a session asks of the run that it watches."""
+
+    device: torch.device
+
+    @property
+    def clock(self) -> ComputeClock | None:
+        """What times the rank, and slows its probes where devices are emulated."""
+
+    def where(self, findings: Sequence[Finding]) -> str:
+        """Return whose slowness it is: "pipeline 1"."""
+
+    def find_measures(
+        self,
+        reports: Sequence[RankReport],
+        findings: Sequence[Finding],
+        *,
+        healthy_s: float,
+        probes: Probes,
+    ) -> Sequence[Measure]:
+        """Return what could be done; called on the leader only."""
+
+    def act(self, act: Act) -> None:
+        """Do it; called by all ranks."""
+
+    def is_changing(self) -> bool:
+        """Return whether the last iteration still ran as before the last act."""
+
+
+class StragglerSession:
+    """Watches one fit on one rank; made by all ranks at once, which then probe.
+
+    Args:
+        run: The run.
+        ranks: Its ranks.
+        config: How eagerly to watch.
+        report: Takes events; called on rank 0.
+        say: Takes lines for people; called on rank 0.
+    """
+
+    def __init__(
+        self,
+        run: WatchedRun,
+        ranks: Ranks,
+        config: WatchConfig,
+        *,
+        report: Callable[[Event], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._run = run
+        self._ranks = ranks
+        self._history = RankHistory(ranks.global_rank, config.detector)
+        self._watch = RunWatch(config, report=report, say=say) if ranks.leads else None
+        self._is_known = False
+        self._factor = 1.0
+        self._recovers = False
+        is_cpu = run.device.type == "cpu"
+        self._matmul_size, self._link_bytes = (256, 2**20) if is_cpu else (2048, 2**24)
+        everyone = Suspicion(is_informed=False)
+        hosts = tuple(ranks.gather(socket.gethostname()))
+        self._healthy = self._probe(everyone, probe_rounds(everyone, ranks.world_size), hosts)
+
+    @property
+    def mitigation(self) -> Mitigation:
+        """The step in force; on rank 0."""
+        return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
+
+    def after_step(
+        self,
+        observation: Observation,
+        *,
+        iteration_s: float,
+        load: float,
+        predicted_s: float | None = None,
+    ) -> None:
+        """Tell what a step took, hear what to do, and do it; collective.
+
+        Args:
+            observation: What this rank saw.
+            iteration_s: What the step took here.
+            load: What it should take, in any unit that doesn't change.
+            predicted_s: What was predicted, for the record.
+        """
+        is_changing = self._run.is_changing()
+        if not is_changing:
+            self._arrive()
+        change = self._history.observe(observation)
+        onset_step = 0 if change is None else self._history.step_of(change.onset_step)
+        note = RankNote.of(iteration_s, load, change, onset_step)
+        rows = self._ranks.to_leader(note.to_row())
+        order, since_step = Order.GO_ON, 0
+        if self._watch is not None:
+            order = self._watch.see(
+                observation.step,
+                [RankNote.from_row(row) for row in rows],
+                predicted_s=predicted_s,
+                is_changing=is_changing,
+            )
+            since_step = self._watch.since_step
+        code, since_step = self._ranks.from_leader([order, since_step])
+        if code == Order.LOOK:
+            self._look(observation.step, since_step)
+        if code != Order.GO_ON:
+            self._obey()
+
+    def _look(self, step: int, since_step: int) -> None:
+        """Find out together what is slow, and tell the watch."""
+        start_s = time.perf_counter()
+        self._history.settle(since_step)
+        reports = self._ranks.gather(self._history.report(since_step))
+        plan: tuple[Suspicion, tuple[tuple[Pair, ...], ...]] = (Suspicion(), ())
+        watch = self._watch
+        if watch is not None:
+            suspicion = suspect(reports, iteration_s=watch.base_s(), known=watch.known)
+            rounds = probe_rounds(suspicion, self._ranks.world_size, watch.known)
+            plan = suspicion, rounds
+        suspicion, rounds = self._ranks.share(plan)
+        probes = self._probe(suspicion, rounds, self._healthy.hosts)
+        if watch is None:
+            return
+        findings = conclude(suspicion, probes, self._healthy)
+        watch.found(
+            step,
+            findings,
+            lambda: self._run.find_measures(
+                reports, findings, healthy_s=watch.base_s(), probes=self._healthy
+            ),
+            where=self._run.where(findings),
+            look_s=time.perf_counter() - start_s,
+        )
+
+    def _probe(
+        self,
+        suspicion: Suspicion,
+        rounds: Sequence[Sequence[Pair]],
+        hosts: tuple[str, ...],
+    ) -> Probes:
+        """Probe what is suspected; collective."""
+        if self._ranks.world_size == 1:
+            return Probes(hosts=hosts)
+        clock, device = self._run.clock, self._run.device
+        device_s: dict[int, float] = {}
+        if suspicion.ranks or not suspicion.is_informed:
+            within = None if clock is None else clock.stretching()
+            device_s = probe_devices(device, size=self._matmul_size, within=within)
+        link_s: dict[Pair, float] = {}
+        if rounds:
+            link_s = probe_links(
+                rounds, device, num_bytes=self._link_bytes, wait_for=_waiter(clock)
+            )
+        return Probes(device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=hosts)
+
+    def _obey(self) -> None:
+        """Hear from the leader whether a fault is known and what to do; do it."""
+        verdict: tuple[bool, Act | None] = (False, None)
+        if self._watch is not None:
+            verdict = bool(self._watch.known), self._watch.next_act()
+        was_known = self._is_known
+        self._is_known, act = self._ranks.share(verdict)
+        if act is not None:
+            start_s = time.perf_counter()
+            self._run.act(act)
+            self._factor = act.measure.factors.get(self._ranks.global_rank, 1.0)
+            self._recovers = act.kind is DecisionKind.UNDO and not self._is_known
+            if self._watch is not None:
+                self._watch.began(time.perf_counter() - start_s)
+        elif was_known and not self._is_known:
+            self._history.recover()
+        elif not self._is_known:
+            self._history.unsettle()
+
+    def _arrive(self) -> None:
+        """Compare this rank with what is usual in its new place from now on."""
+        self._history.move(self._factor)
+        if self._recovers:
+            self._recovers = False
+            self._history.recover()
+
+
+def _waiter(clock: ComputeClock | None) -> Callable[[dist.Work, int, int], None] | None:
+    if clock is None:
+        return None
+
+    def wait_for(work: dist.Work, peer: int, num_bytes: int) -> None:
+        clock.wait_for(work, peer=peer, num_bytes=num_bytes)
+
+    return wait_for

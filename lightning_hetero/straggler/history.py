@@ -1,0 +1,140 @@
+"""What a rank remembers of its own iterations, so that "slower" means slower than it was.
+
+A rank's *pace* is the seconds it computes, waits left out, for a unit of work: packed micro-batches
+differ in work, and devices in pace. Each rank watches its own pace with a detector of its own. What
+it was before a fault stays the baseline until the fault ends, also when the rank moves to another
+place in the plan: how the places differ it is then told.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lightning_hetero.straggler.bocd import BocdDetector
+from lightning_hetero.straggler.change import BocdConfig, ChangePoint
+
+__all__ = ["Observation", "RankHistory", "RankReport"]
+
+_KEPT = 128
+"""Iterations that are kept, and so the longest baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What one rank saw of one iteration."""
+
+    step: int
+    forward_s: float = math.nan
+    """Mean seconds of a micro-batch's forward without waits; NaN if the rank computed none."""
+    backward_s: float = 0.0
+    """The same of its backward; 0 where only forwards can be timed."""
+    work: float = 1.0
+    """Work of a micro-batch on average, in any unit that is the same in all iterations."""
+    waits_s: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of waiting for messages of each peer."""
+    hidden_bytes: int = 0
+    """Bytes of the largest hidden state received; 0 if none was."""
+
+    @property
+    def pace(self) -> float:
+        """Seconds a unit of work."""
+        return (self.forward_s + self.backward_s) / self.work if self.work > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank says when a cause is looked for."""
+
+    global_rank: int
+    slowness: float
+    """Its pace now over its pace before; NaN if it knows one of them not."""
+    pace: float
+    """Healthy seconds a unit of work in its first place; NaN if unknown."""
+    forward_share: float
+    """Share of forwards in it, 0 to 1."""
+    work: float
+    """Median work of a micro-batch."""
+    excess_wait_s: Mapping[int, float]
+    """By peer how many seconds longer than before an iteration waits for its messages."""
+    hidden_bytes: int
+    """Bytes of the largest hidden state received."""
+
+
+class RankHistory:
+    """One rank's memory; communicates with nobody."""
+
+    def __init__(self, global_rank: int, config: BocdConfig | None = None) -> None:
+        self._rank = global_rank
+        self._detector = BocdDetector(config)
+        self._first_step: int | None = None
+        self._kept: deque[tuple[Observation, float]] = deque(maxlen=_KEPT)
+        self._baseline: tuple[Observation, ...] = ()
+        self._factor = 1.0
+
+    def observe(self, observation: Observation) -> ChangePoint | None:
+        """Take in an iteration; return a change of this rank's pace that it completes, in steps."""
+        if self._first_step is None:
+            self._first_step = observation.step
+        pace = observation.pace * self._factor
+        self._kept.append((observation, pace))
+        return self._detector.update(pace)
+
+    def step_of(self, index: int) -> int:
+        """Return the step of the detector's value of an index."""
+        return (self._first_step or 0) + index
+
+    def settle(self, onset_step: int) -> None:
+        """Let what was before a step be the baseline, unless a fault's baseline stands already."""
+        if not self._baseline:
+            self._baseline = tuple(o for o, _ in self._kept if o.step < onset_step)
+
+    def move(self, factor: float) -> None:
+        """Note that the rank computes in another place from now on.
+
+        Args:
+            factor: Its healthy time in its first place over that in the new one.
+        """
+        self._factor = factor
+
+    def unsettle(self) -> None:
+        """Take the baseline back: there was no fault."""
+        self._baseline = ()
+
+    def recover(self) -> None:
+        """Forget what was seen during the fault, which has ended, and compare with nothing."""
+        self.unsettle()
+        self._kept.clear()
+
+    def report(self, since_step: int) -> RankReport:
+        """Compare the iterations since a step with the baseline."""
+        recent = [entry for entry in self._kept if entry[0].step >= since_step]
+        median = self._median
+        pace = median(self._baseline, lambda o: o.pace)
+        forward_s = median(self._baseline, lambda o: o.forward_s)
+        backward_s = median(self._baseline, lambda o: o.backward_s)
+        now = [value for _, value in recent if math.isfinite(value)]
+        peers = {peer for observation, _ in recent for peer in observation.waits_s}
+        return RankReport(
+            global_rank=self._rank,
+            slowness=statistics.median(now) / pace if now and pace > 0.0 else math.nan,
+            pace=pace,
+            forward_share=forward_s / (forward_s + backward_s) if pace > 0.0 else 1.0,
+            work=median(self._baseline, lambda o: o.work),
+            excess_wait_s={
+                peer: statistics.median(o.waits_s.get(peer, 0.0) for o, _ in recent)
+                - median(self._baseline, lambda o, peer=peer: o.waits_s.get(peer, 0.0), 0.0)  # type: ignore[misc]
+                for peer in sorted(peers)
+            },
+            hidden_bytes=max((o.hidden_bytes for o in self._baseline), default=0),
+        )
+
+    @staticmethod
+    def _median(
+        observations: tuple[Observation, ...],
+        value_of: Callable[[Observation], float],
+        default: float = math.nan,
+    ) -> float:
+        values = [value for o in observations if math.isfinite(value := value_of(o))]
+        return statistics.median(values) if values else default

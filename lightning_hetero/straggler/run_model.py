@@ -1,0 +1,231 @@
+"""Predict what a plan's iteration takes under a fault, from what this run itself has shown.
+
+Nothing needs to be known of model or devices: a place of the plan takes, on any rank, the time that
+was measured there while nothing was slow, times how much slower the rank's device is by its probe.
+Pipelines are timed by the simulator's own 1F1B; push and pull by the bytes of the runtime's own
+transfer tables, because slices keep their owners when ranks swap places. What is left of the
+measured iteration (optimizer, data, logging) is a constant.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.core.transfers import Message, TransferTable
+from lightning_hetero.simulator.propagate import PipelineTimes, propagate
+from lightning_hetero.straggler.balance import balance_microbatches
+from lightning_hetero.straggler.locate import Finding, FindingKind, Pair, normalise_pair
+
+__all__ = ["MeasuredRun", "PlaceTimes", "RunModel", "Slowness"]
+
+_FEW_RANKS = 32
+"""Up to so many ranks all messages are counted, above only those of ranks that a plan moves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowness:
+    """What is slow, and how many times."""
+
+    ranks: Mapping[int, float] = field(default_factory=dict)
+    links: Mapping[Pair, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding], world_size: int) -> "Slowness":
+        """Return what the findings say; a port is all links of its rank."""
+        ranks: dict[int, float] = {}
+        links: dict[Pair, float] = {}
+        for finding in findings:
+            if finding.kind is FindingKind.LINK:
+                links[normalise_pair(*finding.ranks)] = finding.ratio
+            elif finding.kind is FindingKind.PORT:
+                own = finding.ranks[0]
+                peers = [rank for rank in range(world_size) if rank != own]
+                links |= {normalise_pair(own, peer): finding.ratio for peer in peers}
+            else:
+                ranks[finding.ranks[0]] = finding.ratio
+        return cls(ranks=ranks, links=links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceTimes:
+    """What a micro-batch takes in one place of the plan, on the rank that stands there."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRun:
+    """What was measured of a run while nothing was slow."""
+
+    plan: ParallelPlan
+    """The plan that ran."""
+    counts: tuple[int, ...]
+    """Micro-batches of each pipeline."""
+    iteration_s: float
+    places: Mapping[int, PlaceTimes]
+    """By global rank; ranks that compute."""
+    probe_s: Mapping[int, float]
+    """Matmul probe of each rank's device; empty if all are taken to be equal."""
+    link_s_per_byte: float
+    """Seconds a byte takes over a link that isn't slow."""
+    hidden_bytes: int
+    """Bytes of a hidden state."""
+    value_bytes: int
+    """Bytes of one value of weights and gradients on their way."""
+    table_of: Callable[[ParallelPlan], TransferTable]
+    """What a plan would move between which ranks."""
+
+
+class RunModel:
+    """Judges plans that have the places of the plan that ran, with other ranks or counts in them.
+
+    Args:
+        facts: What was measured.
+        slowness: What is slow now.
+    """
+
+    def __init__(self, facts: MeasuredRun, slowness: Slowness) -> None:
+        self._facts = facts
+        self._slow = slowness
+        self._exchange_s: dict[tuple[ParallelPlan, bool], float] = {}
+        self._rest_s = facts.iteration_s - self._moving_s(facts.plan, healthy=True)
+
+    def iteration_s(self, plan: ParallelPlan) -> float:
+        """Return the seconds of an iteration of a plan."""
+        return self._rest_s + self._moving_s(plan, healthy=False)
+
+    def counts(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """Return the numbers of micro-batches of a plan's pipelines, measured where not named."""
+        return tuple(
+            measured if pipeline.num_microbatches is None else pipeline.num_microbatches
+            for measured, pipeline in zip(self._facts.counts, plan.pipelines, strict=True)
+        )
+
+    def with_counts(self, plan: ParallelPlan, counts: Sequence[int]) -> ParallelPlan:
+        """Return the plan with these numbers of micro-batches."""
+        pipelines = zip(plan.pipelines, counts, strict=True)
+        return ParallelPlan(pipelines=tuple(replace(p, num_microbatches=n) for p, n in pipelines))
+
+    def balanced(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return the plan with micro-batches moved away from slow pipelines: S2."""
+        times = [self._pipeline_times(index, plan, 1) for index in range(plan.num_pipelines)]
+        stages_s = [
+            [f[0] + b[0] for f, b in zip(t.forward_s, t.backward_s, strict=True)] for t in times
+        ]
+        links_s = [
+            [f[0] + b[0] for f, b in zip(t.forward_message_s, t.backward_message_s, strict=True)]
+            for t in times
+        ]
+        counts = balance_microbatches(
+            [
+                max(*stage_s, *link_s, 0.0)
+                for stage_s, link_s in zip(stages_s, links_s, strict=True)
+            ],
+            sum(self._facts.counts),
+            fixed_s=[
+                sum(stage_s) + sum(link_s) - max(*stage_s, *link_s, 0.0)
+                for stage_s, link_s in zip(stages_s, links_s, strict=True)
+            ],
+        )
+        return self.with_counts(plan, counts)
+
+    def places_s(self, plan: ParallelPlan, *, healthy: bool = True) -> dict[int, float]:
+        """Return for each rank that computes what a micro-batch takes it in its place."""
+        return {
+            rank: self._place(p, s, rank, healthy=healthy).total_s
+            for p, s, stage in plan.iter_stages()
+            for rank in stage.ranks
+        }
+
+    def _moving_s(self, plan: ParallelPlan, *, healthy: bool) -> float:
+        """Return the part of an iteration that depends on the plan."""
+        ends_s = [0.0]
+        for index, count in enumerate(self.counts(plan)):
+            if count:
+                times = self._pipeline_times(index, plan, count, healthy=healthy)
+                start_s = [0.0] * plan.pipelines[index].num_stages
+                ends_s.append(max(propagate(times, start_s).end_s))
+        return max(ends_s) + self._exchange(plan, healthy=healthy)
+
+    def _pipeline_times(
+        self, index: int, plan: ParallelPlan, num_microbatches: int, *, healthy: bool = False
+    ) -> PipelineTimes:
+        pipeline = plan.pipelines[index]
+        places = [
+            max(
+                (self._place(index, s, rank, healthy=healthy) for rank in stage.ranks),
+                key=lambda place: place.total_s,
+            )
+            for s, stage in enumerate(pipeline.stages)
+        ]
+        messages_s = [
+            self._facts.hidden_bytes * self._boundary_s_per_byte(pipeline, s, healthy=healthy)
+            for s in range(pipeline.num_stages - 1)
+        ]
+        return PipelineTimes(
+            forward_s=[[place.forward_s] * num_microbatches for place in places],
+            backward_s=[[place.backward_s] * num_microbatches for place in places],
+            forward_message_s=[[seconds] * num_microbatches for seconds in messages_s],
+            backward_message_s=[[seconds] * num_microbatches for seconds in messages_s],
+        )
+
+    def _place(self, pipeline: int, stage: int, rank: int, *, healthy: bool) -> PlaceTimes:
+        """Return what a micro-batch takes a rank in a place of the plan that ran."""
+        facts = self._facts
+        measured = facts.plan.pipelines[pipeline].stages[stage].ranks[0]
+        factor = 1.0 if healthy else self._slow.ranks.get(rank, 1.0)
+        if facts.probe_s:
+            factor *= facts.probe_s[rank] / facts.probe_s[measured]
+        times = facts.places[measured]
+        return PlaceTimes(forward_s=times.forward_s * factor, backward_s=times.backward_s * factor)
+
+    def _boundary_s_per_byte(self, pipeline: PipelinePlan, stage: int, *, healthy: bool) -> float:
+        pairs = zip(pipeline.stages[stage].ranks, pipeline.stages[stage + 1].ranks, strict=True)
+        return max(self._s_per_byte(a, b, healthy=healthy) for a, b in pairs)
+
+    def _s_per_byte(self, rank_a: int, rank_b: int, *, healthy: bool) -> float:
+        ratio = 1.0 if healthy else self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)
+        return ratio * self._facts.link_s_per_byte
+
+    def _exchange(self, plan: ParallelPlan, *, healthy: bool) -> float:
+        """Return the seconds of pull and push: the slowest rank's, its messages one by one."""
+        # Who moves what doesn't depend on the numbers of micro-batches.
+        key = self.with_counts(plan, [1] * plan.num_pipelines), healthy
+        found = self._exchange_s.get(key)
+        if found is None:
+            table = self._facts.table_of(key[0])
+            phases: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
+            for rank in self._counted_ranks(plan):
+                pulled = table.pull(rank, trainable_only=True)
+                for is_pull, messages in ((True, pulled), (False, table.push(rank))):
+                    seconds = self._messages_s(table, messages, rank, healthy=healthy)
+                    phases[is_pull].append(seconds)
+            found = self._exchange_s[key] = max(phases[True]) + max(phases[False])
+        return found
+
+    def _counted_ranks(self, plan: ParallelPlan) -> list[int]:
+        base = self._facts.plan
+        everyone = sorted({*base.ranks, *plan.ranks})
+        if len(everyone) <= _FEW_RANKS:
+            return everyone
+        slow = {rank for pair in self._slow.links for rank in pair}
+        return [rank for rank in everyone if rank in slow or plan.place(rank) != base.place(rank)]
+
+    def _messages_s(
+        self, table: TransferTable, messages: Sequence[Message], rank: int, *, healthy: bool
+    ) -> float:
+        """Return the longer of what a rank sends and what it receives."""
+        seconds: dict[bool, float] = defaultdict(float)
+        for message in messages:
+            if message.source != message.destination:
+                rate = self._s_per_byte(message.source, message.destination, healthy=healthy)
+                num_bytes = table.numel(message) * self._facts.value_bytes
+                seconds[message.source == rank] += num_bytes * rate
+        return max(seconds.values(), default=0.0)

@@ -1,0 +1,434 @@
+"""Decide for all ranks, on one of them: is the run slow, does a look for the cause pay, what to do.
+
+One rank, the *leader*, sees everyone's note of every iteration and gives one order. Ranks don't
+decide by themselves from the same numbers, because numbers that differ in the last bit would part
+them. The order is to go on, to look for the cause (all ranks probe together), or to act.
+
+A fault is an episode: a change of the run's level, or of a rank's pace, makes the ranks look; what
+they find is mitigated by ski rental (`mitigation`); a look that finds nothing any more ends it, and
+the first plan returns. A slow link that no longer carries much tells nobody when it recovers, so it
+is probed again whenever that costs less than its share of the time since the last look.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Self
+
+from lightning_hetero.straggler.bocd import BocdDetector
+from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
+from lightning_hetero.straggler.events import (
+    ActionEvent,
+    ChangeEvent,
+    Event,
+    FindingEvent,
+    IterationEvent,
+    format_message,
+)
+from lightning_hetero.straggler.locate import Finding, FindingKind
+from lightning_hetero.straggler.measures import Act, Measure
+from lightning_hetero.straggler.mitigation import (
+    Decision,
+    DecisionKind,
+    Mitigation,
+    MitigationPolicy,
+    Option,
+    PolicyConfig,
+)
+
+__all__ = ["Order", "RankNote", "RunWatch", "WatchConfig"]
+
+_KEPT = 128
+_SETTLING = 3
+"""Iterations of a new plan, after its first, whose median is its iteration time."""
+_UP = 1.05
+"""How much longer iterations must have become for a slower rank to matter."""
+_RECENT = 4
+"""Newest iterations that a look goes by where no change says since when."""
+_ALIKE = 1.3
+"""Ratio up to which two findings about the same device or link are the same."""
+
+
+class Order(IntEnum):
+    """What all ranks do before the next step."""
+
+    GO_ON = 0
+    LOOK = 1
+    """Report, probe, and hear what to do."""
+    ACT = 2
+    """Hear what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """How eagerly the run is watched."""
+
+    detector: BocdConfig = field(default_factory=BocdConfig)
+    """When a level counts as changed."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """What steps cost, and which are allowed."""
+    recheck_share: float = 0.002
+    """Share of the time that probing a known slow link again may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNote:
+    """What one rank says about one iteration; travels as a row of floats."""
+
+    iteration_s: float
+    load: float
+    """What the iteration should take here, in any unit that doesn't change."""
+    change: int = 0
+    """Whether a change of this rank's pace has just been found: 1 slower, -1 faster, else 0."""
+    onset_step: float = 0.0
+    before: float = 0.0
+    """Pace before."""
+    after: float = 0.0
+
+    @classmethod
+    def of(
+        cls, iteration_s: float, load: float, change: ChangePoint | None, onset_step: int
+    ) -> Self:
+        """Return the note of an iteration and of what the rank's own detector said."""
+        if change is None:
+            return cls(iteration_s=iteration_s, load=load)
+        return cls(
+            iteration_s=iteration_s,
+            load=load,
+            change=1 if change.kind is ChangeKind.SLOWDOWN else -1,
+            onset_step=float(onset_step),
+            before=change.before,
+            after=change.after,
+        )
+
+    def to_row(self) -> list[float]:
+        """Return the note as numbers."""
+        return [
+            self.iteration_s,
+            self.load,
+            float(self.change),
+            self.onset_step,
+            self.before,
+            self.after,
+        ]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Self:
+        """Return the note that gave these numbers."""
+        iteration_s, load, change, onset_step, before, after = row
+        return cls(
+            iteration_s=iteration_s,
+            load=load,
+            change=int(change),
+            onset_step=onset_step,
+            before=before,
+            after=after,
+        )
+
+
+@dataclass
+class _Transition:
+    """A change of plan under way."""
+
+    act: Act
+    decision: Decision
+    before_s: float
+    call_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)
+
+
+class RunWatch:
+    """The leader's memory of the run and of the fault it suffers from, if any.
+
+    Per iteration `see` gives the order. After LOOK the caller tells `found` what was found; after
+    LOOK and ACT `next_act` says what to do, and `began` is told once a new plan was handed over.
+
+    Args:
+        config: How eagerly.
+        report: Takes events.
+        say: Takes lines for people.
+    """
+
+    def __init__(
+        self,
+        config: WatchConfig,
+        *,
+        report: Callable[[Event], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._report = report
+        self._say = say
+        self._detector = BocdDetector(config.detector)
+        self._policy = MitigationPolicy(config.policy)
+        self._first_step: int | None = None
+        self._kept: deque[tuple[int, float, float]] = deque(maxlen=_KEPT)
+        self._since_look_s = 0.0
+        self._look_s = math.inf
+        self._change: ChangeEvent | None = None
+        self._healthy_s = math.nan
+        self._slow_s = math.nan
+        self._measures: tuple[Measure, ...] = ()
+        self._act: tuple[Act, Decision] | None = None
+        self._transition: _Transition | None = None
+        self._said_why = False
+        self.since_step = 0
+        """Since when the run is as it is now: what a look goes by."""
+        self.known: tuple[Finding, ...] = ()
+        """What is known to be slow."""
+
+    @property
+    def mitigation(self) -> Mitigation:
+        """The step in force."""
+        return self._policy.mitigation
+
+    def base_s(self) -> float:
+        """Return the median iteration time before the fault, seconds; NaN if it isn't known."""
+        if math.isfinite(self._healthy_s):
+            return self._healthy_s
+        before = [seconds for step, seconds, _ in self._kept if step < self.since_step]
+        return statistics.median(before) if before else math.nan
+
+    # -- every iteration ------------------------------------------------------------------------
+
+    def see(
+        self,
+        step: int,
+        notes: Sequence[RankNote],
+        *,
+        predicted_s: float | None = None,
+        is_changing: bool = False,
+    ) -> Order:
+        """Take in everyone's notes of an iteration; give the order.
+
+        Args:
+            step: The iteration.
+            notes: One of each rank.
+            predicted_s: What was predicted of it, for the record.
+            is_changing: Whether it still ran under the plan of before the last act.
+        """
+        iteration_s = max(note.iteration_s for note in notes)
+        load = max(note.load for note in notes)
+        value = iteration_s / load if load > 0.0 else math.nan
+        if self._first_step is None:
+            self._first_step = step
+        self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
+        self._since_look_s += iteration_s
+        if self._transition is not None:
+            # What it takes to change the plan isn't what the plan takes.
+            self._detector.update(math.nan)
+            if not is_changing:
+                self._follow(step, iteration_s)
+            return Order.GO_ON
+        self._kept.append((step, iteration_s, value))
+        change = self._detector.update(value)
+        event = self._event_of(step, change) if change else self._rank_event(step, notes)
+        if event is not None:
+            return self._changed(event)
+        if self._recheck_is_due():
+            self.since_step = step - _RECENT + 1
+            return Order.LOOK
+        return Order.ACT if self.known and self._decide(step) else Order.GO_ON
+
+    def _event_of(self, step: int, change: ChangePoint) -> ChangeEvent:
+        onset_step = (self._first_step or 0) + change.onset_step
+        return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
+
+    def _rank_event(self, step: int, notes: Sequence[RankNote]) -> ChangeEvent | None:
+        """Return the change of a rank's pace if it matters: a fault is known, or iterations are up.
+
+        A rank's own pace shows a change before the run does, and shows that a slow rank recovered
+        when others have long taken its work over.
+        """
+        changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
+        if not changed or not (self.known or self._is_up()):
+            return None
+        rank, note = max(changed, key=lambda item: abs(math.log(item[1].after / item[1].before)))
+        return ChangeEvent(
+            step=step,
+            onset_step=int(note.onset_step),
+            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
+            ratio=note.after / note.before,
+            before=note.before,
+            after=note.after,
+            confidence=self._config.detector.change_probability,
+            where=f"rank {rank}",
+        )
+
+    def _is_up(self) -> bool:
+        values = [value for _, _, value in self._kept if math.isfinite(value)]
+        before, recent = values[:-_RECENT], values[-_RECENT:]
+        return bool(before) and statistics.median(recent) > _UP * statistics.median(before)
+
+    def _changed(self, event: ChangeEvent) -> Order:
+        self._report(event)
+        self._change = event
+        self.since_step = event.onset_step
+        if event.kind is ChangeKind.SLOWDOWN or self.known:
+            return Order.LOOK
+        self._say(format_message(event))
+        return Order.GO_ON
+
+    def _recheck_is_due(self) -> bool:
+        has_link = any(f.kind in (FindingKind.LINK, FindingKind.PORT) for f in self.known)
+        return has_link and self._look_s <= self._config.recheck_share * self._since_look_s
+
+    # -- a look ---------------------------------------------------------------------------------
+
+    def found(
+        self,
+        step: int,
+        findings: Sequence[Finding],
+        measures_of: Callable[[], Sequence[Measure]],
+        *,
+        where: str,
+        look_s: float,
+    ) -> None:
+        """Take in what a look found.
+
+        Args:
+            step: The step after which it was looked.
+            findings: What is slow.
+            measures_of: Finds what could be done about it; asked only if it is news.
+            where: Whose slowness it is, for people: "pipeline 1".
+            look_s: What the look took.
+        """
+        self._look_s, self._since_look_s = look_s, 0.0
+        assert self._change is not None
+        if _are_alike(findings, self.known):
+            if not findings:
+                self._say(f"{format_message(self._change)}; no rank and no link stands out")
+            return
+        if self.known:
+            self._end(step)
+        self.known = tuple(findings)
+        if findings:
+            self._begin(step, tuple(measures_of()), where)
+
+    def _begin(self, step: int, measures: tuple[Measure, ...], where: str) -> None:
+        assert self._change is not None
+        onset_step = self._change.onset_step
+        self._change = replace(self._change, where=where, step=step)
+        for finding in self.known:
+            self._report(FindingEvent.from_finding(finding, step=step))
+        self._say(format_message(self._change, self.known))
+        if math.isnan(self._healthy_s):
+            self._healthy_s = self.base_s()
+        slow = [s for at, s, _ in self._kept if at >= onset_step]
+        self._slow_s = statistics.median(slow or [self._kept[-1][1]])
+        self._measures = measures
+        self._said_why = False
+        self._policy.begin(healthy_s=self._healthy_s)
+        # What was lost before the cause was known counts, too.
+        for _ in range(onset_step, step):
+            if self._decide(step):
+                break
+
+    def _end(self, step: int) -> None:
+        decision = self._policy.end()
+        undone = self._measure_of(decision.mitigation)
+        if decision.kind is DecisionKind.UNDO and undone is not None and not decision.dry_run:
+            measure = replace(undone, plan=undone.first_plan, factors={}, effect="")
+            self._act = (Act(kind=decision.kind, measure=measure), decision)
+            return
+        self._act = None
+        self._report(ActionEvent.from_decision(decision, step=step))
+        assert self._change is not None
+        self._say(format_message(replace(self._change, step=step)))
+
+    # -- what to do -----------------------------------------------------------------------------
+
+    def _decide(self, step: int) -> bool:
+        """Ask the policy about one slow iteration; return whether there is something to do."""
+        decision = self._policy.decide(
+            unmitigated_s=self._slow_s,
+            options=[
+                Option(mitigation=measure.mitigation, iteration_s=measure.iteration_s)
+                for measure in self._measures
+            ],
+        )
+        measure = self._measure_of(decision.mitigation)
+        if decision.kind is DecisionKind.APPLY and measure is not None:
+            if decision.dry_run:
+                self._advise(step, decision, measure)
+                return False
+            self._act = (Act(kind=decision.kind, measure=measure), decision)
+            return True
+        if not self._said_why:
+            self._said_why = True
+            self._report(ActionEvent.from_decision(decision, step=step))
+        return False
+
+    def _measure_of(self, mitigation: Mitigation) -> Measure | None:
+        return next((m for m in self._measures if m.mitigation is mitigation), None)
+
+    def _advise(self, step: int, decision: Decision, measure: Measure) -> None:
+        """Say what would be done, in a dry run."""
+        self._finish(
+            ActionEvent.from_decision(
+                decision,
+                step=step,
+                effect=measure.effect,
+                before_s=self._slow_s,
+                after_s=measure.iteration_s,
+            )
+        )
+
+    def next_act(self) -> Act | None:
+        """Return what all ranks are to do now, if anything; once."""
+        if self._act is None:
+            return None
+        act, decision = self._act
+        self._act = None
+        self._transition = _Transition(act, decision, before_s=self._kept[-1][1])
+        return act
+
+    def began(self, call_s: float) -> None:
+        """Note what it took to hand the new plan over; from now on it is waited for."""
+        assert self._transition is not None
+        self._transition.call_s = call_s
+
+    def _follow(self, step: int, iteration_s: float) -> None:
+        """Wait for the new plan's iteration time; say what was gained and paid."""
+        change = self._transition
+        assert change is not None
+        change.times_s.append(iteration_s)
+        if len(change.times_s) <= _SETTLING:
+            return
+        self._transition = None
+        first_s, *others_s = change.times_s
+        after_s = statistics.median(others_s)
+        cost_s = change.call_s + max(0.0, first_s - after_s)
+        if change.decision.mitigation is not Mitigation.IGNORE and cost_s > 0.0:
+            self._policy.record_cost(change.decision.mitigation, cost_s)
+        self._detector.reset()
+        if not self.known:
+            self._kept.clear()
+            self._healthy_s = math.nan
+        self._finish(
+            ActionEvent.from_decision(
+                change.decision,
+                step=step,
+                effect=change.act.measure.effect,
+                before_s=change.before_s,
+                after_s=after_s,
+                cost_s=cost_s,
+            )
+        )
+
+    def _finish(self, event: ActionEvent) -> None:
+        self._report(event)
+        assert self._change is not None
+        self._say(format_message(replace(self._change, step=event.step), self.known, event))
+
+
+def _are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
+    """Tell whether a look found what was known: the same culprits, about as slow."""
+    ratios = {(f.kind, f.ranks): f.ratio for f in found}
+    before = {(f.kind, f.ranks): f.ratio for f in known}
+    return ratios.keys() == before.keys() and all(
+        max(ratios[key] / before[key], before[key] / ratios[key]) < _ALIKE for key in ratios
+    )
