@@ -98,6 +98,10 @@ class WatchedRun(Protocol):
     device: torch.device
 
     @property
+    def message_bytes(self) -> int:
+        """Bytes of the largest message that this rank sends or receives, as far as is known."""
+
+    @property
     def clock(self) -> ComputeClock | None:
         """What times the rank, and slows its probes where devices are emulated."""
 
@@ -148,8 +152,9 @@ class StragglerSession:
         self._is_known = False
         self._factor = 1.0
         self._recovers = False
-        is_cpu = run.device.type == "cpu"
-        self._matmul_size, self._link_bytes = (256, 2**20) if is_cpu else (2048, 2**24)
+        self._matmul_size, most_bytes = (256, 2**20) if run.device.type == "cpu" else (2048, 2**24)
+        # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
+        self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
         everyone = Suspicion(is_informed=False)
         hosts = tuple(ranks.gather(socket.gethostname()))
         self._healthy = self._probe(everyone, probe_rounds(everyone, ranks.world_size), hosts)

@@ -25,6 +25,7 @@ from lightning_hetero.strategy import HeteroStrategy
 
 __all__ = ["HeteroRun", "PlainRun"]
 
+_BUCKET_BYTES = 25 * 2**20
 _EQUAL_DEVICES = 1.15
 """Devices whose probes differ by no more are taken to be equal: probes are rough."""
 
@@ -38,6 +39,11 @@ class PlainRun:
         # By name, so that a callback of the user's own may restart the run.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._restarter = next((c for c in callbacks if hasattr(c, "request_restart")), None)
+
+    @property
+    def message_bytes(self) -> int:
+        """DDP's usual bucket; how other strategies send isn't known."""
+        return _BUCKET_BYTES
 
     @property
     def clock(self) -> ComputeClock | None:
@@ -80,6 +86,14 @@ class HeteroRun(PlainRun):
         self._strategy = strategy
         self._wanted = strategy.plan
         self._measured: MeasuredRun | None = None
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the largest message of weights or gradients, 1 KiB at least."""
+        engine = self._strategy.engine
+        table = engine.transfer_table(self._strategy.plan)
+        largest = max(map(table.numel, table.push(engine.comms.global_rank)), default=0)
+        return max(2**10, largest * engine.config.propagation_dtype.itemsize)
 
     @property
     def clock(self) -> ComputeClock:

@@ -328,6 +328,16 @@ class RunWatch:
                 break
 
     def _end(self, step: int) -> None:
+        assert self._change is not None
+        self._change = replace(
+            self._change,
+            kind=ChangeKind.RECOVERY,
+            step=step,
+            onset_step=self.since_step,
+            ratio=self._healthy_s / self._slow_s,
+            before=self._slow_s,
+            after=self._healthy_s,
+        )
         decision = self._policy.end()
         undone = self._measure_of(decision.mitigation)
         if decision.kind is DecisionKind.UNDO and undone is not None and not decision.dry_run:
@@ -336,8 +346,7 @@ class RunWatch:
             return
         self._act = None
         self._report(ActionEvent.from_decision(decision, step=step))
-        assert self._change is not None
-        self._say(format_message(replace(self._change, step=step)))
+        self._say(format_message(self._change))
 
     # -- what to do -----------------------------------------------------------------------------
 

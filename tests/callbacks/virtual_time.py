@@ -1,0 +1,55 @@
+"""Let a run's processes live in a time of their own: nothing sleeps, and only its own noise is seen.
+
+Every action takes about a millisecond of CPU times the rank's slowdown, sleeping moves the clock only,
+and at the end of a batch all ranks set their clocks to the latest one, as waiting for each other
+does. What the monitor sees is then the same on every machine.
+"""
+
+import random
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.callbacks import step_times, straggler_session
+from lightning_hetero.runtime import clock
+from lightning_hetero.straggler import probe
+
+_CPU_S = 1e-3
+_WALL_S = 1e-6
+_NOISE = 0.02
+
+
+class VirtualTime(L.Callback):
+    """Stands in for the module `time`; must be the first callback."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
+        self._noise = random.Random(seed)
+        self.wall_s = self.cpu_s = 100.0
+        for module in (clock, step_times, probe, straggler_session):
+            patch.setattr(module, "time", self)
+
+    def perf_counter(self) -> float:
+        self.wall_s += _WALL_S
+        return self.wall_s
+
+    def thread_time(self) -> float:
+        self.cpu_s += _CPU_S * self._noise.gauss(1.0, _NOISE)
+        return self.cpu_s
+
+    def sleep(self, seconds: float) -> None:
+        self.wall_s += seconds
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self._meet()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._meet()
+
+    def _meet(self) -> None:
+        latest = torch.tensor([self.wall_s], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+        self.wall_s = float(latest)
