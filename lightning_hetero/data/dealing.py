@@ -97,9 +97,7 @@ def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader
     collate = _CollateOrEmpty(dataloader.collate_fn)
     # A stateful loader goes on inside an epoch where a checkpoint left off.
     kind = StatefulDataLoader if type(dataloader) is DataLoader else type(dataloader)
-    return kind(
-        dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options
-    )
+    return kind(dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options)
 
 
 class _CollateOrEmpty:

@@ -1,8 +1,8 @@
-"""Let a run's processes live in a time of their own: nothing sleeps, and only its own noise is seen.
+"""Let a run's processes live in a time of their own, in which nothing sleeps.
 
-Every action takes about a millisecond of CPU times the rank's slowdown, sleeping moves the clock only,
-and at the end of a batch all ranks set their clocks to the latest one, as waiting for each other
-does. What the monitor sees is then the same on every machine.
+Every action takes about a millisecond of CPU times the rank's slowdown, sleeping moves the clock
+only, and at the end of a batch all ranks set their clocks to the latest one, as waiting for each
+other does. What the monitor sees is then the same on every machine, noise included.
 """
 
 import random
