@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
@@ -27,18 +28,9 @@ from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.detect import Seat
 from lightning_hetero.runtime.profiling import ProfileOptions, current_versions, measure_profile
 
-__all__ = ["cache_folder", "cached_profile", "profile_seats", "slowed_profile"]
+__all__ = ["cached_profile", "profile_seats", "slowed_profile"]
 
 MAX_AGE = datetime.timedelta(days=30)
-
-
-def cache_folder() -> Path:
-    """Return the folder of cached profiles."""
-    own = os.environ.get("LIGHTNING_HETERO_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lightning-hetero"
 
 
 def profile_seats(

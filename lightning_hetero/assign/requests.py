@@ -1,0 +1,66 @@
+"""Assign iterations in another process: requests in, texts out.
+
+A planning process is this module run by `serve`: it answers one request after the other on its
+standard input and output, knows nothing of earlier ones, and imports neither torch nor Lightning.
+"""
+
+import json
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+
+from lightning_hetero.assign.cost import IntArray, PipelineCost
+from lightning_hetero.assign.iteration import assign_iteration
+from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.errors import AssignmentError
+
+__all__ = ["AssignmentRequest", "plan_text", "read_text", "serve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignmentRequest:
+    """What `assign_iteration` needs."""
+
+    lengths: IntArray
+    """Tokens of each sample of the iteration."""
+    candidates: tuple[tuple[PipelineCost, ...], ...]
+    """For each candidate plan its pipelines' costs."""
+    num_trials: int = 100
+    """Orders tried in dispatching."""
+    seed: int = 0
+    """Seed of those orders."""
+
+
+def plan_text(request: AssignmentRequest) -> str:
+    """Return the assignment as a text, or why there is none: the same on every machine."""
+    try:
+        return assign_iteration(
+            request.lengths,
+            request.candidates,
+            num_trials=request.num_trials,
+            seed=request.seed,
+        ).to_json()
+    except AssignmentError as error:
+        return json.dumps({"error": str(error)})
+
+
+def read_text(text: str) -> Assignment:
+    """Return the assignment of a text; AssignmentError if it says why there is none."""
+    data = json.loads(text)
+    if "error" in data:
+        raise AssignmentError(data["error"])
+    return Assignment.from_dict(data)
+
+
+def serve() -> None:
+    """Answer requests until the input ends, as it does when the process that asks dies."""
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # Whatever prints must not come between the answers.
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        pickle.dump(plan_text(request), answers)
+        answers.flush()

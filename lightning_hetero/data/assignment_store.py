@@ -1,0 +1,115 @@
+"""Where ranks find the one assignment of each iteration, whoever planned it.
+
+The first text published under a key is the one that counts, for everyone: a producer that comes too
+late, or two ranks that plan the same iteration, change nothing. A text goes when all have read it.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+__all__ = ["AssignmentStore", "DistributedStore", "LocalStore", "open_store"]
+
+_SHORTEST_PAUSE_S = 1e-3
+_LONGEST_PAUSE_S = 0.05
+
+
+class AssignmentStore(Protocol):
+    """What the ranks share; threads of a rank may use it at once."""
+
+    def publish(self, key: str, text: str) -> str:
+        """Set a key unless it is set; return the text that counts."""
+        ...
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        """Return a key's text as soon as it is set, None after the timeout."""
+        ...
+
+    def retire(self, key: str, num_readers: int) -> None:
+        """Say that this reader has read a key; the last of so many readers deletes it."""
+        ...
+
+
+class LocalStore:
+    """The store of a single rank, in memory."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        """What is published and not read by all yet."""
+        self._reads: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def publish(self, key: str, text: str) -> str:
+        """Set a key unless it is set; return the text that counts."""
+        with self._changed:
+            first = self.texts.setdefault(key, text)
+            self._changed.notify_all()
+            return first
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        """Return a key's text as soon as it is set, None after the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self.texts, timeout_s)
+            return self.texts.get(key)
+
+    def retire(self, key: str, num_readers: int) -> None:
+        """Say that this reader has read a key; the last of so many readers deletes it."""
+        with self._changed:
+            self._reads[key] = self._reads.get(key, 0) + 1
+            if self._reads[key] >= num_readers:
+                del self._reads[key], self.texts[key]
+
+
+class DistributedStore:
+    """The store of several ranks, in a store of torch.distributed.
+
+    Args:
+        store: The store; a connection of its own is made.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store.clone()
+
+    def publish(self, key: str, text: str) -> str:
+        """Set a key unless it is set; return the text that counts."""
+        counts: bytes = self._store.compare_set(key, "", text)
+        return counts.decode()
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        """Return a key's text as soon as it is set, None after the timeout."""
+        # Asking now and then, because a connection that waits is locked: the thread that publishes
+        # what is waited for may share it.
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._store.check([key]):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        text: bytes = self._store.get(key)
+        return text.decode()
+
+    def retire(self, key: str, num_readers: int) -> None:
+        """Say that this reader has read a key; the last of so many readers deletes it."""
+        reads = f"{key}/reads"
+        if self._store.add(reads, 1) >= num_readers:
+            self._store.delete_key(reads)
+            self._store.delete_key(key)
+
+
+def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
+    """Return the store of the ranks that run; collective.
+
+    Args:
+        agree: Returns rank 0's argument on every rank.
+        own_name: Any name that no run before had, such as a random one; what an earlier run left
+            in a store that outlives it is never found.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalStore()
+    return DistributedStore(dist.PrefixStore(agree(own_name), _get_default_store()))

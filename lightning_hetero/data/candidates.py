@@ -1,0 +1,138 @@
+"""The plans an iteration may run under, as the data sees them: pipelines' costs and ranks' places."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from lightning_hetero.assign import PipelineCost
+from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = ["Candidates", "assumed_costs", "fill_empty"]
+
+_QUADRATIC_WEIGHT = 1 / 12_288
+"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
+_UNLIMITED = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Candidate plans and what their pipelines cost; the same on every rank.
+
+    Raises:
+        ConfigurationError: Costs don't match the plans.
+    """
+
+    costs: tuple[tuple[PipelineCost, ...], ...]
+    """For each plan its pipelines' costs."""
+    plans: tuple[ParallelPlan, ...] | None = None
+    """The plans; None where every rank is a pipeline of its own, as under DDP."""
+    first_index: int = 0
+    """Index of the first of them among the strategy's plans."""
+
+    def __post_init__(self) -> None:
+        sizes = [len(costs) for costs in self.costs]
+        wanted = sizes if self.plans is None else [plan.num_pipelines for plan in self.plans]
+        if not sizes or sizes != wanted:
+            raise ConfigurationError(
+                f"The candidate plans have {wanted} pipelines but costs are given for {sizes}. "
+                "Give one cost a pipeline of every plan, and at least one plan."
+            )
+
+    @classmethod
+    def equal_ranks(cls, world_size: int) -> Self:
+        """Return the one plan of a strategy without plans: each rank a pipeline."""
+        cost = PipelineCost(
+            a=_QUADRATIC_WEIGHT, b=1.0, c=0.0, max_len=_UNLIMITED, util_len=_UNLIMITED, num_stages=1
+        )
+        return cls(costs=((cost,) * world_size,))
+
+    def pipeline_index(self, plan_index: int, global_rank: int) -> int | None:
+        """Return a rank's pipeline under a plan, None if it is idle."""
+        if self.plans is None:
+            return global_rank
+        place = self.plans[plan_index].place(global_rank)
+        return None if place is None else place.pipeline_index
+
+    def slowed(self, slowdowns: Sequence[float]) -> Self:
+        """Return the candidates with pipelines that take as much longer as their slowest rank.
+
+        Args:
+            slowdowns: A factor for each global rank, above 0.
+        """
+        if not slowdowns or min(slowdowns) <= 0:
+            raise ConfigurationError(
+                f"The slowdowns are {list(slowdowns)}; give one a rank, each above 0."
+            )
+
+        def factor(plan_index: int, pipeline_index: int) -> float:
+            ranks: Sequence[int] = (pipeline_index,)
+            if self.plans is not None:
+                ranks = self.plans[plan_index].pipelines[pipeline_index].ranks
+            if max(ranks) >= len(slowdowns):
+                raise ConfigurationError(
+                    f"There are {len(slowdowns)} slowdowns but rank {max(ranks)} runs; give one a "
+                    "rank."
+                )
+            return max(slowdowns[rank] for rank in ranks)
+
+        return replace(
+            self,
+            costs=tuple(
+                tuple(_slowed(cost, factor(i, j)) for j, cost in enumerate(pipelines))
+                for i, pipelines in enumerate(self.costs)
+            ),
+        )
+
+
+def _slowed(cost: PipelineCost, factor: float) -> PipelineCost:
+    return replace(cost, a=cost.a * factor, b=cost.b * factor, c=cost.c * factor)
+
+
+def assumed_costs(
+    plan: ParallelPlan, *, context_length: int, tokens_per_step: int
+) -> tuple[PipelineCost, ...]:
+    """Return costs of a plan on devices that nobody profiled: as if all were equal.
+
+    A pipeline's pace is that of the stage with most layers a rank. Its micro-batches hold a whole
+    context, or what four a stage would hold if tokens were spread evenly, if that is more.
+    """
+    num_microbatches = sum(
+        p.num_microbatches or (4 * p.num_stages if p.num_stages > 1 else 1) for p in plan.pipelines
+    )
+    limit = max(context_length, -(-tokens_per_step // num_microbatches))
+    costs = []
+    for pipeline in plan.pipelines:
+        layers = max(len(stage.layers) / stage.tp_degree for stage in pipeline.stages)
+        costs.append(
+            PipelineCost(
+                a=_QUADRATIC_WEIGHT * layers,
+                b=layers,
+                c=0.0,
+                max_len=limit,
+                util_len=limit,
+                num_stages=pipeline.num_stages,
+            )
+        )
+    return tuple(costs)
+
+
+def fill_empty(assignment: Assignment) -> Assignment:
+    """Give pipelines without samples one of the fullest pipeline's, as DDP's ranks need.
+
+    A pipeline's micro-batches become one, since such a rank runs whatever it gets in one step.
+
+    Raises:
+        ConfigurationError: There are fewer samples than pipelines.
+    """
+    if assignment.num_samples < len(assignment.micro_batches):
+        raise ConfigurationError(
+            f"An iteration has {assignment.num_samples} samples for "
+            f"{len(assignment.micro_batches)} ranks. Use a larger tokens_per_step or fewer ranks."
+        )
+    rows = [[i for batch in batches for i in batch] for batches in assignment.micro_batches]
+    for row in rows:
+        if not row:
+            row.append(max(rows, key=len).pop())
+    return replace(assignment, micro_batches=tuple((tuple(row),) for row in rows))

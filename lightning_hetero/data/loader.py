@@ -1,0 +1,170 @@
+"""The loader that a Trainer iterates: tickets in, this rank's collated micro-batches out.
+
+It deals by pipeline itself, so strategies leave it alone. Its state is the data's cursor, which any
+number of ranks, workers and any plan can go on from. Iterations that workers have fetched but that
+were not handed out don't count, nor does the one that a Trainer fetches ahead of an unsized stream.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_hetero.data.assigned import AssignedBatch
+from lightning_hetero.data.order import Cursor
+from lightning_hetero.data.progress import Progress
+from lightning_hetero.data.tickets import Ticket, TicketDealer
+
+__all__ = ["AssignedLoader", "BatchMaker", "SizedLoader"]
+
+_NUM_REMEMBERED = 4
+
+
+class BatchMaker:
+    """Makes a ticket's batch; a map-style dataset whose keys are tickets.
+
+    Args:
+        samples: What a ticket's indices mean; None where tickets hold the samples themselves.
+        collate: Makes a micro-batch of samples.
+        by_pipeline: Whether a strategy runs micro-batches and plans; otherwise a rank's samples
+            are one ordinary batch.
+    """
+
+    def __init__(
+        self, samples: Any, collate: Callable[[list[Any]], Any], *, by_pipeline: bool
+    ) -> None:
+        self._samples = samples
+        self._collate = collate
+        self._by_pipeline = by_pipeline
+
+    def __getitem__(self, ticket: Ticket) -> Any:
+        made = tuple(self._collate(self._read(batch)) for batch in ticket.micro_batches)
+        if not self._by_pipeline:
+            return made[0]
+        return AssignedBatch(
+            plan_index=ticket.plan_index,
+            micro_batches=made,
+            first_index=ticket.first_index,
+            iteration=ticket.iteration,
+        )
+
+    def _read(self, batch: tuple[Any, ...]) -> list[Any]:
+        return list(batch) if self._samples is None else [self._samples[key] for key in batch]
+
+
+class AssignedLoader:
+    """One rank's batches of every iteration.
+
+    Args:
+        dealer: Deals the tickets.
+        maker: Makes their batches.
+        progress: What is handed out; shared with whoever saves and loads it.
+        num_workers: Processes that read samples and collate; 0 does it here.
+        restarts: Whether each pass begins a new epoch instead of going on where the last ended.
+        num_trained: Says how many iterations of the epoch were trained, where whoever iterates may
+            fetch ahead; None counts what was handed out.
+    """
+
+    deals_by_pipeline = True
+
+    def __init__(
+        self,
+        dealer: TicketDealer,
+        maker: BatchMaker,
+        progress: Progress,
+        *,
+        num_workers: int = 0,
+        restarts: bool = False,
+        num_trained: Callable[[], int | None] | None = None,
+    ) -> None:
+        self.dealer = dealer
+        self.stall_s = 0.0
+        """Seconds that drawing and waiting for a plan took before the latest batch."""
+        self._progress = progress
+        self._restarts = restarts
+        self._num_trained = num_trained
+        self._dealt: deque[Cursor] = deque()
+        self._recent: deque[Cursor] = deque(maxlen=_NUM_REMEMBERED)
+        self._waited_s = 0.0
+        self._loader: DataLoader[Any] = DataLoader(
+            maker,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=_Tickets(self._tickets),
+            collate_fn=_as_is,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+        )
+
+    @property
+    def sampler(self) -> "AssignedLoader":
+        """Itself: Lightning calls `set_epoch` of a loader's `sampler`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it has begun."""
+        self._progress.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._restarts and self._progress.cursor.num_samples:
+            self._progress.end_epoch()
+        self._dealt.clear()
+        self._recent.clear()
+        self._recent.append(self._progress.cursor)
+        for batch in self._loader:
+            self._progress.cursor = self._dealt.popleft()
+            self._recent.append(self._progress.cursor)
+            self.stall_s, self._waited_s = self._waited_s, 0.0
+            yield batch
+        self._progress.end_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the data is consumed; the same on every rank."""
+        done = None if self._num_trained is None else self._num_trained()
+        trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
+        return self._progress.state_dict(trained[-1] if trained else None)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was saved, under any topology; CheckpointError if it can't."""
+        self._progress.load_state_dict(state)
+
+    def _tickets(self) -> Iterator[Ticket]:
+        tickets = self.dealer.deal(self._progress.cursor)
+        while True:
+            start_s = time.perf_counter()
+            ticket = next(tickets, None)
+            self._waited_s += time.perf_counter() - start_s
+            if ticket is None:
+                return
+            self._dealt.append(ticket.after)
+            yield ticket
+
+
+class SizedLoader(AssignedLoader):
+    """A loader whose number of iterations is known, the same in every epoch.
+
+    Args:
+        num_iterations: That number.
+    """
+
+    def __init__(self, *args: Any, num_iterations: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_iterations = num_iterations
+
+    def __len__(self) -> int:
+        return self._num_iterations
+
+
+class _Tickets:
+    """What DataLoader takes for a sampler: starts a pass whenever it is iterated."""
+
+    def __init__(self, start: Callable[[], Iterator[Ticket]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return self._start()
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,174 @@
+"""Decide which samples an iteration takes, whatever plan runs it and on how many ranks.
+
+An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations of about equally
+many tokens: `⌈all tokens / tokens_per_step⌉` of them, cut where the running sum of tokens comes
+nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average and misses
+the even part by less than the longest sample; no epoch has a small last iteration, and `len` is the
+same in every epoch. What was consumed is a number of samples in that order: a cursor that knows
+neither plan, ranks nor workers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+
+__all__ = ["Cursor", "Drawn", "EpochOrder", "IterationSource"]
+
+_IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """How far a run has come in its data."""
+
+    epoch: int = 0
+    num_samples: int = 0
+    """Samples of the epoch's order that are consumed."""
+    num_iterations: int = 0
+    """Iterations of the epoch that consumed them."""
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the cursor as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Build a cursor from what `to_dict` returns; CheckpointError if it isn't that."""
+        try:
+            return cls(
+                epoch=int(data["epoch"]),
+                num_samples=int(data["num_samples"]),
+                num_iterations=int(data["num_iterations"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The state of the data is {data!r}, not a cursor ({error!r}). It was saved by "
+                "another data module."
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """The samples of one iteration."""
+
+    samples: Sequence[Any]
+    """Indices of a map-style dataset, or the samples of a stream."""
+    lengths: _IntArray
+    """Tokens of each."""
+    before: Cursor
+    after: Cursor
+    is_last: bool = False
+    """Whether the epoch ends with it; a stream doesn't know."""
+
+
+class IterationSource(Protocol):
+    """What iterations are drawn from; the same on every rank."""
+
+    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
+        """Yield iterations from a cursor on, to the epoch's end or for ever."""
+        ...
+
+
+class EpochOrder:
+    """The iterations of a dataset whose lengths are known.
+
+    Args:
+        lengths: Tokens of each sample.
+        tokens_per_step: Tokens of an iteration, on average; at least those of the longest sample.
+        seed: Seed of the shuffle.
+        shuffle: Whether there is one.
+        min_samples: Samples that each iteration has at least.
+
+    Raises:
+        ConfigurationError: A budget below the longest sample, or too few samples.
+    """
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        *,
+        tokens_per_step: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        min_samples: int = 1,
+    ) -> None:
+        self.lengths: _IntArray = np.asarray(lengths, dtype=np.int64)
+        longest = int(self.lengths.max(initial=0))
+        if tokens_per_step < max(longest, 1):
+            raise ConfigurationError(
+                f"tokens_per_step is {tokens_per_step} but the longest sample has {longest} "
+                "tokens. Allow at least as many tokens an iteration, or a smaller context_length."
+            )
+        if len(self.lengths) < max(min_samples, 1):
+            raise ConfigurationError(
+                f"The dataset has {len(self.lengths)} samples but an iteration needs at least "
+                f"{max(min_samples, 1)}, one a rank. Use fewer ranks or more samples."
+            )
+        wanted = -(-int(self.lengths.sum()) // tokens_per_step)
+        self._num_iterations = min(wanted, len(self.lengths) // max(min_samples, 1))
+        self._min_samples = min_samples
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        """Return the number of iterations of every epoch."""
+        return self._num_iterations
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of every epoch."""
+        return len(self.lengths)
+
+    def order(self, epoch: int) -> _IntArray:
+        """Return the order of an epoch's samples."""
+        if not self._shuffle:
+            return np.arange(self.num_samples)
+        return np.random.default_rng((self._seed, epoch)).permutation(self.num_samples)
+
+    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
+        """Yield iterations from a cursor on, one epoch after the other, for ever."""
+        while True:
+            yield from self._draw_epoch(cursor)
+            cursor = Cursor(epoch=cursor.epoch + 1)
+
+    def _draw_epoch(self, cursor: Cursor) -> Iterator[Drawn]:
+        order = self.order(cursor.epoch)
+        stops = self._stops(order, cursor)
+        before = cursor
+        for done, stop in enumerate(stops.tolist(), start=cursor.num_iterations + 1):
+            after = Cursor(epoch=cursor.epoch, num_samples=stop, num_iterations=done)
+            samples = order[before.num_samples : stop]
+            yield Drawn(
+                samples=samples.tolist(),
+                lengths=self.lengths[samples],
+                before=before,
+                after=after,
+                is_last=stop == self.num_samples,
+            )
+            before = after
+
+    def _stops(self, order: _IntArray, cursor: Cursor) -> _IntArray:
+        """Return where the iterations after a cursor end, in samples; the last takes all."""
+        count, least = len(self), self._min_samples
+        left = count - cursor.num_iterations
+        if cursor.num_samples >= self.num_samples:
+            return np.zeros(0, dtype=np.int64)
+        if left < 1:
+            # Saved under a smaller number of iterations: what is left becomes one more.
+            return np.array([self.num_samples])
+        sums = np.concatenate([[0], np.cumsum(self.lengths[order])])
+        number = np.arange(cursor.num_iterations + 1, count + 1)
+        targets = number * (sums[-1] / count)
+        above = np.searchsorted(sums, targets).clip(1, self.num_samples)
+        nearest = above - (targets - sums[above - 1] < sums[above] - targets)
+        # Forwards, then backwards: enough samples before each cut, and enough left behind it.
+        step = np.arange(1, left + 1) * least
+        stops = np.maximum(np.maximum.accumulate(nearest - step), cursor.num_samples) + step
+        stops = np.minimum(stops, self.num_samples - (left * least - step))
+        stops[-1] = self.num_samples
+        return stops[stops > cursor.num_samples]

@@ -1,0 +1,121 @@
+"""Have every iteration's assignment at hand when it is needed (Hydraulis §4).
+
+One producer plans an iteration while earlier ones train; every rank reads the same text from the
+store. A rank that has waited for `patience_s` plans by itself. Planning depends on nothing but the
+request and the store keeps the first text only, so a late producer costs time and changes nothing.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
+from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.data.assignment_store import AssignmentStore
+from lightning_hetero.data.producers import Producer
+
+__all__ = ["AheadOptions", "AheadPlanner"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadOptions:
+    """How far ahead iterations are planned, and by how many.
+
+    Raises:
+        ConfigurationError: A number is out of range.
+    """
+
+    num_producers: int = 2
+    """Planning processes of all ranks together, spread over them; 0 plans when needed."""
+    num_ahead: int = 6
+    """Iterations planned ahead of the one that is dealt."""
+    patience_s: float = 30.0
+    """Seconds to wait for a producer before planning here."""
+
+    def __post_init__(self) -> None:
+        if self.num_producers < 0 or self.num_ahead < 0 or self.patience_s < 0:
+            raise ConfigurationError(f"{self}: each number must be 0 or more.")
+
+
+class AheadPlanner:
+    """One rank's view of the producers.
+
+    Args:
+        store: The store that the ranks share.
+        global_rank: This rank.
+        world_size: Number of ranks.
+        options: How far ahead, and by how many.
+        producer: This rank's producer; None starts one where the rank has one.
+    """
+
+    def __init__(
+        self,
+        store: AssignmentStore,
+        *,
+        global_rank: int = 0,
+        world_size: int = 1,
+        options: AheadOptions | None = None,
+        producer: Producer | None = None,
+    ) -> None:
+        self.options = options or AheadOptions(num_producers=0)
+        self._store = store
+        self._world_size = world_size
+        count = min(self.options.num_producers, world_size)
+        hosts = [index * world_size // count for index in range(count)]
+        self._num_producers = count
+        self._own_index = hosts.index(global_rank) if global_rank in hosts else None
+        if producer is None and self._own_index is not None:
+            producer = Producer(store)
+        self._producer = producer
+        self._late: set[int] = set()
+
+    def request(self, serial: int, key: str, request: AssignmentRequest) -> None:
+        """Have an iteration planned; called on all ranks in the same order.
+
+        Args:
+            serial: Number of the request, which says whose it is.
+            key: Its key, never used before.
+            request: What is to be planned.
+        """
+        if self._producer is not None and serial % self._num_producers == self._own_index:
+            self._producer.request(key, request)
+
+    def take(self, serial: int, key: str, request: AssignmentRequest) -> Assignment:
+        """Return the assignment that counts for all ranks; each rank takes each key once.
+
+        Raises:
+            AssignmentError: No candidate plan holds the samples.
+        """
+        text = self._wait(serial, key)
+        if text is None:
+            text = self._store.publish(key, plan_text(request))
+        if self._producer is not None:
+            self._producer.withdraw(key)
+            while self._producer.complaints:
+                warnings.warn(self._producer.complaints.popleft(), stacklevel=2)
+        self._store.retire(key, self._world_size)
+        return read_text(text)
+
+    def close(self) -> None:
+        """End this rank's producer."""
+        if self._producer is not None:
+            self._producer.close()
+
+    def _wait(self, serial: int, key: str) -> str | None:
+        if self._num_producers == 0:
+            return self._store.wait(key, 0.0)
+        index = serial % self._num_producers
+        # One that was late is not waited for again until it is in time.
+        patience_s = 0.0 if index in self._late else self.options.patience_s
+        text = self._store.wait(key, patience_s)
+        if text is not None:
+            self._late.discard(index)
+        elif index not in self._late:
+            self._late.add(index)
+            warnings.warn(
+                f"Producer {index} hasn't planned the next iteration within {patience_s:g} s, so "
+                "the trainer plans by itself until it catches up. Give planning more time: more "
+                "num_ahead or num_producers in AheadOptions, or fewer candidate plans.",
+                stacklevel=3,
+            )
+        return text

@@ -1,0 +1,137 @@
+"""Plan iterations in the background: a process that assigns and a thread that talks to it.
+
+Packing and dispatching hold Python's lock for most of their time, which in a thread would stall the
+one that launches the training's kernels; in a process of its own the trainer loses nothing.
+"""
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+import lightning_hetero
+from lightning_hetero.assign.requests import AssignmentRequest, plan_text
+from lightning_hetero.data.assignment_store import AssignmentStore
+
+__all__ = ["PlanningProcess", "Producer"]
+
+# The name makes the package import neither torch nor Lightning.
+_PROGRAM = (
+    "import sys; sys.argv[0] = 'lightning-hetero-producer'; sys.path.insert(0, {root!r}); "
+    "from lightning_hetero.assign.requests import serve; serve()"
+)
+
+
+class PlanningProcess:
+    """A process that assigns; started at once, started again after it has died."""
+
+    def __init__(self) -> None:
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """The process that runs."""
+        return self._process.pid
+
+    def plan(self, request: AssignmentRequest) -> str:
+        """Return what `plan_text` does; OSError, EOFError if the process dies meanwhile."""
+        if self._process.poll() is not None:
+            self.stop()
+            self._process = self._start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        text: str = pickle.load(self._process.stdout)
+        return text
+
+    def kill(self) -> None:
+        """End the process; any thread may, also while another waits for an answer."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """End the process and close its pipes."""
+        self.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # A request that the process didn't live to read.
+
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        root = str(Path(lightning_hetero.__file__).parents[1])
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(root=root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # A Ctrl-C is for the trainer, who may still want to save; see `serve` for the end.
+            start_new_session=True,
+        )
+
+
+class Producer:
+    """Plans what it is asked for, in order, and publishes it.
+
+    A process that dies costs the time of planning here instead.
+    """
+
+    def __init__(self, store: AssignmentStore, process: PlanningProcess | None = None) -> None:
+        self._store = store
+        self._process = process or PlanningProcess()
+        self._requests: queue.SimpleQueue[tuple[str, AssignmentRequest] | None]
+        self._requests = queue.SimpleQueue()
+        self._wanted: set[str] = set()
+        self.complaints: deque[str] = deque()
+        """What went wrong, for the main thread to warn of."""
+        self._thread = threading.Thread(target=self._run, name="assignments", daemon=True)
+        self._thread.start()
+
+    def request(self, key: str, request: AssignmentRequest) -> None:
+        """Plan an iteration and publish it under a key."""
+        self._wanted.add(key)
+        self._requests.put((key, request))
+
+    def withdraw(self, key: str) -> None:
+        """Say that a key is published, so that it isn't published again after its deletion."""
+        self._wanted.discard(key)
+
+    def close(self) -> None:
+        """End thread and process."""
+        self._wanted.clear()
+        self._requests.put(None)
+        self._process.kill()
+        self._thread.join()
+        self._process.stop()
+
+    def _run(self) -> None:
+        while (item := self._requests.get()) is not None:
+            key, request = item
+            if key not in self._wanted:
+                continue
+            text = self._plan(request)
+            if key in self._wanted:
+                try:
+                    self._store.publish(key, text)
+                except RuntimeError as error:
+                    # The store's server has gone, and the run with it.
+                    self.complaints.append(f"A producer can't reach the store: {error}")
+                    return
+
+    def _plan(self, request: AssignmentRequest) -> str:
+        try:
+            return self._process.plan(request)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            if self._wanted:
+                self.complaints.append(
+                    f"The planning process has died ({type(error).__name__}); this iteration is "
+                    "planned in the trainer's own process, the next one in a new one."
+                )
+            return plan_text(request)

@@ -1,0 +1,153 @@
+"""Samples of token ids as pieces that fit the context: cut, split or refused where they are longer.
+
+A dataset's sample is a row of token ids (tensor, array or list), or a mapping with one as
+"input_ids", whose other entries of the same length (labels, masks) are cut alike. Everything after
+this module counts pieces: a sample that is split counts as several.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lightning_hetero.core.errors import BatchError, ConfigurationError
+
+__all__ = ["OnOverlong", "TokenSamples", "cut_sample", "num_tokens", "spans_of"]
+
+_IntArray = NDArray[np.int64]
+
+
+class OnOverlong(StrEnum):
+    """What becomes of a sample that is longer than the context."""
+
+    CUT = "cut"
+    """Its first tokens are kept."""
+    SPLIT = "split"
+    """It becomes several samples."""
+    REFUSE = "refuse"
+    """An error names it."""
+
+
+class TokenSamples:
+    """The pieces of a map-style dataset.
+
+    Args:
+        dataset: Anything with `len` and integer indices.
+        lengths: Tokens of each sample; checked when a sample is read.
+        context_length: Most tokens of a piece.
+        on_overlong: What becomes of longer samples.
+
+    Raises:
+        ConfigurationError: Lengths don't match the dataset, or a sample is empty.
+        BatchError: A sample is too long and `on_overlong` is "refuse".
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: ArrayLike,
+        *,
+        context_length: int,
+        on_overlong: OnOverlong | str = OnOverlong.CUT,
+    ) -> None:
+        if context_length < 1:
+            raise ConfigurationError(f"context_length is {context_length}; it must be 1 or more.")
+        self.dataset = dataset
+        self._whole = _checked(lengths, len(dataset))
+        action = OnOverlong(on_overlong)
+        if action is OnOverlong.REFUSE and (self._whole > context_length).any():
+            index = int(self._whole.argmax())
+            _refuse(index, int(self._whole[index]), context_length)
+        if action is OnOverlong.SPLIT:
+            counts = -(-self._whole // context_length)
+        else:
+            counts = np.ones_like(self._whole)
+        self._sample_of = np.repeat(np.arange(len(self._whole)), counts)
+        first_piece = np.cumsum(counts) - counts
+        number = np.arange(len(self._sample_of)) - first_piece[self._sample_of]
+        self._starts: _IntArray = number * context_length
+        left = self._whole[self._sample_of] - self._starts
+        self.lengths: _IntArray = np.minimum(left, context_length)
+        """Tokens of each piece."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a piece, of the sample's own kind.
+
+        Raises:
+            BatchError: The sample has another length than was said.
+        """
+        sample_index = int(self._sample_of[index])
+        sample = self.dataset[sample_index]
+        found, expected = num_tokens(sample), int(self._whole[sample_index])
+        if found != expected:
+            raise BatchError(
+                f"Sample {sample_index} has {found} tokens but its length is known as {expected}. "
+                "Give the dataset's true lengths, or delete the file that they were cached in."
+            )
+        start = int(self._starts[index])
+        return cut_sample(sample, start, start + int(self.lengths[index]))
+
+
+def num_tokens(sample: Any) -> int:
+    """Return how many tokens a sample has."""
+    return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
+
+
+def cut_sample(sample: Any, start: int, stop: int) -> Any:
+    """Return a run of a sample's tokens, and of whatever goes with each token."""
+    length = num_tokens(sample)
+    if (start, stop) == (0, length):
+        return sample
+    if not isinstance(sample, Mapping):
+        return sample[start:stop]
+    return {
+        key: value[start:stop] if _is_row(value) and len(value) == length else value
+        for key, value in sample.items()
+    }
+
+
+def spans_of(
+    length: int, index: int, *, context_length: int, on_overlong: OnOverlong
+) -> list[tuple[int, int]]:
+    """Return (start, stop) of a sample's pieces; BatchError if it is too long and refused."""
+    if length <= context_length:
+        return [(0, length)]
+    if on_overlong is OnOverlong.REFUSE:
+        _refuse(index, length, context_length)
+    if on_overlong is OnOverlong.CUT:
+        return [(0, context_length)]
+    return [
+        (start, min(start + context_length, length)) for start in range(0, length, context_length)
+    ]
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+
+
+def _checked(lengths: ArrayLike, num_samples: int) -> _IntArray:
+    array = np.asarray(lengths)
+    if array.shape != (num_samples,) or not np.issubdtype(array.dtype, np.integer):
+        raise ConfigurationError(
+            f"Lengths have shape {array.shape} and type {array.dtype} but the dataset has "
+            f"{num_samples} samples; give one integer a sample."
+        )
+    if num_samples == 0 or array.min() < 1:
+        raise ConfigurationError(
+            f"Sample {int(array.argmin())} is empty; drop it from the dataset."
+            if num_samples
+            else "The dataset has 0 samples; give at least one."
+        )
+    return array.astype(np.int64)
+
+
+def _refuse(index: int, length: int, context_length: int) -> None:
+    raise BatchError(
+        f"Sample {index} has {length} tokens but context_length is {context_length} and "
+        'on_overlong is "refuse". Drop it, or choose on_overlong="cut" or "split".'
+    )

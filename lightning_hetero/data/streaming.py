@@ -1,0 +1,148 @@
+"""Iterations of a stream: nothing is known of it but what has been read ahead.
+
+Samples come in the stream's order, or shuffled within a buffer, and an iteration takes them until
+the next would exceed the budget. What lies ahead of the iteration that trains is the look-ahead
+buffer: its lengths are known, so it can be planned. A stream that is resumed is read from its start
+and what was consumed is thrown away, which any topology does alike.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.data.order import Cursor, Drawn
+from lightning_hetero.data.samples import OnOverlong, cut_sample, num_tokens, spans_of
+
+__all__ = ["StreamOrder", "is_stream"]
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether a dataset can only be read from its start."""
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or not sized
+
+
+class StreamOrder:
+    """The iterations of a stream, which every rank reads in the same order.
+
+    Args:
+        dataset: Yields the same samples on every rank, each time it is iterated; its `set_epoch`
+            is called if it has one.
+        tokens_per_step: Most tokens of an iteration.
+        context_length: Most tokens of a sample.
+        on_overlong: What becomes of longer ones.
+        seed: Seed of the shuffle.
+        shuffle_buffer: Samples among which the next is drawn; 1 keeps the stream's order.
+        min_samples: Samples that each iteration has at least, even above the budget.
+        read_ahead: Whether a process of its own reads the stream, if it is torch's kind.
+
+    Raises:
+        ConfigurationError: A number is out of range; while drawing, the stream is too short.
+    """
+
+    def __init__(  # noqa: PLR0913 - options of the data module
+        self,
+        dataset: Iterable[Any],
+        *,
+        tokens_per_step: int,
+        context_length: int,
+        on_overlong: OnOverlong | str = OnOverlong.CUT,
+        seed: int = 0,
+        shuffle_buffer: int = 1,
+        min_samples: int = 1,
+        read_ahead: bool = False,
+    ) -> None:
+        if not 1 <= context_length <= tokens_per_step or shuffle_buffer < 1:
+            raise ConfigurationError(
+                f"A stream has context_length {context_length}, tokens_per_step {tokens_per_step} "
+                f"and shuffle_buffer {shuffle_buffer}; a step must hold a context, and each must "
+                "be 1 or more."
+            )
+        self._dataset = dataset
+        self._tokens_per_step = tokens_per_step
+        self._context_length = context_length
+        self._on_overlong = OnOverlong(on_overlong)
+        self._seed = seed
+        self._shuffle_buffer = shuffle_buffer
+        self._min_samples = min_samples
+        self._reader: Iterable[Any] = dataset
+        if read_ahead and isinstance(dataset, IterableDataset):
+            # One process, because several would change the order.
+            self._reader = DataLoader(dataset, batch_size=None, collate_fn=_as_is, num_workers=1)
+
+    def draw(self, cursor: Cursor) -> Iterator[Drawn]:
+        """Yield the iterations from a cursor to the end of its epoch."""
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(cursor.epoch)
+        samples = islice(self._shuffled(cursor.epoch), cursor.num_samples, None)
+        before = cursor
+        for group in self._groups(samples):
+            after = Cursor(
+                epoch=cursor.epoch,
+                num_samples=before.num_samples + len(group),
+                num_iterations=before.num_iterations + 1,
+            )
+            lengths = np.array([num_tokens(sample) for sample in group], dtype=np.int64)
+            yield Drawn(samples=group, lengths=lengths, before=before, after=after)
+            before = after
+
+    def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
+        """Yield the samples of each iteration; one too small for the ranks joins the one before."""
+        complete: list[Any] = []
+        group: list[Any] = []
+        tokens = 0
+        for sample in samples:
+            length = num_tokens(sample)
+            if tokens + length > self._tokens_per_step and len(group) >= self._min_samples:
+                if complete:
+                    yield complete
+                complete, group, tokens = group, [], 0
+            group.append(sample)
+            tokens += length
+        if len(group) >= self._min_samples and complete:
+            yield complete
+            complete = []
+        if complete or group:
+            self._check_last(complete + group)
+            yield complete + group
+
+    def _check_last(self, group: list[Any]) -> None:
+        if len(group) < self._min_samples:
+            raise ConfigurationError(
+                f"What is left of the stream are {len(group)} samples but an iteration needs "
+                f"{self._min_samples}, one a rank. Use fewer ranks or a longer stream."
+            )
+
+    def _shuffled(self, epoch: int) -> Iterator[Any]:
+        """Yield the pieces, each drawn from a buffer of the next ones."""
+        pieces = self._pieces()
+        if self._shuffle_buffer == 1:
+            yield from pieces
+            return
+        generator = np.random.default_rng((self._seed, epoch))
+        buffer = list(islice(pieces, self._shuffle_buffer))
+        for piece in pieces:
+            place = int(generator.integers(len(buffer)))
+            chosen, buffer[place] = buffer[place], piece
+            yield chosen
+        for place in generator.permutation(len(buffer)).tolist():
+            yield buffer[place]
+
+    def _pieces(self) -> Iterator[Any]:
+        for index, sample in enumerate(self._reader):
+            length = num_tokens(sample)
+            if length == 0:
+                raise ConfigurationError(f"Sample {index} of the stream is empty; drop it.")
+            for start, stop in spans_of(
+                length, index, context_length=self._context_length, on_overlong=self._on_overlong
+            ):
+                yield cut_sample(sample, start, stop)
+
+
+def _as_is(sample: Any) -> Any:
+    return sample
