@@ -1,1 +1,29 @@
-"""Batches and how they reach the ranks."""
+"""Batches and how they reach the ranks.
+
+Read in this order: `order` (which samples an iteration takes), `candidates` (the plans it may run
+under), `planning` and `producers` (who assigns them, ahead of time), `tickets` (what a rank gets),
+`loader` and `module` (what a Trainer iterates). `dealing` is for ordinary data loaders.
+"""
+
+from lightning_hetero.data.assigned import AssignedBatch
+from lightning_hetero.data.assignment_store import AssignmentStore, DistributedStore, LocalStore
+from lightning_hetero.data.candidates import Candidates
+from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.data.order import Cursor, EpochOrder
+from lightning_hetero.data.planning import AheadOptions
+from lightning_hetero.data.sampler import TwoStageBatchSampler
+from lightning_hetero.data.samples import OnOverlong
+
+__all__ = [
+    "AheadOptions",
+    "AssignedBatch",
+    "AssignmentStore",
+    "Candidates",
+    "Cursor",
+    "DistributedStore",
+    "EpochOrder",
+    "HeteroDataModule",
+    "LocalStore",
+    "OnOverlong",
+    "TwoStageBatchSampler",
+]

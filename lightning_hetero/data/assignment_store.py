@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 __all__ = ["AssignmentStore", "DistributedStore", "LocalStore", "open_store"]
 
@@ -112,4 +112,4 @@ def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalStore()
-    return DistributedStore(dist.PrefixStore(agree(own_name), _get_default_store()))
+    return DistributedStore(PrefixStore(agree(own_name), _get_default_store()))

@@ -1,4 +1,4 @@
-"""The plans an iteration may run under, as the data sees them: pipelines' costs and ranks' places."""
+"""The plans an iteration may run under as the data sees them: pipelines, their costs and ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +47,11 @@ class Candidates:
             a=_QUADRATIC_WEIGHT, b=1.0, c=0.0, max_len=_UNLIMITED, util_len=_UNLIMITED, num_stages=1
         )
         return cls(costs=((cost,) * world_size,))
+
+    def first(self) -> Self:
+        """Return the first candidate alone."""
+        plans = None if self.plans is None else self.plans[:1]
+        return replace(self, costs=self.costs[:1], plans=plans)
 
     def pipeline_index(self, plan_index: int, global_rank: int) -> int | None:
         """Return a rank's pipeline under a plan, None if it is idle."""

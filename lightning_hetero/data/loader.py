@@ -8,14 +8,16 @@ were not handed out don't count, nor does the one that a Trainer fetches ahead o
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
 from lightning_hetero.data.assigned import AssignedBatch
-from lightning_hetero.data.order import Cursor
 from lightning_hetero.data.progress import Progress
 from lightning_hetero.data.tickets import Ticket, TicketDealer
+
+if TYPE_CHECKING:
+    from lightning_hetero.data.order import Cursor
 
 __all__ = ["AssignedLoader", "BatchMaker", "SizedLoader"]
 

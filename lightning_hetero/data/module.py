@@ -7,6 +7,7 @@ train. Under a strategy without plans (DDP, one device) each rank is a pipeline 
 
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.assignment_store import open_store
+from lightning_hetero.data.assignment_store import LocalStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.lengths import cached_lengths
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader
-from lightning_hetero.data.order import EpochOrder, IterationSource
+from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource
 from lightning_hetero.data.planning import AheadOptions, AheadPlanner
 from lightning_hetero.data.progress import Progress
 from lightning_hetero.data.samples import OnOverlong, TokenSamples
@@ -29,3 +30,264 @@ from lightning_hetero.data.tickets import TicketDealer
 from lightning_hetero.models import PackedCollate
 
 __all__ = ["HeteroDataModule"]
+
+_NUM_SAMPLED = 20_000
+_NUM_STREAMED = 8  # Iterations of a stream that stand for its lengths.
+
+
+class HeteroDataModule(pl.LightningDataModule):
+    """Train on samples of different lengths, each once an epoch, balanced over the pipelines.
+
+    Args:
+        train_dataset: Samples of token ids (see `data.samples`): map-style, or a stream that yields
+            the same samples on every rank.
+        val_dataset: The same for validation, in order, under the first plan.
+        tokens_per_step: Tokens of an iteration on all pipelines together: on average for datasets
+            of known lengths (see `data.order`), at most for streams.
+        context_length: Most tokens of a sample.
+        on_overlong: Whether longer ones are "cut", "split" or "refuse"d.
+        lengths: Tokens of each training sample; None reads them once and keeps them in a file.
+        val_lengths: The same of validation.
+        lengths_file: The file for training; None takes one in the user's cache folder.
+        seed: Seed of the shuffle, the same on every rank.
+        num_workers: Processes that read samples and collate; a stream uses one at most.
+        collate: Makes a micro-batch of a list of samples; None packs them end to end.
+        shuffle_buffer: Samples of a stream among which the next is drawn; 1 keeps its order.
+        ahead: How far ahead iterations are planned, and by how many processes.
+
+    Raises:
+        ConfigurationError: Numbers that don't go together.
+        BatchError: In `setup`: a sample is too long and is refused.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a user may say of the data
+        self,
+        train_dataset: Any,
+        val_dataset: Any = None,
+        *,
+        tokens_per_step: int,
+        context_length: int,
+        on_overlong: OnOverlong | str = OnOverlong.CUT,
+        lengths: ArrayLike | None = None,
+        val_lengths: ArrayLike | None = None,
+        lengths_file: str | Path | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle_buffer: int = 1,
+        ahead: AheadOptions | None = None,
+    ) -> None:
+        super().__init__()
+        if context_length < 1 or tokens_per_step < context_length:
+            raise ConfigurationError(
+                f"tokens_per_step is {tokens_per_step} and context_length {context_length}; an "
+                "iteration must hold at least one whole context. Raise the one or lower the other."
+            )
+        self.tokens_per_step = tokens_per_step
+        self.context_length = context_length
+        self._on_overlong = OnOverlong(on_overlong)
+        self._datasets = {"train": train_dataset, "val": val_dataset}
+        self._lengths = {"train": lengths, "val": val_lengths}
+        self._files = {"train": None if lengths_file is None else Path(lengths_file), "val": None}
+        self._seed = seed
+        self._num_workers = num_workers
+        self._collate = collate or PackedCollate()
+        self._shuffle_buffer = shuffle_buffer
+        self._ahead = ahead or AheadOptions()
+        self._samples: dict[str, TokenSamples] = {}
+        self._progress: Progress | None = None
+        self._planner: AheadPlanner | None = None
+        self._train_loader: AssignedLoader | None = None
+        if val_dataset is None:
+            # Lightning validates if the hook is overridden, and warns of an empty loader.
+            self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
+
+    # -- hooks of Lightning ---------------------------------------------------------------------
+
+    @override
+    def prepare_data(self) -> None:
+        for split in self._sized():
+            self._find_lengths(split)
+
+    @override
+    def setup(self, stage: str) -> None:
+        for split in self._sized():
+            if split not in self._samples:
+                self._samples[split] = TokenSamples(
+                    self._datasets[split],
+                    self._find_lengths(split),
+                    context_length=self.context_length,
+                    on_overlong=self._on_overlong,
+                )
+        self._progress = self._new_progress()
+
+    @override
+    def train_dataloader(self) -> AssignedLoader:
+        candidates = self._find_candidates()
+        assert self._progress is not None, "setup comes before train_dataloader"
+        self._train_loader = self._make_loader(
+            "train", candidates, self._progress, num_trained=self._num_trained
+        )
+        return self._train_loader
+
+    @override
+    def val_dataloader(self) -> AssignedLoader:
+        return self._make_loader("val", self._find_candidates().first(), Progress(), restarts=True)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._train_loader is not None:
+            return self._train_loader.state_dict()
+        return {} if self._progress is None else self._progress.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._progress is None:
+            self._progress = self._new_progress()
+        self._progress.load_state_dict(state_dict)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if self._planner is not None:
+            self._planner.close()
+        self._planner = self._train_loader = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.teardown("fit")
+
+    # -- while it trains ------------------------------------------------------------------------
+
+    @property
+    def planning_stall_s(self) -> float:
+        """Seconds that the trainer waited for the latest iteration to be drawn and planned."""
+        return 0.0 if self._train_loader is None else self._train_loader.stall_s
+
+    def set_slowdowns(self, by_rank: Sequence[float]) -> int:
+        """Give less work to slow ranks; see `TicketDealer.set_slowdowns`."""
+        return self._training_dealer().set_slowdowns(by_rank)
+
+    def set_candidates(self, candidates: Candidates) -> int:
+        """Assign under other plans; see `TicketDealer.set_slowdowns`."""
+        return self._training_dealer().set_candidates(candidates)
+
+    def sample_lengths(self) -> NDArray[np.int64]:
+        """Return the lengths of training samples as they will be, or of a fair part of them."""
+        if "train" in self._samples:
+            lengths = self._samples["train"].lengths
+            if len(lengths) <= _NUM_SAMPLED:
+                return lengths
+            return np.random.default_rng(self._seed).choice(lengths, _NUM_SAMPLED, replace=False)
+        drawn = self._make_source("train", 1).draw(Cursor())
+        return np.concatenate([item.lengths for item in islice(drawn, _NUM_STREAMED)])
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _sized(self) -> list[str]:
+        """Return the splits whose datasets have an index."""
+        return [
+            split
+            for split, dataset in self._datasets.items()
+            if dataset is not None and not is_stream(dataset)
+        ]
+
+    def _find_lengths(self, split: str) -> ArrayLike:
+        lengths = self._lengths[split]
+        if lengths is None:
+            lengths = self._lengths[split] = cached_lengths(
+                self._datasets[split], file=self._files[split], num_workers=self._num_workers
+            )
+        return lengths
+
+    def _new_progress(self) -> Progress:
+        if "train" in self._samples:
+            return Progress(seed=self._seed, num_samples=len(self._samples["train"]))
+        return Progress(seed=self._seed, shuffle_buffer=self._shuffle_buffer)
+
+    def _find_candidates(self) -> Candidates:
+        strategy: Any = None if self.trainer is None else self.trainer.strategy
+        plans = getattr(strategy, "candidate_plans", None)
+        if not plans:
+            return Candidates.equal_ranks(1 if self.trainer is None else self.trainer.world_size)
+        costs = getattr(strategy, "candidate_costs", None) or tuple(
+            assumed_costs(
+                plan, context_length=self.context_length, tokens_per_step=self.tokens_per_step
+            )
+            for plan in plans
+        )
+        return Candidates(plans=tuple(plans), costs=tuple(costs))
+
+    def _make_source(self, split: str, min_samples: int) -> IterationSource:
+        training = split == "train"
+        if split in self._samples:
+            return EpochOrder(
+                self._samples[split].lengths,
+                tokens_per_step=self.tokens_per_step,
+                seed=self._seed,
+                shuffle=training,
+                min_samples=min_samples,
+            )
+        return StreamOrder(
+            self._datasets[split],
+            tokens_per_step=self.tokens_per_step,
+            context_length=self.context_length,
+            on_overlong=self._on_overlong,
+            seed=self._seed,
+            shuffle_buffer=self._shuffle_buffer if training else 1,
+            min_samples=min_samples,
+            read_ahead=self._num_workers > 0,
+        )
+
+    def _make_loader(
+        self, split: str, candidates: Candidates, progress: Progress, **options: Any
+    ) -> AssignedLoader:
+        by_pipeline = candidates.plans is not None
+        global_rank = 0 if self.trainer is None else self.trainer.global_rank
+        source = self._make_source(split, 1 if by_pipeline else len(candidates.costs[0]))
+        dealer = TicketDealer(
+            source,
+            self._open_planner(),
+            candidates,
+            global_rank=global_rank,
+            seed=self._seed,
+            name=split,
+        )
+        samples = self._samples.get(split)
+        maker = BatchMaker(samples, self._collate, by_pipeline=by_pipeline)
+        if isinstance(source, EpochOrder):
+            return SizedLoader(
+                dealer,
+                maker,
+                progress,
+                num_iterations=len(source),
+                num_workers=self._num_workers,
+                **options,
+            )
+        return AssignedLoader(dealer, maker, progress, **options)
+
+    def _open_planner(self) -> AheadPlanner:
+        if self._planner is None:
+            if self.trainer is None:
+                self._planner = AheadPlanner(LocalStore(), options=self._ahead)
+            else:
+                self._planner = AheadPlanner(
+                    open_store(self.trainer.strategy.broadcast, uuid.uuid4().hex),
+                    global_rank=self.trainer.global_rank,
+                    world_size=self.trainer.world_size,
+                    options=self._ahead,
+                )
+        return self._planner
+
+    def _num_trained(self) -> int | None:
+        """Return how many iterations of the epoch the Trainer has trained."""
+        if self.trainer is None:
+            return None
+        tracked: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(tracked.processed)
+
+    def _training_dealer(self) -> TicketDealer:
+        if self._train_loader is None:
+            raise ConfigurationError(
+                "The training loader isn't made yet; call this from `on_train_start` on."
+            )
+        return self._train_loader.dealer

@@ -16,6 +16,9 @@ from lightning_hetero.data.producers import Producer
 
 __all__ = ["AheadOptions", "AheadPlanner"]
 
+_UNAIDED = "!"
+"""Marks a text that a trainer has planned by itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AheadOptions:
@@ -88,13 +91,13 @@ class AheadPlanner:
         """
         text = self._wait(serial, key)
         if text is None:
-            text = self._store.publish(key, plan_text(request))
+            text = self._store.publish(key, _UNAIDED + plan_text(request))
         if self._producer is not None:
             self._producer.withdraw(key)
             while self._producer.complaints:
                 warnings.warn(self._producer.complaints.popleft(), stacklevel=2)
         self._store.retire(key, self._world_size)
-        return read_text(text)
+        return read_text(text.removeprefix(_UNAIDED))
 
     def close(self) -> None:
         """End this rank's producer."""
@@ -109,7 +112,8 @@ class AheadPlanner:
         patience_s = 0.0 if index in self._late else self.options.patience_s
         text = self._store.wait(key, patience_s)
         if text is not None:
-            self._late.discard(index)
+            if not text.startswith(_UNAIDED):
+                self._late.discard(index)
         elif index not in self._late:
             self._late.add(index)
             warnings.warn(

@@ -27,7 +27,7 @@ _PROGRAM = (
 
 
 class PlanningProcess:
-    """A process that assigns; started at once, started again after it has died."""
+    """A process that assigns."""
 
     def __init__(self) -> None:
         self._process = self._start()
@@ -38,16 +38,18 @@ class PlanningProcess:
         return self._process.pid
 
     def plan(self, request: AssignmentRequest) -> str:
-        """Return what `plan_text` does; OSError, EOFError if the process dies meanwhile."""
-        if self._process.poll() is not None:
-            self.stop()
-            self._process = self._start()
+        """Return what `plan_text` does; OSError or EOFError if the process has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         pickle.dump(request, self._process.stdin)
         self._process.stdin.flush()
         text: str = pickle.load(self._process.stdout)
         return text
+
+    def restart(self) -> None:
+        """Put a new process in its place."""
+        self.stop()
+        self._process = self._start()
 
     def kill(self) -> None:
         """End the process; any thread may, also while another waits for an answer."""
@@ -129,9 +131,9 @@ class Producer:
         try:
             return self._process.plan(request)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            if self._wanted:
-                self.complaints.append(
-                    f"The planning process has died ({type(error).__name__}); this iteration is "
-                    "planned in the trainer's own process, the next one in a new one."
-                )
+            self._process.restart()
+            self.complaints.append(
+                f"The planning process has died ({type(error).__name__}); this iteration is "
+                "planned in the trainer's own process, the next one in a new one."
+            )
             return plan_text(request)

@@ -1,4 +1,4 @@
-"""What of the data a run has consumed: saved with its checkpoints, read back by any other topology."""
+"""What of the data a run has consumed: saved with checkpoints, read by any other topology."""
 
 from collections.abc import Mapping
 from typing import Any

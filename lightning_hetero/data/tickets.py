@@ -55,7 +55,7 @@ class TicketDealer:
         name: Sets its keys apart from those of other dealers with this planner.
     """
 
-    def __init__(  # noqa: PLR0913 - what dealing consists of
+    def __init__(
         self,
         source: IterationSource,
         planner: AheadPlanner,
@@ -166,4 +166,6 @@ def _samples(
 ) -> tuple[tuple[Any, ...], ...]:
     if index is None:
         return ()
-    return tuple(tuple(drawn.samples[i] for i in batch) for batch in assignment.micro_batches[index])
+    return tuple(
+        tuple(drawn.samples[i] for i in batch) for batch in assignment.micro_batches[index]
+    )

@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist

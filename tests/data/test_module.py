@@ -1,0 +1,163 @@
+"""The data module under an ordinary Trainer on one device: accounting, resuming, validation."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.models import PackedBatch
+from tests.data.rows import Rows, RowStream, indices, lengths_of
+from tests.toy import quiet
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
+LENGTHS = lengths_of(60)
+UNAIDED = AheadOptions(num_producers=0)
+
+
+def data(*, stream: bool = False, **options: Any) -> HeteroDataModule:
+    fields: dict[str, Any] = {"tokens_per_step": 80, "context_length": 40, "seed": 3}
+    fields |= {"collate": indices, "ahead": UNAIDED}
+    if not stream:
+        fields |= {"lengths": LENGTHS, "val_lengths": LENGTHS}
+    dataset = RowStream(LENGTHS) if stream else Rows(LENGTHS)
+    return HeteroDataModule(dataset, **(fields | options))
+
+
+class Collects(L.LightningModule):
+    """Keeps the samples that its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: list[int], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch)
+        return self.layer(torch.tensor([[float(len(batch))]])).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Validates(Collects):
+    """Keeps those of its validation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[list[int]] = []
+
+    def validation_step(self, batch: list[int], batch_idx: int) -> None:
+        self.validated.append(batch)
+
+
+def fit(
+    datamodule: HeteroDataModule, checkpoint: Path | None = None, **options: Any
+) -> list[list[int]]:
+    module = Collects()
+    trainer = L.Trainer(**quiet(max_epochs=2, devices=1) | options)
+    trainer.fit(module, datamodule, ckpt_path=checkpoint, weights_only=False)
+    return module.seen
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_run_resumed_after_any_step_sees_what_the_whole_run_sees(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    buffer = 9 if stream else 1
+    whole = fit(data(stream=stream, shuffle_buffer=buffer), callbacks=[Saves(tmp_path)])
+    steps = 1 + [sum(map(len, whole[: n + 1])) for n in range(len(whole))].index(60)
+    for epoch in (whole[:steps], whole[steps:]):
+        assert sorted(i for batch in epoch for i in batch) == list(range(60))
+    assert whole[:steps] != whole[steps:]
+    for step in (1, steps - 1, steps, steps + 1):
+        workers = 2 if step == steps + 1 else 0
+        again = data(stream=stream, shuffle_buffer=buffer, num_workers=workers)
+        assert whole[:step] + fit(again, tmp_path / f"{step}.ckpt") == whole, step
+
+
+def test_a_new_run_starts_afresh_and_limits_end_an_epoch_early() -> None:
+    datamodule = data()
+    first = fit(datamodule, max_epochs=1, limit_train_batches=3)
+    again = fit(datamodule, limit_train_batches=3)
+    assert again[:3] == first
+    assert again == [batch for epoch in range(2) for batch in fit_whole_epoch(epoch)[:3]]
+
+
+def fit_whole_epoch(epoch: int) -> list[list[int]]:
+    datamodule = data()
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
+    loader.set_epoch(epoch)
+    return list(loader)
+
+
+def test_validation_takes_every_sample_once_in_order_each_time() -> None:
+    datamodule = data(val_dataset=Rows(LENGTHS))
+    module = Validates()
+    trainer = L.Trainer(**quiet(max_epochs=2, devices=1, num_sanity_val_steps=2))
+    trainer.fit(module, datamodule)
+    passes = module.validated[2:]
+    half = len(passes) // 2
+    assert passes[:half] == passes[half:]
+    assert [i for batch in passes[:half] for i in sorted(batch)] == list(range(60))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_planned_ahead_and_fetched_ahead_without_counting(num_workers: int) -> None:
+    datamodule = data(
+        num_workers=num_workers, ahead=AheadOptions(num_producers=1, patience_s=200.0)
+    )
+    datamodule.setup("fit")
+    loader = datamodule.train_dataloader()
+    batches = iter(loader)
+    given = [next(batches) for _ in range(3)]
+    state = datamodule.state_dict()
+    assert state["cursor"]["num_samples"] == sum(map(len, given))
+    assert state["cursor"]["num_iterations"] == 3
+    assert loader.dealer.num_drawn > 3
+    assert datamodule.planning_stall_s >= 0.0
+    resumed = data()
+    resumed.setup("fit")
+    resumed.load_state_dict(state)
+    assert list(resumed.train_dataloader()) == list(batches)
+    datamodule.teardown("fit")
+
+
+def test_samples_are_packed_by_default() -> None:
+    datamodule = data(collate=None, on_overlong="split", context_length=16)
+    datamodule.setup("fit")
+    batches = list(datamodule.train_dataloader())
+    assert all(isinstance(batch, PackedBatch) for batch in batches)
+    assert sum(batch.num_tokens for batch in batches) == sum(LENGTHS)
+    assert max(batch.max_seqlen for batch in batches) <= 16
+    assert datamodule.sample_lengths().sum() == sum(LENGTHS)
+    assert data(stream=True).sample_lengths().max() <= 40
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one whole context"):
+        data(tokens_per_step=30)
+    with pytest.raises(ConfigurationError, match="isn't made yet"):
+        data().set_slowdowns([1.0])
+    saved = data()
+    saved.setup("fit")
+    other = data(seed=4)
+    other.setup("fit")
+    with pytest.raises(CheckpointError, match="seed"):
+        other.load_state_dict(saved.state_dict())

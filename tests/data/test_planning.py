@@ -1,0 +1,296 @@
+"""Producers plan ahead; whatever becomes of them, every rank deals the same samples once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from itertools import islice
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
+from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.errors import AssignmentError, ConfigurationError
+from lightning_hetero.data import producers
+from lightning_hetero.data.assignment_store import AssignmentStore, DistributedStore, LocalStore
+from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
+from lightning_hetero.data.order import Cursor, EpochOrder
+from lightning_hetero.data.planning import AheadOptions, AheadPlanner
+from lightning_hetero.data.producers import PlanningProcess, Producer
+from lightning_hetero.data.tickets import Ticket, TicketDealer
+from tests.core.sample_plans import random_plan
+from tests.data.rows import dealers, equal_costs, lengths_of
+
+PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
+
+
+def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:
+    return AssignmentRequest(
+        lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),), seed=1
+    )
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Candidates, int]:
+    """Draw candidate plans of one model and the number of ranks."""
+    rng = Random(draw(st.integers(0, 10_000)))
+    plans, world_sizes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        plan, world_size = random_plan(rng, max_ranks=6, max_layers=4, degrees=(1, 2))
+        plans.append(plan)
+        world_sizes.append(world_size)
+    costs = tuple(assumed_costs(plan, context_length=40, tokens_per_step=150) for plan in plans)
+    return Candidates(plans=tuple(plans), costs=costs), max(world_sizes)
+
+
+def by_pipeline(candidates: Candidates, tickets: list[Ticket]) -> list[int]:
+    """Check one iteration's tickets of all ranks against each other; return its samples."""
+    plan_index = tickets[0].plan_index
+    assert {ticket.plan_index for ticket in tickets} == {plan_index}
+    assert candidates.plans is not None
+    plan = candidates.plans[plan_index]
+    samples: list[int] = []
+    first_index = 0
+    for pipeline in plan.pipelines:
+        own = {tickets[rank].micro_batches for rank in pipeline.ranks}
+        assert len(own) == 1, "ranks of a pipeline differ"
+        assert {tickets[rank].first_index for rank in pipeline.ranks} == {first_index}
+        (batches,) = own
+        first_index += len(batches)
+        samples += [index for batch in batches for index in batch]
+    idle = set(range(len(tickets))) - set(plan.ranks)
+    assert all(tickets[rank].micro_batches == () for rank in idle)
+    return samples
+
+
+@settings(deadline=None, max_examples=60)
+@given(runs(), runs(), st.integers(0, 3), st.data())
+def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
+    first, second, seed, data
+) -> None:
+    lengths = lengths_of(data.draw(st.integers(1, 60)), longest=40, seed=seed)
+    order = EpochOrder(lengths, tokens_per_step=150, seed=seed)
+    cut = data.draw(st.integers(0, len(order)))
+    seen: list[int] = []
+    cursor = Cursor()
+    for (candidates, world_size), count in ((first, cut), (second, len(order) - cut)):
+        ranks = [dealer.deal(cursor) for dealer in dealers(order, candidates, world_size)]
+        for tickets in islice(zip(*ranks, strict=True), count):
+            found = by_pipeline(candidates, list(tickets))
+            index = tickets[0].plan_index
+            for j in range(candidates.plans[index].num_pipelines):
+                rank = candidates.plans[index].pipelines[j].ranks[0]
+                limit = candidates.costs[index][j].max_len
+                for batch in tickets[rank].micro_batches:
+                    assert sum(lengths[i] for i in batch) <= limit
+            assert sum(lengths[i] for i in found) <= 150 + max(lengths)
+            seen += found
+            cursor = tickets[0].after
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("kind", ["memory", "torch"])
+def test_the_first_text_counts_and_goes_when_all_have_read_it(kind: str) -> None:
+    store: AssignmentStore
+    if kind == "memory":
+        store = LocalStore()
+    else:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = DistributedStore(dist.PrefixStore("run", server))
+    assert store.wait("key", 0.01) is None
+    threading.Timer(0.05, store.publish, ("key", "first")).start()
+    assert store.wait("key", 100.0) == "first"
+    assert store.publish("key", "second") == "first"
+    store.retire("key", 2)
+    assert store.wait("key", 0.0) == "first"
+    store.retire("key", 2)
+    assert store.wait("key", 0.0) is None
+    if kind == "torch":
+        assert not [key for key in server.list_keys() if "key" in key]
+
+
+def test_a_planning_process_says_what_planning_here_says() -> None:
+    process = PlanningProcess()
+    wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
+    assert [process.plan(item) for item in wanted] == [plan_text(item) for item in wanted]
+    with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
+        read_text(process.plan(request(999)))
+    process.kill()
+    with pytest.raises((OSError, EOFError)):
+        process.plan(wanted[0])
+    process.restart()
+    assert process.plan(wanted[0]) == plan_text(wanted[0])
+    process.stop()
+
+
+def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
+    root = os.getcwd()
+    program = producers._PROGRAM.format(root=root).replace("serve()", "print(sorted(sys.modules))")
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "'lightning_hetero.assign.requests'" in found.stdout
+    assert "'torch'" not in found.stdout
+    assert "'lightning'" not in found.stdout
+
+
+def deal_all(dealer: TicketDealer, num_epochs: int = 1) -> list[Ticket]:
+    return [ticket for epoch in range(num_epochs) for ticket in dealer.deal(Cursor(epoch=epoch))]
+
+
+def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
+    order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
+    candidates = Candidates.equal_ranks(2)
+    expected = deal_all(dealers(order, candidates, 1)[0])
+    store, process = LocalStore(), PlanningProcess()
+    producer = Producer(store, process)
+    planner = AheadPlanner(store, options=PATIENT, producer=producer)
+    tickets = TicketDealer(order, planner, candidates).deal(Cursor())
+    first_pid = process.pid
+    found = list(islice(tickets, 4))
+    os.kill(first_pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match="planning process has died"):
+        found += tickets
+    assert process.pid != first_pid
+    planner.close()
+    assert found == expected
+
+
+class Blocked(PlanningProcess):
+    """A process that answers only when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Event()
+
+    def plan(self, request: AssignmentRequest) -> str:
+        assert self.allowed.wait(200)
+        return plan_text(request)
+
+    def kill(self) -> None:
+        self.allowed.set()
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_nothing() -> None:
+    order = EpochOrder(lengths_of(150), tokens_per_step=100, seed=1)
+    candidates = Candidates.equal_ranks(2)
+    expected = deal_all(dealers(order, candidates, 1)[0], num_epochs=2)
+    store, process = LocalStore(), Blocked()
+    producer = Producer(store, process)
+    options = AheadOptions(num_producers=1, patience_s=0.01)
+    planner = AheadPlanner(store, options=options, producer=producer)
+    dealer = TicketDealer(order, planner, candidates)
+    with pytest.warns(UserWarning, match="plans by itself") as warned:
+        found = deal_all(dealer)
+    assert len([item for item in warned if "plans by itself" in str(item.message)]) == 1
+    process.allowed.set()
+    for number in range(20):
+        planner.request(0, f"later/{number}", request(3, 4))
+    assert store.wait("later/19", 200.0) is not None
+    left = [key for key in store.texts if not key.startswith("later")]
+    assert all(key.startswith("train/1/1/") for key in left), "a used key came back"
+    found += deal_all_again(dealer)
+    planner.close()
+    assert found == expected
+
+
+def deal_all_again(dealer: TicketDealer) -> list[Ticket]:
+    return list(dealer.deal(Cursor(epoch=1)))
+
+
+def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> None:
+    order = EpochOrder(lengths_of(100), tokens_per_step=100)
+    store = LocalStore()
+    candidates = Candidates.equal_ranks(3)
+    blocked = Blocked()
+    planners = [
+        AheadPlanner(
+            store,
+            global_rank=rank,
+            world_size=3,
+            options=AheadOptions(num_producers=1, patience_s=0.0),
+            producer=Producer(store, blocked) if rank == 0 else None,
+        )
+        for rank in range(3)
+    ]
+    ranks = [
+        TicketDealer(order, planner, candidates, global_rank=rank).deal(Cursor())
+        for rank, planner in enumerate(planners)
+    ]
+    iterations = zip(*ranks, strict=True)
+    with pytest.warns(UserWarning, match="plans by itself"):
+        dealt = list(islice(iterations, 4))
+    blocked.allowed.set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Whether it is in time again depends on the machine.
+        dealt += iterations
+    planners[0].close()
+    batches = [batch for tickets in dealt for item in tickets for batch in item.micro_batches]
+    assert sorted(i for batch in batches for i in batch) == list(range(100))
+
+
+def test_used_keys_leave_the_store() -> None:
+    order = EpochOrder(lengths_of(100), tokens_per_step=100)
+    store = LocalStore()
+    ranks = [
+        dealer.deal(Cursor()) for dealer in dealers(order, Candidates.equal_ranks(2), 2, store)
+    ]
+    assert len(list(zip(*ranks, strict=True))) == len(order)
+    assert not store.texts
+
+
+def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
+    lengths = lengths_of(400)
+    order = EpochOrder(lengths, tokens_per_step=400)
+    ranks = dealers(order, Candidates.equal_ranks(2), 2)
+    shares: list[float] = []
+    since: set[int] = set()
+    for number, tickets in enumerate(zip(*(r.deal(Cursor()) for r in ranks), strict=True)):
+        tokens = [sum(lengths[i] for i in ticket.micro_batches[0]) for ticket in tickets]
+        shares.append(tokens[0] / sum(tokens))
+        if number == 1:
+            since = {dealer.set_slowdowns([3.0, 1.0]) for dealer in ranks}
+    assert len(since) == 1
+    first = since.pop()
+    assert 0.4 < np.mean(shares[:first]) < 0.6
+    assert max(shares[first:]) < 0.35
+    with pytest.raises(ConfigurationError, match="rank 1"):
+        ranks[0].set_slowdowns([1.0])
+
+
+def test_costs_that_nobody_measured_follow_layers_and_ranks() -> None:
+    plan, _ = random_plan(Random(3), max_ranks=6, max_layers=6)
+    costs = assumed_costs(plan, context_length=64, tokens_per_step=100)
+    for pipeline, cost in zip(plan.pipelines, costs, strict=True):
+        layers = max(len(stage.layers) / stage.tp_degree for stage in pipeline.stages)
+        assert (cost.b, cost.num_stages) == (layers, pipeline.num_stages)
+        assert cost.max_len >= 64
+    with pytest.raises(ConfigurationError, match="one cost a pipeline"):
+        Candidates(plans=(plan,), costs=(costs * 2,))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=20), st.integers(1, 5))
+def test_no_rank_stays_without_samples(pipeline_of: list[int], num_pipelines: int) -> None:
+    rows: list[list[Any]] = [[] for _ in range(num_pipelines)]
+    for sample, pipeline in enumerate(pipeline_of):
+        rows[pipeline % num_pipelines].append((sample,))
+    given_rows = tuple(tuple(row) for row in rows)
+    uneven = Assignment(plan_index=0, micro_batches=given_rows, latency_s=1.0, lower_bound_s=0.5)
+    if len(pipeline_of) < num_pipelines:
+        with pytest.raises(ConfigurationError, match="larger tokens_per_step"):
+            fill_empty(uneven)
+        return
+    filled = fill_empty(uneven).micro_batches
+    assert all(len(batches) == 1 and batches[0] for batches in filled)
+    assert sorted(i for ((*batch,),) in filled for i in batch) == list(range(len(pipeline_of)))

@@ -1,0 +1,117 @@
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.data.sampler import TwoStageBatchSampler
+from tests.data.rows import Rows, indices, lengths_of
+from tests.processes import ProcessPool
+from tests.toy import quiet
+
+LENGTHS = lengths_of(120)
+
+
+def sampler(rank: int = 0, num_ranks: int = 1, **options: Any) -> TwoStageBatchSampler:
+    return TwoStageBatchSampler(LENGTHS, tokens_per_step=160, ranks=(rank, num_ranks), **options)
+
+
+def test_ranks_share_every_step_evenly_by_cost() -> None:
+    ranks = [list(sampler(rank, 3)) for rank in range(3)]
+    assert {len(steps) for steps in ranks} == {len(sampler(0, 3))}
+    assert sorted(i for steps in ranks for step in steps for i in step) == list(range(120))
+    for parts in zip(*ranks, strict=True):
+        tokens = [sum(LENGTHS[i] for i in part) for part in parts]
+        longest = max(LENGTHS[i] for part in parts for i in part)
+        assert max(tokens) - min(tokens) <= longest
+
+
+def test_epochs_differ_and_begin_when_lightning_says() -> None:
+    whole = sampler()
+    first, second = list(whole), list(whole)
+    assert first != second
+    again = sampler()
+    again.sampler.set_epoch(1)
+    assert list(again) == second
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's.
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_goes_on_with_what_it_has_not_given(num_workers: int) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(
+            Rows(LENGTHS),
+            batch_sampler=sampler(seed=4),
+            collate_fn=indices,
+            num_workers=num_workers,
+        )
+
+    expected = list(loader())
+    whole = loader()
+    batches = iter(whole)
+    given = [next(batches) for _ in range(3)]
+    resumed = loader()
+    resumed.load_state_dict(whole.state_dict())
+    assert given + list(resumed) == expected
+
+
+def test_another_number_of_ranks_goes_on_with_the_unseen_samples() -> None:
+    two = [sampler(rank, 2, seed=4) for rank in range(2)]
+    steps = [iter(item) for item in two]
+    seen = [i for _ in range(4) for step in steps for i in next(step)]
+    assert two[0].state_dict() == two[1].state_dict()
+    for rank in range(3):
+        three = sampler(rank, 3, seed=4)
+        three.load_state_dict(two[0].state_dict())
+        seen += [i for step in three for i in step]
+    assert sorted(seen) == list(range(120))
+    with pytest.raises(CheckpointError):
+        sampler(seed=5).load_state_dict(two[0].state_dict())
+
+
+def test_impossible_ranks_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="global rank"):
+        sampler(2, 2)
+    few = TwoStageBatchSampler([3, 4], tokens_per_step=10, ranks=(0, 3))
+    with pytest.raises(ConfigurationError, match="one a rank"):
+        len(few)
+
+
+class Collects(L.LightningModule):
+    """Keeps the samples that its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: list[int], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch)
+        return self.layer(torch.tensor([[float(len(batch))]])).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_under_ddp(rank: int) -> list[list[int]]:
+    module = Collects()
+    batches = TwoStageBatchSampler(LENGTHS, tokens_per_step=160, seed=2)
+    trainer = L.Trainer(
+        **quiet(devices=2, strategy="ddp", max_epochs=2), use_distributed_sampler=False
+    )
+    trainer.fit(module, DataLoader(Rows(LENGTHS), batch_sampler=batches, collate_fn=indices))
+    return module.seen
+
+
+@pytest.mark.dist
+def test_ddp_trains_every_sample_once_an_epoch(pool: ProcessPool) -> None:
+    ranks = pool.run(train_under_ddp, 2)
+    expected = [sampler(rank, 2, seed=2) for rank in range(2)]
+    assert ranks == [[*list(item), *list(item)] for item in expected]
+    steps = len(expected[0])
+    for epoch in range(2):
+        seen = [i for steps_of in ranks for s in steps_of[epoch * steps :][:steps] for i in s]
+        assert sorted(seen) == list(range(120))

@@ -1,0 +1,68 @@
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.data.order import Cursor
+from lightning_hetero.data.samples import num_tokens
+from lightning_hetero.data.streaming import StreamOrder, is_stream
+from tests.data.rows import Rows, RowStream, indices, samples_of
+
+
+def order(lengths: list[int], **options: Any) -> StreamOrder:
+    return StreamOrder(RowStream(lengths), tokens_per_step=60, context_length=20, **options)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(1, 30), max_size=60),
+    st.sampled_from([1, 7]),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_a_stream_gives_every_sample_once_from_any_cursor(lengths, buffer, least, data) -> None:
+    stream = order(lengths, shuffle_buffer=buffer, min_samples=least, on_overlong="cut")
+    if 0 < len(lengths) < least:
+        with pytest.raises(ConfigurationError, match="left of the stream"):
+            list(stream.draw(Cursor()))
+        return
+    drawn = list(stream.draw(Cursor()))
+    assert sorted(indices(samples_of(drawn))) == list(range(len(lengths)))
+    assert all(len(item.samples) >= least for item in drawn)
+    if least == 1:
+        assert all(item.lengths.sum() <= 60 for item in drawn)
+    for item in drawn:
+        assert item.lengths.tolist() == [num_tokens(sample) for sample in item.samples]
+    if drawn:
+        index = data.draw(st.integers(0, len(drawn) - 1))
+        rest = list(stream.draw(drawn[index].before))
+        assert [indices(i.samples) for i in rest] == [indices(i.samples) for i in drawn[index:]]
+
+
+def test_epochs_are_shuffled_anew_and_the_dataset_is_told() -> None:
+    class Told(RowStream):
+        epochs: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    dataset = Told([5] * 50)
+    stream = StreamOrder(dataset, tokens_per_step=60, context_length=20, shuffle_buffer=10)
+    first, second = (
+        indices(samples_of(list(stream.draw(Cursor(epoch=epoch))))) for epoch in (0, 1)
+    )
+    assert first != second
+    assert sorted(first) == sorted(second)
+    assert dataset.epochs == [0, 1]
+
+
+def test_what_is_a_stream() -> None:
+    assert is_stream(RowStream([3]))
+    assert is_stream(iter([[1, 2]]))
+    assert not is_stream(Rows([3]))
+    with pytest.raises(ConfigurationError, match="a step must hold a context"):
+        StreamOrder(RowStream([3]), tokens_per_step=4, context_length=5)
+    with pytest.raises(ConfigurationError, match="Sample 1 of the stream is empty"):
+        list(StreamOrder([[1], []], tokens_per_step=9, context_length=5).draw(Cursor()))
