@@ -84,40 +84,32 @@ class AssignedLoader:
         self.dealer = dealer
         self.stall_s = 0.0
         """Seconds that drawing and waiting for a plan took before the latest batch."""
+        self.batch_sampler = _EpochSetter(progress)
+        """What Lightning tells of epochs; having a `sampler` would make it ask for more."""
         self._progress = progress
         self._restarts = restarts
         self._num_trained = num_trained
-        self._dealt: deque[Cursor] = deque()
+        self._tickets = _Tickets(dealer, progress)
         self._recent: deque[Cursor] = deque(maxlen=_NUM_REMEMBERED)
-        self._waited_s = 0.0
         self._loader: DataLoader[Any] = DataLoader(
             maker,  # type: ignore[arg-type]
             batch_size=None,
-            sampler=_Tickets(self._tickets),
+            sampler=self._tickets,
             collate_fn=_as_is,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
         )
 
-    @property
-    def sampler(self) -> "AssignedLoader":
-        """Itself: Lightning calls `set_epoch` of a loader's `sampler`."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it has begun."""
-        self._progress.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[Any]:
         if self._restarts and self._progress.cursor.num_samples:
             self._progress.end_epoch()
-        self._dealt.clear()
+        self._tickets.dealt.clear()
         self._recent.clear()
         self._recent.append(self._progress.cursor)
         for batch in self._loader:
-            self._progress.cursor = self._dealt.popleft()
+            self._progress.cursor = self._tickets.dealt.popleft()
             self._recent.append(self._progress.cursor)
-            self.stall_s, self._waited_s = self._waited_s, 0.0
+            self.stall_s = self._tickets.take_waited_s()
             yield batch
         self._progress.end_epoch()
 
@@ -130,17 +122,6 @@ class AssignedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was saved, under any topology; CheckpointError if it can't."""
         self._progress.load_state_dict(state)
-
-    def _tickets(self) -> Iterator[Ticket]:
-        tickets = self.dealer.deal(self._progress.cursor)
-        while True:
-            start_s = time.perf_counter()
-            ticket = next(tickets, None)
-            self._waited_s += time.perf_counter() - start_s
-            if ticket is None:
-                return
-            self._dealt.append(ticket.after)
-            yield ticket
 
 
 class SizedLoader(AssignedLoader):
@@ -158,14 +139,42 @@ class SizedLoader(AssignedLoader):
         return self._num_iterations
 
 
-class _Tickets:
-    """What DataLoader takes for a sampler: starts a pass whenever it is iterated."""
+class _EpochSetter:
+    """What Lightning looks for as `loader.batch_sampler.sampler.set_epoch`."""
 
-    def __init__(self, start: Callable[[], Iterator[Ticket]]) -> None:
-        self._start = start
+    def __init__(self, progress: Progress) -> None:
+        self.set_epoch = progress.set_epoch
+        self.sampler = self
+
+
+class _Tickets:
+    """What DataLoader takes for a sampler: deals from the cursor on whenever it is iterated.
+
+    It doesn't know the loader: workers whose iterator is part of a cycle are slow to end.
+    """
+
+    def __init__(self, dealer: TicketDealer, progress: Progress) -> None:
+        self.dealt: deque[Cursor] = deque()
+        """What is consumed after each ticket that was dealt and not handed out yet."""
+        self._dealer = dealer
+        self._progress = progress
+        self._waited_s = 0.0
+
+    def take_waited_s(self) -> float:
+        """Return the seconds that dealing took since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     def __iter__(self) -> Iterator[Ticket]:
-        return self._start()
+        tickets = self._dealer.deal(self._progress.cursor)
+        while True:
+            start_s = time.perf_counter()
+            ticket = next(tickets, None)
+            self._waited_s += time.perf_counter() - start_s
+            if ticket is None:
+                return
+            self.dealt.append(ticket.after)
+            yield ticket
 
 
 def _as_is(batch: Any) -> Any:

@@ -99,13 +99,15 @@ class TicketDealer:
         return self._serial
 
     def deal(self, cursor: Cursor) -> Iterator[Ticket]:
-        """Yield the tickets from a cursor to the end of its epoch.
+        """Yield the tickets from a cursor to the end of its epoch, or of the next if it is there.
 
         Raises:
             AssignmentError: No candidate plan holds an iteration's samples.
         """
         if cursor != self._next:
             self._start(cursor)
+            if not self._ahead and cursor.num_samples:
+                self._start(Cursor(epoch=cursor.epoch + 1))
         while True:
             self._look_ahead()
             if not self._ahead:
@@ -119,10 +121,11 @@ class TicketDealer:
                 return
 
     def _start(self, cursor: Cursor) -> None:
-        """Forget what was drawn ahead; its keys are never used again."""
+        """Draw from a cursor on; forget what was drawn before, whose keys are never used again."""
         self._drawing = self._source.draw(cursor)
         self._ahead.clear()
         self._num_starts += 1
+        self._look_ahead()
 
     def _look_ahead(self) -> None:
         candidates = self._candidates

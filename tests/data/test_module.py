@@ -103,7 +103,7 @@ def fit_whole_epoch(epoch: int) -> list[list[int]]:
     datamodule = data()
     datamodule.setup("fit")
     loader = datamodule.train_dataloader()
-    loader.set_epoch(epoch)
+    loader.batch_sampler.set_epoch(epoch)
     return list(loader)
 
 
