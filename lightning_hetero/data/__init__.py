@@ -6,7 +6,11 @@ under), `planning` and `producers` (who assigns them, ahead of time), `tickets` 
 """
 
 from lightning_hetero.data.assigned import AssignedBatch
-from lightning_hetero.data.assignment_store import AssignmentStore, DistributedStore, LocalStore
+from lightning_hetero.data.assignment_store import (
+    AssignmentStore,
+    DistributedAssignmentStore,
+    InMemoryAssignmentStore,
+)
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.data.order import Cursor, EpochOrder
@@ -20,10 +24,10 @@ __all__ = [
     "AssignmentStore",
     "Candidates",
     "Cursor",
-    "DistributedStore",
+    "DistributedAssignmentStore",
     "EpochOrder",
     "HeteroDataModule",
-    "LocalStore",
+    "InMemoryAssignmentStore",
     "OnOverlong",
     "TwoStageBatchSampler",
 ]

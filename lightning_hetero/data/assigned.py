@@ -13,9 +13,13 @@ class AssignedBatch:
     """One rank's micro-batches of one iteration."""
 
     plan_index: int
+    """Index of the plan that runs among the strategy's candidate plans."""
     micro_batches: tuple[Any, ...]
+    """The collated micro-batches of the rank's pipeline; empty where it has no work."""
     first_index: int
+    """Number of micro-batches that earlier pipelines have."""
     iteration: int
+    """Number of the iteration in its epoch."""
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Return the batch on `device`."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-__all__ = ["AssignmentStore", "DistributedStore", "LocalStore", "open_store"]
+__all__ = ["AssignmentStore", "DistributedAssignmentStore", "InMemoryAssignmentStore", "open_store"]
 
 _SHORTEST_PAUSE_S = 1e-3
 _LONGEST_PAUSE_S = 0.05
@@ -34,7 +34,7 @@ class AssignmentStore(Protocol):
         ...
 
 
-class LocalStore:
+class InMemoryAssignmentStore:
     """The store of a single rank, in memory."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LocalStore:
                 del self._reads[key], self.texts[key]
 
 
-class DistributedStore:
+class DistributedAssignmentStore:
     """The store of several ranks, in a store of torch.distributed.
 
     Args:
@@ -111,5 +111,5 @@ def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
             in a store that outlives it is never found.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return LocalStore()
-    return DistributedStore(PrefixStore(agree(own_name), _get_default_store()))
+        return InMemoryAssignmentStore()
+    return DistributedAssignmentStore(PrefixStore(agree(own_name), _get_default_store()))

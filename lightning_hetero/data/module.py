@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.assignment_store import LocalStore, open_store
+from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.lengths import cached_lengths
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader
@@ -268,7 +268,7 @@ class HeteroDataModule(pl.LightningDataModule):
     def _open_planner(self) -> AheadPlanner:
         if self._planner is None:
             if self.trainer is None:
-                self._planner = AheadPlanner(LocalStore(), options=self._ahead)
+                self._planner = AheadPlanner(InMemoryAssignmentStore(), options=self._ahead)
             else:
                 self._planner = AheadPlanner(
                     open_store(self.trainer.strategy.broadcast, uuid.uuid4().hex),

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from pathlib import Path
 
-import lightning_hetero
 from lightning_hetero.assign.requests import AssignmentRequest, plan_text
 from lightning_hetero.data.assignment_store import AssignmentStore
 
@@ -68,7 +67,7 @@ class PlanningProcess:
 
     @staticmethod
     def _start() -> subprocess.Popen[bytes]:
-        root = str(Path(lightning_hetero.__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(root=root)],
             stdin=subprocess.PIPE,

@@ -138,19 +138,24 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
 
     Args:
         samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
-            that holds one of these as "input_ids".
+            that holds one of these as "input_ids". Its "labels", if it has any, stand at the token
+            that they are for (as Hugging Face has them, -100 where a token is no target) and are
+            shifted here.
         max_length: Tokens to keep of a longer sample.
 
     Raises:
         BatchError: There are no samples, or one is empty or not one-dimensional integers.
     """
-    rows = [_token_ids(sample, index)[:max_length] for index, sample in enumerate(samples)]
+    rows, targets = [], []
+    for index, sample in enumerate(samples):
+        rows.append(_token_ids(sample, index)[:max_length])
+        targets.append(_own_labels(sample, index, rows[-1])[:max_length])
     if not rows:
         raise BatchError("There are no samples to pack. Give at least one.")
     lengths = [len(row) for row in rows]
     cu_seqlens = _cumulative(lengths)
     input_ids = torch.cat(rows)
-    labels = input_ids.roll(-1)
+    labels = torch.cat(targets).roll(-1)
     labels[cu_seqlens[1:] - 1] = IGNORED_LABEL
     return PackedBatch(
         input_ids=input_ids,
@@ -161,8 +166,24 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
     )
 
 
+def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:
+    """Return what a sample's tokens are as targets: its labels, else the tokens."""
+    if not isinstance(sample, Mapping) or "labels" not in sample:
+        return row
+    labels = _row(sample["labels"], index)
+    if len(labels) != len(sample["input_ids"]):
+        raise BatchError(
+            f"Sample {index} has {len(sample['input_ids'])} tokens but {len(labels)} labels. Give "
+            "one label a token, -100 where it is no target."
+        )
+    return labels
+
+
 def _token_ids(sample: Any, index: int) -> Tensor:
-    values = sample["input_ids"] if isinstance(sample, Mapping) else sample
+    return _row(sample["input_ids"] if isinstance(sample, Mapping) else sample, index)
+
+
+def _row(values: Any, index: int) -> Tensor:
     if isinstance(values, Tensor):
         row = values
     else:

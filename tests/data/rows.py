@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.data.assignment_store import AssignmentStore, LocalStore
+from lightning_hetero.data.assignment_store import AssignmentStore, InMemoryAssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Drawn, IterationSource
 from lightning_hetero.data.planning import AheadPlanner
@@ -67,7 +67,7 @@ def dealers(
     store: AssignmentStore | None = None,
 ) -> list[TicketDealer]:
     """Return the dealers of ranks that share a store and plan for themselves."""
-    store = store or LocalStore()
+    store = store or InMemoryAssignmentStore()
     return [
         TicketDealer(
             source,

@@ -20,7 +20,11 @@ from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError, ConfigurationError
 from lightning_hetero.data import producers
-from lightning_hetero.data.assignment_store import AssignmentStore, DistributedStore, LocalStore
+from lightning_hetero.data.assignment_store import (
+    AssignmentStore,
+    DistributedAssignmentStore,
+    InMemoryAssignmentStore,
+)
 from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
 from lightning_hetero.data.order import Cursor, EpochOrder
 from lightning_hetero.data.planning import AheadOptions, AheadPlanner
@@ -101,10 +105,10 @@ def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
 def test_the_first_text_counts_and_goes_when_all_have_read_it(kind: str) -> None:
     store: AssignmentStore
     if kind == "memory":
-        store = LocalStore()
+        store = InMemoryAssignmentStore()
     else:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        store = DistributedStore(dist.PrefixStore("run", server))
+        store = DistributedAssignmentStore(dist.PrefixStore("run", server))
     assert store.wait("key", 0.01) is None
     threading.Timer(0.05, store.publish, ("key", "first")).start()
     assert store.wait("key", 100.0) == "first"
@@ -150,7 +154,7 @@ def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
     candidates = Candidates.equal_ranks(2)
     expected = deal_all(dealers(order, candidates, 1)[0])
-    store, process = LocalStore(), PlanningProcess()
+    store, process = InMemoryAssignmentStore(), PlanningProcess()
     producer = Producer(store, process)
     planner = AheadPlanner(store, options=PATIENT, producer=producer)
     tickets = TicketDealer(order, planner, candidates).deal(Cursor())
@@ -185,7 +189,7 @@ def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_no
     order = EpochOrder(lengths_of(150), tokens_per_step=100, seed=1)
     candidates = Candidates.equal_ranks(2)
     expected = deal_all(dealers(order, candidates, 1)[0], num_epochs=2)
-    store, process = LocalStore(), Blocked()
+    store, process = InMemoryAssignmentStore(), Blocked()
     producer = Producer(store, process)
     options = AheadOptions(num_producers=1, patience_s=0.01)
     planner = AheadPlanner(store, options=options, producer=producer)
@@ -210,7 +214,7 @@ def deal_all_again(dealer: TicketDealer) -> list[Ticket]:
 
 def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = LocalStore()
+    store = InMemoryAssignmentStore()
     candidates = Candidates.equal_ranks(3)
     blocked = Blocked()
     planners = [
@@ -241,7 +245,7 @@ def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> N
 
 def test_used_keys_leave_the_store() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = LocalStore()
+    store = InMemoryAssignmentStore()
     ranks = [
         dealer.deal(Cursor()) for dealer in dealers(order, Candidates.equal_ranks(2), 2, store)
     ]

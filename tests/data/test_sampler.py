@@ -38,7 +38,6 @@ def test_epochs_differ_and_begin_when_lightning_says() -> None:
     assert list(again) == second
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital'")  # torchdata's.
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stateful_loader_goes_on_with_what_it_has_not_given(num_workers: int) -> None:
     def loader() -> Any:

@@ -149,3 +149,14 @@ def test_bad_counts_are_refused():
         pack_samples([[1, 2]]).split(0)
     with pytest.raises(BatchError, match="max_length is 0"):
         PackedCollate(max_length=0)
+
+
+def test_labels_of_a_sample_are_shifted_and_masked_as_given():
+    samples = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+        {"input_ids": torch.tensor([1, 2, 3])},
+    ]
+    assert pack_samples(samples).labels.tolist() == [-100, 7, 8, -100, 2, 3, -100]
+    assert pack_samples(samples, max_length=3).labels.tolist() == [-100, 7, -100, 2, 3, -100]
+    with pytest.raises(BatchError, match="2 labels"):
+        pack_samples([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
