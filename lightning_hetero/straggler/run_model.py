@@ -109,9 +109,14 @@ class RunModel:
         )
 
     def with_counts(self, plan: ParallelPlan, counts: Sequence[int]) -> ParallelPlan:
-        """Return the plan with these numbers of micro-batches."""
-        pipelines = zip(plan.pipelines, counts, strict=True)
-        return ParallelPlan(pipelines=tuple(replace(p, num_microbatches=n) for p, n in pipelines))
+        """Return the plan with these numbers of micro-batches, named where they are others."""
+        pipelines = zip(plan.pipelines, self.counts(plan), counts, strict=True)
+        return ParallelPlan(
+            pipelines=tuple(
+                pipeline if new == old else replace(pipeline, num_microbatches=new)
+                for pipeline, old, new in pipelines
+            )
+        )
 
     def balanced(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with micro-batches moved away from slow pipelines: S2."""

@@ -8,7 +8,7 @@ tell such a fault from a real one: its probes are slowed too.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,8 +106,8 @@ class InjectFaults(Callback):
         ]
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor(), InjectFaults(faults)])
 
-    Under other strategies than `HeteroStrategy` a slow rank sleeps before its backward, and links
-    can't be slowed.
+    Under other strategies than `HeteroStrategy` a slow rank sleeps behind its `training_step`, and
+    links can't be slowed.
 
     Args:
         faults: What is slow, and when; several may hold at once.
@@ -124,7 +124,6 @@ class InjectFaults(Callback):
         self.faults = tuple(faults)
         self.unit = unit
         self._began_s = 0.0
-        self._batch_began_s = 0.0
         self._slowdown = 1.0
 
     @override
@@ -145,27 +144,31 @@ class InjectFaults(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._began_s = time.perf_counter()
+        if not isinstance(trainer.strategy, HeteroStrategy):
+            trainer.strategy.training_step = self._slowed(trainer.strategy.training_step)  # type: ignore[method-assign]
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._batch_began_s = time.perf_counter()
-        seconds = self._batch_began_s - self._began_s
+        seconds = time.perf_counter() - self._began_s
         now = trainer.global_step if self.unit == "steps" else seconds
         self._apply(trainer, [fault for fault in self.faults if fault.holds(now)])
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any
-    ) -> None:
-        if self._slowdown > 1 and not isinstance(trainer.strategy, HeteroStrategy):
-            computed_s = time.perf_counter() - self._batch_began_s
-            time.sleep((self._slowdown - 1) * computed_s)
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._apply(trainer, [])
+        if not isinstance(trainer.strategy, HeteroStrategy):
+            del trainer.strategy.training_step
+
+    def _slowed(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            output = step(*args, **kwargs)
+            time.sleep((self._slowdown - 1) * (time.perf_counter() - start_s))
+            return output
+
+        return slowed
 
     def _apply(self, trainer: pl.Trainer, faults: Sequence[Fault]) -> None:
         own = trainer.global_rank

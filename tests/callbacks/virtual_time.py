@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning_hetero.callbacks import step_times, straggler_session
 from lightning_hetero.runtime import clock
 from lightning_hetero.straggler import probe
+from lightning_hetero.testing import faults
 
 _CPU_S = 1e-3
 _WALL_S = 1e-6
@@ -28,7 +29,7 @@ class VirtualTime(L.Callback):
     def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
-        for module in (clock, step_times, probe, straggler_session):
+        for module in (clock, step_times, probe, straggler_session, faults):
             patch.setattr(module, "time", self)
 
     def perf_counter(self) -> float:

@@ -1,0 +1,116 @@
+"""Runs with injected faults in virtual time, and what a monitor made of them."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
+from lightning_hetero.straggler import Event, PolicyConfig, read_events
+from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
+from tests.callbacks.virtual_time import VirtualTime
+from tests.toy import ToyModule, ToyOptions, loader, quiet
+
+WORLD_SIZE = 4
+SAMPLES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """A run to watch."""
+
+    faults: tuple[Fault, ...] = ()
+    num_stages: int = 1
+    num_microbatches: int = 8
+    num_steps: int = 60
+    strategy: str = "hetero"
+    world_size: int = WORLD_SIZE
+    is_watched: bool = True
+    policy: PolicyConfig = field(
+        default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What came of it, on one rank."""
+
+    losses: list[float]
+    iteration_s: list[float]
+    plans: list[tuple[tuple[tuple[int, ...], int | None], ...]]
+    """For each step (ranks, micro-batches) of every pipeline."""
+    said: list[str]
+    events: tuple[Event, ...]
+
+
+class Notes(L.Callback):
+    """Notes what each step took and under which plan it ran."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self.time = time
+        self.iteration_s: list[float] = []
+        self.plans: list[Any] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.start_s = self.time.wall_s
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.iteration_s.append(self.time.wall_s - self.start_s)
+        if isinstance(trainer.strategy, HeteroStrategy):
+            pipelines = trainer.strategy.plan.pipelines
+            self.plans.append(tuple((p.ranks, p.num_microbatches) for p in pipelines))
+
+
+class Timed(ToyModule):
+    """A module whose step takes time also where no clock stretches it."""
+
+    time: VirtualTime
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not isinstance(self.trainer.strategy, HeteroStrategy):
+            self.time.sleep(self.time.thread_time() - self.time.thread_time() + 0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def run(rank: int, drill: Drill, folder: str) -> Seen:
+    torch.manual_seed(0)
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(straggler_monitor, "rank_zero_info", said.append)
+        time = VirtualTime(patch, seed=rank)
+        notes = Notes(time)
+        callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
+        strategy: Any = drill.strategy
+        if drill.strategy == "hetero":
+            plan = ParallelPlan.even(
+                world_size=drill.world_size, num_layers=4, num_stages=drill.num_stages
+            )
+            strategy = HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
+            callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
+        if drill.is_watched:
+            callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
+        module = Timed(ToyOptions(num_layers=4))
+        module.time = time
+        options = quiet(devices=drill.world_size, strategy=strategy, callbacks=callbacks)
+        trainer = L.Trainer(**options, max_steps=drill.num_steps, default_root_dir=folder)
+        trainer.fit(module, loader(SAMPLES * drill.world_size * drill.num_steps, SAMPLES))
+    path = Path(folder) / "stragglers.jsonl"
+    return Seen(
+        losses=module.losses,
+        iteration_s=notes.iteration_s,
+        plans=notes.plans,
+        said=said,
+        events=read_events(path) if rank == 0 and path.exists() else (),
+    )
+
+
+def step_of(line: str) -> int:
+    found = re.match(r"step (\d+):", line)
+    assert found is not None, line
+    return int(found[1])

@@ -1,0 +1,107 @@
+"""Faults are injected into real runs of four processes; the monitor must find and mend them."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero.straggler import (
+    ActionEvent,
+    DecisionKind,
+    FindingEvent,
+    FindingKind,
+    IterationEvent,
+    Mitigation,
+)
+from lightning_hetero.testing import SlowLink, SlowRank
+from tests.callbacks.straggler_runs import Drill, Seen, run, step_of
+from tests.processes import ProcessPool
+
+pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
+
+START, DURATION = 14, 24
+SLOW_RANK = SlowRank(start=START, duration=DURATION, global_rank=3, slowdown=1.9)
+SLOW_LINK = SlowLink(start=START, duration=DURATION, ranks=(0, 2), bytes_per_s=1e5)
+
+
+def watch(pool: ProcessPool, drill: Drill, folder: Path) -> Seen:
+    folder.mkdir(exist_ok=True)
+    return pool.run(run, drill.world_size, drill, str(folder))[0]
+
+
+def actions(seen: Seen) -> list[tuple[DecisionKind, Mitigation]]:
+    done = [event for event in seen.events if isinstance(event, ActionEvent)]
+    return [(e.kind, e.mitigation) for e in done if e.kind is not DecisionKind.KEEP]
+
+
+def middle(seen: Seen, first: int, last: int) -> float:
+    return statistics.median(seen.iteration_s[first:last])
+
+
+def check_losses(seen: Seen, other: Seen) -> None:
+    assert seen.losses == pytest.approx(other.losses, rel=1e-5)
+
+
+def test_a_throttled_link_is_named_and_relieved_until_it_recovers(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    drill = Drill(faults=(SLOW_LINK,), num_stages=2, num_microbatches=4)
+    seen = watch(pool, drill, tmp_path / "watched")
+    found = [event for event in seen.events if isinstance(event, FindingEvent)]
+    assert [(event.kind, event.ranks) for event in found] == [(FindingKind.LINK, (0, 2))]
+    assert found[0].step <= START + 5
+    expected = [(DecisionKind.APPLY, Mitigation.SWAP), (DecisionKind.UNDO, Mitigation.SWAP)]
+    assert actions(seen) == expected
+    # In virtual time, which no machine's noise changes.
+    slow_s = middle(seen, START, found[0].step)
+    assert slow_s >= 1.2 * middle(seen, START + DURATION - 8, START + DURATION)
+    assert seen.plans[-1] == seen.plans[0]
+    still = Drill(num_stages=2, num_microbatches=4, is_watched=False)
+    check_losses(seen, watch(pool, still, tmp_path / "still"))
+
+
+def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    seen = watch(pool, Drill(faults=(SLOW_RANK,)), tmp_path / "watched")
+    found = [event for event in seen.events if isinstance(event, FindingEvent)]
+    assert [(event.kind, event.ranks) for event in found] == [(FindingKind.DEVICE, (3,))]
+    assert found[0].step <= START + 5
+    expected = [
+        (DecisionKind.APPLY, Mitigation.REBALANCE),
+        (DecisionKind.UNDO, Mitigation.REBALANCE),
+    ]
+    assert actions(seen) == expected
+    # 32 micro-batches on speeds 1, 1, 1 and 1/1.9: no split is faster than 9 of them.
+    healthy_s = middle(seen, 0, START)
+    assert middle(seen, START + DURATION - 8, START + DURATION) <= 1.15 * healthy_s * (9.5 / 8)
+    assert seen.plans[-1] == seen.plans[0]
+    check_losses(seen, watch(pool, Drill(is_watched=False), tmp_path / "still"))
+    named, moved, undone = seen.said
+    assert step_of(named) <= START + 5
+    assert "pipeline 3 slowed 1.9× (since step 15): rank 3 computes 1.9× slower" in moved
+    assert "S2 moved 3 of 32 micro-batches away, iteration 0." in moved
+    assert "recovered" in undone
+    assert "S2 was undone" in undone
+
+
+def test_under_ddp_a_slow_rank_is_named_and_nothing_changes(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    faults = (SlowRank(start=START, global_rank=1, slowdown=1.5),)
+    drill = Drill(faults=faults, strategy="ddp", world_size=2, num_steps=24)
+    seen = watch(pool, drill, tmp_path)
+    found = [event for event in seen.events if isinstance(event, FindingEvent)]
+    # The fault sleeps beside the device, whose probe is as fast as ever.
+    assert [(event.kind, event.ranks) for event in found] == [(FindingKind.HOST, (1,))]
+    assert found[0].step <= START + 5
+    assert actions(seen) == []
+
+
+def test_a_run_of_one_rank_tells_that_it_slowed(pool: ProcessPool, tmp_path: Path) -> None:
+    faults = (SlowRank(start=START, global_rank=0, slowdown=1.5),)
+    drill = Drill(faults=faults, strategy="auto", world_size=1, num_steps=24)
+    seen = watch(pool, drill, tmp_path)
+    assert len([e for e in seen.events if isinstance(e, IterationEvent)]) == drill.num_steps
+    assert len(seen.said) == 1
+    assert "the run slowed 1.5× (since step 15); no rank and no link stands out" in seen.said[0]
