@@ -8,6 +8,7 @@ The two-stage assignment that knows pipelines and devices lives in `assign` and 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +24,8 @@ _QUADRATIC_WEIGHT = 1 / 12_288
 """Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: Lightning's own bf16 precision converts a copy of the batch field by field.
+@dataclass(kw_only=True)
 class PackedBatch:
     """Samples end to end, T tokens in all; Lightning and DataLoader move it like a tensor."""
 
@@ -49,9 +51,14 @@ class PackedBatch:
         return len(self.input_ids)
 
     @property
+    def target_tokens(self) -> Tensor:
+        """Number of labels that count in the loss, on their device, which needn't be waited for."""
+        return (self.labels != IGNORED_LABEL).sum()
+
+    @cached_property
     def num_target_tokens(self) -> int:
-        """Number of labels that count in the loss; reads the device if the batch is on one."""
-        return int((self.labels != IGNORED_LABEL).sum())
+        """The same as a number, counted once; `to` takes it along."""
+        return int(self.target_tokens)
 
     @property
     def lengths(self) -> list[int]:
@@ -61,13 +68,16 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Return the batch on `device`; keywords go to `Tensor.to`, such as `non_blocking`."""
-        return replace(
+        moved = replace(
             self,
             input_ids=self.input_ids.to(device, **kwargs),
             labels=self.labels.to(device, **kwargs),
             position_ids=self.position_ids.to(device, **kwargs),
             cu_seqlens=self.cu_seqlens.to(device, **kwargs),
         )
+        # Counted here, before the labels leave the host: there it would wait for the device.
+        vars(moved)["num_target_tokens"] = self.num_target_tokens
+        return moved
 
     def pin_memory(self) -> Self:
         """Return the batch in pinned memory, as DataLoader asks with `pin_memory=True`."""

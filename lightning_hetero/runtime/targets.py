@@ -4,8 +4,9 @@ A micro-batch with n target tokens counts n times as much as one with a single t
 a plan give the gradient that one big device would. The number is taken, in this order, from
 
 1. the module's own `num_target_tokens(batch)`, if it has that method,
-2. the batch's `num_target_tokens`, as `PackedBatch` has it, unless 3 has seen a loss over all its
-   `num_tokens`: the step may have chosen other targets, as masked language models do,
+2. the batch's `target_tokens` or `num_target_tokens`, as `PackedBatch` has them, unless 3 has seen
+   a loss over all its `num_tokens`: the step may have chosen other targets, as masked language
+   models do,
 3. the mean-reduced loss functions of torch that the step calls behind the model (cross entropy
    counts the targets that aren't ignored, others the elements averaged),
 4. the number of samples in the batch.
@@ -86,13 +87,15 @@ def count_targets(
     """Return the number of target tokens of a micro-batch, as the module's docstring says."""
     seen, num_tokens = watch.num_targets, getattr(microbatch, "num_tokens", None)
     by_module = getattr(module, "num_target_tokens", None)
-    by_batch = getattr(microbatch, "num_target_tokens", None)
     if by_module is not None:
         count: Tensor | int = by_module(microbatch)
         return count
-    if by_batch is not None and (seen is None or watch.size != num_tokens):
-        known: Tensor | int = by_batch() if callable(by_batch) else by_batch
-        return known
+    if seen is None or watch.size != num_tokens:
+        for name in ("target_tokens", "num_target_tokens"):
+            by_batch = getattr(microbatch, name, None)
+            if by_batch is not None:
+                known: Tensor | int = by_batch() if callable(by_batch) else by_batch
+                return known
     return num_samples if seen is None else seen
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.plugins.precision import HalfPrecision
 from torch.utils.data import DataLoader
 
 from lightning_hetero.core.errors import BatchError
@@ -160,3 +161,17 @@ def test_labels_of_a_sample_are_shifted_and_masked_as_given():
     assert pack_samples(samples, max_length=3).labels.tolist() == [-100, 7, -100, 2, 3, -100]
     with pytest.raises(BatchError, match="2 labels"):
         pack_samples([{"input_ids": [1, 2, 3], "labels": [1, 2]}])
+
+
+def test_a_batch_on_a_device_knows_its_targets_without_reading_them():
+    batch = pack_samples([[1, 2, 3], [4, 5]])
+    assert batch.to("meta").num_target_tokens == 3
+    # What a step masks later counts in the loss's weight all the same.
+    batch.labels[0] = -100
+    assert int(batch.target_tokens) == 2
+
+
+def test_lightnings_own_bf16_takes_a_batch_as_it_is():
+    batch = pack_samples([[1, 2, 3], [4, 5]])
+    converted = HalfPrecision("bf16-true").convert_input(batch)
+    assert unpack(converted) == unpack(batch)

@@ -34,6 +34,7 @@ class Case:
     world_size: int = 1
     model: str = "gpt"
     num_layers: int = 3
+    width: int = 16
     tied: bool = False
     optimizer: str = "adamw"
     batch_size: int = 2
@@ -45,6 +46,7 @@ class Case:
     ownership: str = "auto"
     max_epochs: int = 1
     precision: str = "32-true"
+    accelerator: str = "cpu"
     options: tuple[tuple[str, Any], ...] = ()
     """More options of the strategy."""
 
@@ -117,7 +119,7 @@ class RowsModule(Recorded):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.model = GPT(case.num_layers, 16, tied=case.tied)
+        self.model = GPT(case.num_layers, case.width, tied=case.tied)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, labels = batch
@@ -150,7 +152,7 @@ class PackedModule(Recorded):
         super().__init__(case)
         config = LMConfig(
             vocab_size=VOCABULARY,
-            hidden_size=16,
+            hidden_size=case.width,
             num_layers=case.num_layers,
             num_heads=4,
             num_kv_heads=2,
@@ -183,7 +185,7 @@ class MaskingModule(Recorded):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.model = GPT(case.num_layers, 16, tied=case.tied)
+        self.model = GPT(case.num_layers, case.width, tied=case.tied)
         for block in self.model.blocks:
             block.norm1 = nn.Sequential(block.norm1, nn.Dropout(0.3))
         self.model.ln_f = nn.Sequential(self.model.ln_f, nn.Dropout(0.3))
@@ -253,7 +255,7 @@ def train_compiled(rank: int, case: Case) -> tuple[Outcome, int]:
 def fit(module: Recorded, case: Case) -> Outcome:
     watch = Watch()
     trainer = L.Trainer(
-        **quiet(callbacks=[watch], precision=case.precision),
+        **quiet(callbacks=[watch], precision=case.precision, accelerator=case.accelerator),
         **_strategy(case),
         max_epochs=case.max_epochs,
         accumulate_grad_batches=case.accumulate,
@@ -264,7 +266,7 @@ def fit(module: Recorded, case: Case) -> Outcome:
     trainer.fit(module)
     return Outcome(
         losses=module.losses,
-        weights={name: value.float().numpy() for name, value in module.state_dict().items()},
+        weights={name: value.float().cpu().numpy() for name, value in module.state_dict().items()},
         logged={name: float(value) for name, value in trainer.callback_metrics.items()},
         parameter_bytes=watch.parameter_bytes,
         held=watch.held,

@@ -103,6 +103,8 @@ def test_the_module_knows_better_than_the_batch_and_the_batch_than_the_loss() ->
     watch.num_targets = 5
     assert count_targets(module, batch, watch, 3) == 20
     assert count_targets(object(), batch, watch, 3) == 7
+    batch.target_tokens = 8
+    assert count_targets(object(), batch, watch, 3) == 8
     assert count_targets(object(), object(), watch, 3) == 5
     assert count_targets(object(), object(), LossWatch(), 3) == 3
 

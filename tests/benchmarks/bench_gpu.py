@@ -1,0 +1,236 @@
+"""One CUDA device, about 1B parameters, packed lengths: what the strategy costs, and the MFU.
+
+`HeteroStrategy` on one rank runs the same kernels as Lightning's single device; what it adds is
+host work (seeds, swapping parameters, agreeing) and one pass over the gradients that divides them
+by the target tokens. Floor in bf16: 4 bytes a parameter for that pass, 1 ms of a step of about
+300 ms on an H100. Padded batches hold the same samples, each padded to the longest of its batch.
+
+MFU counts `step_flops` of the real tokens, no recomputation, against the dense bf16 peak of
+`core.devices`. Lengths come from ../shared/data/lengths beside the checkout if they are there, else
+they are drawn from a lognormal of the same median and spread. `python -m tests.benchmarks gpu`
+prints hardware and versions for the README.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.models import (
+    IGNORED_LABEL,
+    HeteroLM,
+    LMConfig,
+    PackedBatch,
+    matmul_parameters,
+    pack_samples,
+    packed_cross_entropy,
+    step_flops,
+)
+from lightning_hetero.runtime.detect import describe_device
+from tests.benchmarks.harness import Row
+
+LENGTHS_FILE = Path(__file__).resolve().parents[2].parent / "shared/data/lengths/web-documents.npy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is trained, and how long."""
+
+    config: LMConfig
+    accelerator: str = "cuda"
+    precision: str = "bf16-true"
+    compiled: bool = False
+    padded: bool = False
+    tokens: int = 16_384
+    """Of a packed batch, at most."""
+    max_length: int = 4_096
+    num_warmup_steps: int = 6
+    num_steps: int = 14
+    repeats: int = 3
+
+
+ONE_BILLION = Setting(
+    config=LMConfig(
+        vocab_size=32_000,
+        hidden_size=2_048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=8,
+        intermediate_size=8_192,
+    )
+)
+
+
+def draw_lengths(count: int, max_length: int) -> list[int]:
+    """Return lengths of documents, clipped."""
+    generator = np.random.default_rng(0)
+    if LENGTHS_FILE.exists():
+        lengths = generator.choice(np.load(LENGTHS_FILE), count)
+    else:
+        lengths = generator.lognormal(mean=6.3, sigma=1.1, size=count).astype(int)
+    return [int(length) for length in np.clip(lengths, 2, max_length)]
+
+
+def make_batches(setting: Setting, count: int) -> list[list[Tensor]]:
+    """Return batches of samples, each filled up to the number of tokens."""
+    generator = torch.Generator().manual_seed(0)
+    batches: list[list[Tensor]] = [[]]
+    room = setting.tokens
+    for length in draw_lengths(count * setting.tokens // 2, setting.max_length):
+        if length > room:
+            if len(batches) == count:
+                break
+            batches.append([])
+            room = setting.tokens
+        batches[-1].append(torch.randint(setting.config.vocab_size, (length,), generator=generator))
+        room -= length
+    return batches
+
+
+def pad(samples: list[Tensor]) -> PackedBatch:
+    """Return the samples in rows of one length, no targets on the padding."""
+    longest = max(len(sample) for sample in samples)
+    rows = [torch.nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples]
+    batch = pack_samples(rows)
+    labels = batch.labels.clone()
+    for row, sample in zip(labels.view(-1, longest), samples, strict=True):
+        row[len(sample) - 1 :] = IGNORED_LABEL
+    return replace(batch, labels=labels)
+
+
+class Reference(L.LightningModule):
+    """The reference model with AdamW."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.model = HeteroLM(setting.config)
+        self.fused = setting.accelerator == "cuda"
+
+    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
+        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
+        return packed_cross_entropy(logits, batch.labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+class Stopwatch(L.Callback):
+    """Seconds from the end of the warm-up to the end of the last step, the device's work done."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.seconds = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._setting.num_warmup_steps:
+            self._start = self._now()
+        if trainer.global_step == self._setting.num_steps + self._setting.num_warmup_steps:
+            self.seconds = self._now() - self._start
+
+    def _now(self) -> float:
+        if self._setting.accelerator == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def train_s(setting: Setting, batches: list[list[Tensor]], *, hetero: bool) -> float:
+    """Return the seconds of the timed steps."""
+    torch.manual_seed(0)
+    module = Reference(setting)
+    options: dict[str, Any] = {}
+    if hetero:
+        options["strategy"] = HeteroStrategy(
+            num_stages=1, num_microbatches=1, compile_layers=setting.compiled
+        )
+    elif setting.compiled:
+        for layer in module.model.layers:
+            layer.compile()
+    collate = pad if setting.padded else pack_samples
+    stopwatch = Stopwatch(setting)
+    trainer = L.Trainer(
+        accelerator=setting.accelerator,
+        devices=1,
+        precision=setting.precision,  # type: ignore[arg-type]
+        max_steps=setting.num_warmup_steps + setting.num_steps,
+        callbacks=[stopwatch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    loader = DataLoader(batches, batch_size=1, collate_fn=lambda items: collate(items[0]))
+    trainer.fit(module, loader)
+    if setting.accelerator == "cuda":
+        del module, trainer
+        torch.cuda.empty_cache()
+    return stopwatch.seconds
+
+
+def compare(setting: Setting) -> tuple[float, float, float, float]:
+    """Return (seconds, seconds of the single device, real tokens, FLOPs) of the timed steps."""
+    batches = make_batches(setting, setting.num_warmup_steps + setting.num_steps)
+    lengths = [len(sample) for batch in batches[setting.num_warmup_steps :] for sample in batch]
+    ours: list[float] = []
+    peer: list[float] = []
+    for _ in range(setting.repeats):
+        ours.append(train_s(setting, batches, hetero=True))
+        peer.append(train_s(replace(setting, padded=False), batches, hetero=False))
+    flops = step_flops(setting.config, lengths)
+    return statistics.median(ours), statistics.median(peer), sum(lengths), flops
+
+
+def measure(setting: Setting, peak_flops_per_s: float) -> list[Row]:
+    """Compare with the single device, without and with compilation, and with padded batches."""
+    rows = []
+    billions = matmul_parameters(setting.config) / 1e9
+    for precision in ("bf16-true", "bf16-mixed"):
+        for compiled in (False, True):
+            case = replace(setting, precision=precision, compiled=compiled)
+            ours_s, peer_s, tokens, flops = compare(case)
+            mfu = flops / ours_s / peak_flops_per_s
+            how = f"{precision}{', compiled layers' if compiled else ''}"
+            rows += [
+                _row(f"{billions:.2f}B, {how}", tokens / ours_s, tokens / peer_s, "tokens/s", 0.98),
+                Row(
+                    name=f"MFU, {how}", ours=mfu, peer=flops / peer_s / peak_flops_per_s, unit="",
+                    target=0.5, better="higher", kind="measured", value=mfu,
+                    note="of the dense bf16 peak; peer: single device",
+                ),
+            ]  # fmt: skip
+    batches = make_batches(setting, setting.num_warmup_steps + setting.num_steps)
+    packed_s = train_s(setting, batches, hetero=True)
+    padded_s = train_s(replace(setting, padded=True), batches, hetero=True)
+    real = sum(len(sample) for batch in batches[setting.num_warmup_steps :] for sample in batch)
+    row = _row("packed batches", real / packed_s, real / padded_s, "tokens/s", 1.5)
+    return [*rows, replace(row, note="peer: padded to the longest of each batch")]
+
+
+def _row(name: str, ours: float, peer: float, unit: str, target: float) -> Row:
+    return Row(
+        name=name, ours=ours, peer=peer, unit=unit, target=target, better="higher",
+        kind="measured", value=ours / peer, note="peer: Lightning's single device",
+    )  # fmt: skip
+
+
+def run() -> list[Row]:
+    """Measure on the first CUDA device; none, with the reason printed, if there is none."""
+    if not torch.cuda.is_available():
+        print("gpu: skipped, there is no CUDA device")
+        return []
+    device = torch.device("cuda", 0)
+    spec = describe_device(device)
+    print(
+        f"gpu: {torch.cuda.get_device_name(device)} taken as {spec.name} of "
+        f"{spec.peak_flops_per_s / 1e12:.0f} TFLOP/s, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, lengths {'of documents' if LENGTHS_FILE.exists() else 'drawn'}"
+    )
+    return measure(ONE_BILLION, spec.peak_flops_per_s)
