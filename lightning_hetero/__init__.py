@@ -31,5 +31,12 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_HOMES[name]), name)
 
 
-if not Path(sys.argv[0]).name.startswith("lightning-hetero"):
+def _is_command_line() -> bool:
+    script = Path(sys.argv[0]).name if sys.argv else ""
+    # While Python looks for the module of `python -m`, that is all that stands there.
+    as_module = script == "-m" and "lightning_hetero.cli" in sys.orig_argv
+    return as_module or script.startswith("lightning-hetero")
+
+
+if not _is_command_line():
     import_module("lightning_hetero.strategy")

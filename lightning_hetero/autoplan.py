@@ -52,6 +52,11 @@ _DEFAULT_LENGTH = 512
 _MAX_PROFILED_TOKENS = 4096
 _MAX_PARTS = 4
 _NUM_STATES = 4  # Master, summed gradient and two moments of each owned parameter.
+_UNKNOWN_SIZES = (
+    "This module's sizes can't be told (no list of layers, or layers without matrices), so nothing "
+    "was planned: every rank gets a whole model and as many samples, however fast it is. Name the "
+    'list with layers="model.blocks", or give a plan.'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,16 +162,10 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
     seats = detect_seats(facts.comms, facts.device, slowdown=facts.slowdown)
     unequal = len({seat.device.name for seat in seats}) > 1
     model = infer_model_spec(facts.module, facts.layout)
-    if model is None and options.cluster is None:
-        warning = None
-        if unequal:
-            warning = (
-                "The devices differ, but this module's sizes can't be told (no list of layers, or "
-                "layers without matrices), so every rank gets a whole model and as many samples. "
-                'Name the list with layers="model.blocks", or give a plan.'
-            )
+    if model is None:
+        # Equal devices get this plan anyway; others, and whoever describes a cluster, expect more.
+        warning = _UNKNOWN_SIZES if unequal or options.cluster is not None else None
         return replace(_data_parallel(facts, "no plan could be predicted"), warning=warning)
-    assert model is not None
     job = _on_rank_0(facts.comms, lambda: _Job.of(options, facts, model, seats))
     if options.cluster is None and not unequal and _holds_everything(job, facts):
         return _data_parallel(facts, "equal devices that hold the whole model: no search")

@@ -1,12 +1,19 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from lightning_hetero.autoplan import AutoPlan
+from lightning_hetero import autoplan
+from lightning_hetero.autoplan import AutoPlan, RunFacts, make_plan
 from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.detect import Seat
+from lightning_hetero.runtime.layout import ModelLayout
 from tests.autoplan_runs import Outcome, train
 from tests.processes import ProcessFailed, ProcessPool
 
@@ -92,6 +99,36 @@ def test_a_cluster_of_another_size_is_refused_on_every_rank(
     with pytest.raises(ProcessFailed) as failed:
         run(pool, AutoPlan(cluster=cluster), (1.0, 1.0), tmp_path)
     assert any("3 devices but 2 processes" in text for text in failed.value.failures.values())
+
+
+@pytest.mark.parametrize(
+    ("devices", "cluster", "warns"),
+    [
+        ("AA", None, False),
+        ("AB", None, True),
+        ("AA", Cluster(nodes=(Node(device="T4", count=2),)), True),
+    ],
+)
+def test_a_module_of_unknown_sizes_is_trained_data_parallel_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, devices: str, cluster: Cluster | None, *, warns: bool
+) -> None:
+    seats = tuple(
+        Seat(host="host", device=replace(KNOWN_DEVICES["T4"], name=name), base=name)
+        for name in devices
+    )
+    monkeypatch.setattr(autoplan, "detect_seats", lambda *_, **__: seats)
+    module = torch.nn.Linear(2, 2)
+    facts = RunFacts(
+        module=module,
+        layout=ModelLayout.of(module),
+        comms=Communicators(global_rank=0, world_size=2),
+        device=torch.device("cpu"),
+        sizes=lambda: pytest.fail("there is nothing to plan"),
+    )
+    planned = make_plan(AutoPlan(cluster=cluster), facts)
+    assert planned.plan.num_pipelines == 2
+    assert planned.predicted_s is None
+    assert (planned.warning is not None) == warns
 
 
 @pytest.mark.parametrize(

@@ -112,3 +112,15 @@ def test_the_module_runs_as_a_script():
         check=True,
     )
     assert "plan" in done.stdout
+
+
+def test_planning_without_the_installed_script_loads_no_torch_either():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "lightning_hetero.cli", "plan", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "lightning_hetero.cli.plan" in loaded
+    assert not {"torch", "lightning"} & loaded
