@@ -7,6 +7,7 @@ long tail that packing and balancing are for: half are under 500 bytes, some are
 import re
 import sysconfig
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ __all__ = [
     "VOCAB_SIZE",
     "PythonSourceData",
     "PythonSourceDataset",
+    "byte_tokens",
     "decode",
     "source_files",
     "top_level_pieces",
@@ -37,6 +39,13 @@ _TOP_LEVEL = re.compile(rb"\n(?=(?:def|class|async def) |@)")
 _VALIDATION_SHARE = 20  # one file in twenty
 
 
+def byte_tokens(piece: bytes) -> Tensor:
+    """Return a piece's bytes and `END_OF_TEXT`."""
+    row = torch.full((len(piece) + 1,), END_OF_TEXT)
+    row[:-1] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+    return row
+
+
 class PythonSourceDataset(Dataset[Tensor]):
     """Top-level pieces of standard library files as rows of byte tokens.
 
@@ -45,7 +54,12 @@ class PythonSourceDataset(Dataset[Tensor]):
     """
 
     def __init__(
-        self, split: Literal["train", "val"], *, context_length: int = 1024, max_files: int = 300
+        self,
+        split: Literal["train", "val"],
+        *,
+        context_length: int = 1024,
+        max_files: int = 300,
+        encode: Callable[[bytes], Tensor] = byte_tokens,
     ) -> None:
         """Read the files.
 
@@ -53,14 +67,12 @@ class PythonSourceDataset(Dataset[Tensor]):
             split: Which files.
             context_length: Tokens to keep of a longer piece.
             max_files: Files to read at most, spread evenly over the library.
+            encode: Makes a piece's tokens.
         """
         self.context_length = context_length
-        paths = source_files()
-        count = min(max_files, len(paths))
-        chosen = [paths[index * len(paths) // count] for index in range(count)]
         self.samples = [
-            _tokens(piece, context_length)
-            for path in chosen
+            encode(piece)[:context_length].clone()
+            for path in source_files(max_files)
             if _is_validation(path) == (split == "val")
             for piece in top_level_pieces(path.read_bytes())
         ]
@@ -78,12 +90,18 @@ class PythonSourceData(L.LightningDataModule):
     """Packed batches of Python sources; nothing but an ordinary DataLoader."""
 
     def __init__(
-        self, *, context_length: int = 1024, samples_per_batch: int = 16, max_files: int = 300
+        self,
+        *,
+        context_length: int = 1024,
+        samples_per_batch: int = 16,
+        max_files: int = 300,
+        shuffle: bool = True,
     ) -> None:
         super().__init__()
         self.context_length = context_length
         self.samples_per_batch = samples_per_batch
         self.max_files = max_files
+        self.shuffle = shuffle
 
     def setup(self, stage: str) -> None:
         """Read the files of both splits."""
@@ -93,8 +111,8 @@ class PythonSourceData(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[PackedBatch]:
-        """Return shuffled packed batches."""
-        return self._loader(self.train, shuffle=True)
+        """Return packed batches, shuffled if so asked."""
+        return self._loader(self.train, shuffle=self.shuffle)
 
     def val_dataloader(self) -> DataLoader[PackedBatch]:
         """Return packed batches in order."""
@@ -110,14 +128,16 @@ class PythonSourceData(L.LightningDataModule):
         )
 
 
-def source_files() -> list[Path]:
-    """Return the standard library's files in a fixed order, without tests and big extras."""
+def source_files(max_files: int) -> list[Path]:
+    """Return files spread evenly over the standard library, without tests and big extras."""
     root = Path(sysconfig.get_path("stdlib"))
-    return [
+    paths = [
         path
         for path in sorted(root.rglob("*.py"))
         if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
     ]
+    count = min(max_files, len(paths))
+    return [paths[index * len(paths) // count] for index in range(count)]
 
 
 def top_level_pieces(source: bytes) -> list[bytes]:
@@ -144,9 +164,3 @@ def _is_validation(path: Path) -> bool:
 
 def _ends_in_decorator(piece: bytes) -> bool:
     return not re.search(rb"^(?:def|class|async def) ", piece, re.MULTILINE)
-
-
-def _tokens(piece: bytes, context_length: int) -> Tensor:
-    row = torch.full((len(piece) + 1,), END_OF_TEXT)
-    row[:-1] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-    return row[:context_length].clone()

@@ -1,0 +1,72 @@
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.processes import clean_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "--trainer.max_steps": 6,
+    "--trainer.val_check_interval": 6,
+    "--trainer.limit_val_batches": 1,
+    "--trainer.enable_progress_bar": "false",
+    "--data.context_length": 48,
+    "--data.samples_per_batch": 3,
+    "--data.max_files": 20,
+    "--data.vocab_size": 300,
+    "--data.shuffle": "false",
+    "--model.config.hidden_size": 32,
+}
+PLAIN = {"--trainer.strategy": "auto", "--trainer.devices": 1, "--data.samples_per_batch": 6}
+
+
+def fine_tune(folder, **options):
+    """Run the example there; return what it printed and its losses."""
+    options = {
+        **SMALL,
+        **options,
+        "--trainer.logger.init_args.version": len(list(folder.iterdir())),
+    }
+    command = [sys.executable, ROOT / "examples/finetune_hf.py", "fit"]
+    command += ["--config", ROOT / "examples/finetune_hf.yaml"]
+    done = subprocess.run(
+        [*command, *(f"{name}={value}" for name, value in options.items())],
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    newest = max((folder / "outputs/finetune_hf/logs").iterdir(), key=lambda p: p.stat().st_mtime)
+    with (newest / "metrics.csv").open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    return done.stdout, losses
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_three_processes_fine_tune_as_one_does_and_go_on_from_what_they_wrote(tmp_path):
+    output, losses = fine_tune(tmp_path)
+    assert "HeteroStrategy, 3 processes, 32-true" in output
+    assert "It writes, after 'def read_'" in output
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.2
+    _, expected = fine_tune(tmp_path, **PLAIN, **{"--model.output": "plain"})
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+    folder = tmp_path / "outputs/finetune_hf/model"
+    assert AutoTokenizer.from_pretrained(folder).decode([0]) == "<|end|>"
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    assert trained.config.hidden_size == 32
+    more = {"--model.folder": folder, "--model.output": "more"}
+    output, losses_from_there = fine_tune(tmp_path, **more)
+    assert f"from {folder}" in output
+    assert max(losses_from_there) < losses[0]
+    _, expected = fine_tune(tmp_path, **PLAIN, **more)
+    assert losses_from_there == pytest.approx(expected, rel=1e-5)
