@@ -122,5 +122,5 @@ def test_planning_without_the_installed_script_loads_no_torch_either():
         check=True,
     )
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert "lightning_hetero.cli.plan" in loaded
+    assert "lightning_hetero.planner" in loaded
     assert not {"torch", "lightning"} & loaded
