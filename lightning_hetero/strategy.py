@@ -571,6 +571,11 @@ class HeteroStrategy(ProcessesStrategy):
             self._cut_when_loading = None
         if self._detector is not None:
             self._detector.stop()
+        if self._failed and self._lightning_module is not None:
+            # Lightning would move it to CPU, which what is still on the meta device can't be, and
+            # that error would hide the one that made the run fail.
+            meta = any(parameter.is_meta for parameter in self._lightning_module.parameters())
+            self._lightning_module = None if meta else self._lightning_module
         super().teardown()
 
     @classmethod

@@ -26,15 +26,10 @@ PLAIN = {"--trainer.strategy": "auto", "--trainer.devices": 1, "--data.samples_p
 
 def fine_tune(folder, **options):
     """Run the example there; return what it printed and its losses."""
-    options = {
-        **SMALL,
-        **options,
-        "--trainer.logger.init_args.version": len(list(folder.iterdir())),
-    }
     command = [sys.executable, ROOT / "examples/finetune_hf.py", "fit"]
     command += ["--config", ROOT / "examples/finetune_hf.yaml"]
     done = subprocess.run(
-        [*command, *(f"{name}={value}" for name, value in options.items())],
+        [*command, *(f"{name}={value}" for name, value in {**SMALL, **options}.items())],
         cwd=folder,
         env=clean_environment(),
         capture_output=True,

@@ -36,6 +36,7 @@ class PackedCase:
     folder: Path | None = None
     """A saved model to begin with; what comes out is written beside it."""
     batch_size: int = 4
+    sequence_parallel: bool = False
 
     def on_single_device(self) -> "PackedCase":
         assert self.plan is not None
@@ -106,7 +107,7 @@ class PackedOutcome:
 
     losses: list[float]
     initial: dict[str, np.ndarray]
-    """On rank 0."""
+    """Weights before the first step, on rank 0."""
     after: dict[str, np.ndarray]
     num_bytes_read: int
 
@@ -122,10 +123,8 @@ def train(rank: int, case: PackedCase) -> PackedOutcome:
     strategy: dict[str, Any] = {"devices": 1}
     if case.plan is not None:
         plan = ParallelPlan.from_dict(case.plan)
-        strategy = {
-            "strategy": HeteroStrategy(plan, num_microbatches=2),
-            "devices": case.world_size,
-        }
+        options = {"num_microbatches": 2, "sequence_parallel": case.sequence_parallel}
+        strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
     trainer = L.Trainer(**quiet(max_epochs=1), **strategy, use_distributed_sampler=False)
     trainer.fit(module)
     if case.folder is not None and case.plan is not None:

@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import CheckpointError, ModelError
 from lightning_hetero.models.huggingface import export_pretrained
-from tests.models.huggingface.runs import PackedCase, PackedOutcome, train
+from tests.models.huggingface.runs import PackedCase, PackedModule, PackedOutcome, train
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import auto_class, make_model
 from tests.runtime.runs import pipeline, plan_of, stage
+from tests.toy import quiet
 
 pytestmark = pytest.mark.dist
 
@@ -31,11 +34,13 @@ def assert_same(found: PackedOutcome, expected: PackedOutcome, tolerance: float 
         assert float(np.abs(found.after[name] - value).max()) <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3_text", "bert"])
+@pytest.mark.parametrize(
+    ("model", "sequence_parallel"), [("llama", True), ("gemma3_text", False), ("bert", False)]
+)
 def test_packed_batches_train_under_a_mixed_plan_as_on_one_device(
-    pool: ProcessPool, model: str
+    pool: ProcessPool, model: str, *, sequence_parallel: bool
 ) -> None:
-    case = PackedCase(model=model, plan=MIXED, world_size=4)
+    case = PackedCase(model=model, plan=MIXED, world_size=4, sequence_parallel=sequence_parallel)
     expected = pool.run(train, 1, case.on_single_device())[0]
     for outcome in pool.run(train, 4, case):
         assert_same(outcome, expected)
@@ -88,3 +93,12 @@ def test_a_folder_is_read_by_slices_trained_and_written_again(
         again = auto_class("mixtral").from_pretrained(tmp_path / written)
         for name, value in again.state_dict().items():
             assert np.array_equal(value.numpy(), outcomes[0].after[f"model.{name}"]), name
+
+
+def test_a_failure_before_there_are_weights_is_the_error_that_is_seen() -> None:
+    case = PackedCase(model="llama", source="meta", plan=ALONE)
+    module = PackedModule(case)
+    module.register_buffer("angles", torch.zeros(3, device="meta"))
+    strategy = HeteroStrategy(ParallelPlan.from_dict(ALONE))
+    with pytest.raises(ModelError, match="Buffer angles is on the meta device"):
+        L.Trainer(**quiet(max_epochs=1), strategy=strategy, devices=1).fit(module)
