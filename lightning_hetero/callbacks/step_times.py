@@ -7,6 +7,8 @@ checkpoints between batches don't count.
 import math
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +81,7 @@ class StepTimes:
             forward_s=self._forward_s / count if count else math.nan,
             backward_s=self._backward_s / count if count else 0.0,
             work=self._work / count if count else 0.0,
+            num_microbatches=count,
             waits_s=dict(self._waits_s),
             hidden_bytes=self._hidden_bytes,
         )
@@ -95,9 +98,15 @@ def work_of(batch: Any) -> float:
     """
     if isinstance(batch, EmptyBatch):
         return 0.0
+    if hasattr(batch, "micro_batches"):
+        return sum(map(work_of, batch.micro_batches))
     starts = getattr(batch, "cu_seqlens", None)
     if isinstance(starts, Tensor) and starts.device.type == "cpu":
         lengths = starts.diff().double()
         return float((lengths + _QUADRATIC_WEIGHT * lengths.square()).sum())
-    leaves = tree_flatten(vars(batch) if hasattr(batch, "__dict__") else batch)[0]
+    if is_dataclass(batch):
+        batch = vars(batch)
+    elif isinstance(batch, Mapping):
+        batch = dict(batch)
+    leaves = tree_flatten(batch)[0]
     return float(max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1))

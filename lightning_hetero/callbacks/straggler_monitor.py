@@ -128,10 +128,7 @@ class StragglerMonitor(Callback):
             return
         observation, iteration_s = self._step.finish(trainer.global_step)
         self._session.after_step(
-            observation,
-            iteration_s=iteration_s,
-            load=observation.work,
-            predicted_s=self._predicted_s,
+            observation, iteration_s=iteration_s, predicted_s=self._predicted_s
         )
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if trainer.global_step % every == 0:

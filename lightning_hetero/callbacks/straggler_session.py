@@ -169,7 +169,6 @@ class StragglerSession:
         observation: Observation,
         *,
         iteration_s: float,
-        load: float,
         predicted_s: float | None = None,
     ) -> None:
         """Tell what a step took, hear what to do, and do it; collective.
@@ -177,7 +176,6 @@ class StragglerSession:
         Args:
             observation: What this rank saw.
             iteration_s: What the step took here.
-            load: What it should take, in any unit that doesn't change.
             predicted_s: What was predicted, for the record.
         """
         is_changing = self._run.is_changing()
@@ -185,7 +183,8 @@ class StragglerSession:
             self._arrive()
         change = self._history.observe(observation)
         onset_step = 0 if change is None else self._history.step_of(change.onset_step)
-        note = RankNote.of(iteration_s, load, change, onset_step)
+        load_s = self._history.load_s(observation)
+        note = RankNote.of(iteration_s, load_s, change, onset_step)
         rows = self._ranks.to_leader(note.to_row())
         order, since_step = Order.GO_ON, 0
         if self._watch is not None:
@@ -259,8 +258,10 @@ class StragglerSession:
         if act is not None:
             start_s = time.perf_counter()
             self._run.act(act)
-            self._factor = act.measure.factors.get(self._ranks.global_rank, 1.0)
-            self._recovers = act.kind is DecisionKind.UNDO and not self._is_known
+            undoes = act.kind is DecisionKind.UNDO
+            factors = {} if undoes else act.measure.factors
+            self._factor = factors.get(self._ranks.global_rank, 1.0)
+            self._recovers = undoes and not self._is_known
             if self._watch is not None:
                 self._watch.began(time.perf_counter() - start_s)
         elif was_known and not self._is_known:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Act,
+    DecisionKind,
     Finding,
     Measure,
     MeasuredRun,
@@ -18,6 +19,7 @@ from lightning_hetero.straggler import (
     RankReport,
     RunModel,
     Slowness,
+    assigning_measure,
     find_measures,
     restart_measure,
 )
@@ -70,7 +72,7 @@ class PlainRun:
 
     def act(self, act: Act) -> None:
         """Ask for a restart."""
-        if self._restarter is not None and act.measure.plan is None:
+        if self._restarter is not None:
             self._restarter.request_restart(act.measure.effect, exclude=act.measure.exclude)
 
     def is_changing(self) -> bool:
@@ -83,8 +85,13 @@ class HeteroRun(PlainRun):
 
     def __init__(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
         super().__init__(trainer)
+        self._trainer = trainer
         self._strategy = strategy
         self._wanted = strategy.plan
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+        self._datamodule = datamodule if hasattr(datamodule, "set_slowdowns") else None
+        self._num_run_before = trainer.fit_loop.total_batch_idx + 1
+        self._num_before = 0
         self._measured: MeasuredRun | None = None
 
     @property
@@ -116,10 +123,15 @@ class HeteroRun(PlainRun):
     ) -> Sequence[Measure]:
         """Return S2 and S3 where what was measured tells what they would give; and S4."""
         restarts = super().find_measures(reports, findings, healthy_s=healthy_s, probes=probes)
+        slowness = Slowness.of(findings, self._world_size)
+        if self._datamodule is not None:
+            measure = assigning_measure(
+                self._strategy.plan, slowness, healthy_s=healthy_s, world_size=self._world_size
+            )
+            return restarts if measure is None else (measure, *restarts)
         measured = self._measure(reports, healthy_s, probes)
         if measured is None:
             return restarts
-        slowness = Slowness.of(findings, self._world_size)
         model = RunModel(measured, slowness)
         return (*find_measures(model, measured.plan, slowness), *restarts)
 
@@ -154,13 +166,21 @@ class HeteroRun(PlainRun):
         return self._measured
 
     def act(self, act: Act) -> None:
-        """Run the plan from now on, or ask for a restart."""
-        if act.measure.plan is None:
+        """Run the plan, or assign by the slowdowns, from now on; or ask for a restart."""
+        measure, undoes = act.measure, act.kind is DecisionKind.UNDO
+        if measure.slowdowns and self._datamodule is not None:
+            slowdowns = [1.0] * len(measure.slowdowns) if undoes else measure.slowdowns
+            self._num_before = self._datamodule.set_slowdowns(slowdowns)
+        elif measure.plan is not None and measure.first_plan is not None:
+            self._wanted = measure.first_plan if undoes else measure.plan
+            self._strategy.change_plan(self._wanted)
+        else:
             super().act(act)
-            return
-        self._wanted = act.measure.plan
-        self._strategy.change_plan(self._wanted)
 
     def is_changing(self) -> bool:
-        """Return whether batches of the plan before are still being run."""
+        """Return whether batches of before the last act are still being run."""
+        if self._datamodule is not None:
+            # What was planned before the act still runs.
+            num_run = self._trainer.fit_loop.total_batch_idx + 1 - self._num_run_before
+            return num_run <= self._num_before
         return self._strategy.plan != self._wanted

@@ -26,7 +26,13 @@ from lightning_hetero.straggler.locate import (
     tree_rounds,
 )
 from lightning_hetero.straggler.look import Probes, Suspicion, conclude, probe_rounds, suspect
-from lightning_hetero.straggler.measures import Act, Measure, find_measures, restart_measure
+from lightning_hetero.straggler.measures import (
+    Act,
+    Measure,
+    assigning_measure,
+    find_measures,
+    restart_measure,
+)
 from lightning_hetero.straggler.mitigation import (
     Decision,
     DecisionKind,
@@ -89,6 +95,7 @@ __all__ = [
     "SwapConfig",
     "SwapProposal",
     "WatchConfig",
+    "assigning_measure",
     "balance_microbatches",
     "conclude",
     "diagnose",

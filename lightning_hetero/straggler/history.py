@@ -9,7 +9,7 @@ place in the plan: how the places differ it is then told.
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.straggler.bocd import BocdDetector
@@ -19,6 +19,8 @@ __all__ = ["Observation", "RankHistory", "RankReport"]
 
 _KEPT = 128
 """Iterations that are kept, and so the longest baseline."""
+_NUM_FIRST = 3
+"""Iterations after which a rank knows roughly what a unit of work takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class Observation:
     """The same of its backward; 0 where only forwards can be timed."""
     work: float = 1.0
     """Work of a micro-batch on average, in any unit that is the same in all iterations."""
+    num_microbatches: int = 1
     waits_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of waiting for messages of each peer."""
     hidden_bytes: int = 0
@@ -72,6 +75,7 @@ class RankHistory:
         self._kept: deque[tuple[Observation, float]] = deque(maxlen=_KEPT)
         self._baseline: tuple[Observation, ...] = ()
         self._factor = 1.0
+        self._first_pace = math.nan
 
     def observe(self, observation: Observation) -> ChangePoint | None:
         """Take in an iteration; return a change of this rank's pace that it completes, in steps."""
@@ -80,6 +84,19 @@ class RankHistory:
         pace = observation.pace * self._factor
         self._kept.append((observation, pace))
         return self._detector.update(pace)
+
+    def load_s(self, observation: Observation) -> float:
+        """Return the seconds of computing that an iteration's work should be for this rank.
+
+        By the rank's first iterations, so that only its changes mean anything; NaN until then, 0 of
+        a rank without work.
+        """
+        if not observation.work:
+            return 0.0
+        if math.isnan(self._first_pace) and len(self._kept) >= _NUM_FIRST:
+            self._first_pace = self._median([kept for kept, _ in self._kept], lambda o: o.pace)
+        work = observation.work * observation.num_microbatches
+        return self._first_pace * work / self._factor
 
     def step_of(self, index: int) -> int:
         """Return the step of the detector's value of an index."""
@@ -132,7 +149,7 @@ class RankHistory:
 
     @staticmethod
     def _median(
-        observations: tuple[Observation, ...],
+        observations: Sequence[Observation],
         value_of: Callable[[Observation], float],
         default: float = math.nan,
     ) -> float:

@@ -9,7 +9,7 @@ from lightning_hetero.straggler.mitigation import DecisionKind, Mitigation
 from lightning_hetero.straggler.run_model import RunModel, Slowness
 from lightning_hetero.straggler.swap import SwapConfig, propose_swap
 
-__all__ = ["Act", "Measure", "find_measures", "restart_measure"]
+__all__ = ["Act", "Measure", "assigning_measure", "find_measures", "restart_measure"]
 
 _SEARCH = SwapConfig(max_swaps=4, predictions_per_swap=64)
 
@@ -29,6 +29,8 @@ class Measure:
     """The plan to return to."""
     factors: Mapping[int, float] = field(default_factory=dict)
     """By rank its healthy time in the first plan's place over that in this plan's."""
+    slowdowns: tuple[float, ...] = ()
+    """How many times slower each rank is, for a data module that assigns the samples itself."""
     exclude: tuple[int, ...] = ()
     """Ranks that a restart should leave out."""
 
@@ -39,6 +41,7 @@ class Act:
 
     kind: DecisionKind
     measure: Measure
+    """What to apply, or what to undo."""
 
 
 def find_measures(model: RunModel, plan: ParallelPlan, slowness: Slowness) -> tuple[Measure, ...]:
@@ -64,6 +67,28 @@ def find_measures(model: RunModel, plan: ParallelPlan, slowness: Slowness) -> tu
         effect = f"{proposal}{' and ' + moved if moved else ''}"
         measures.append(_measure(Mitigation.SWAP, model, plan, swapped, effect))
     return tuple(measures)
+
+
+def assigning_measure(
+    plan: ParallelPlan, slowness: Slowness, *, healthy_s: float, world_size: int
+) -> Measure | None:
+    """Return S2 where a data module assigns samples by what each rank takes; None if none is slow.
+
+    Its pipelines end together, so with slow ones every pipeline takes D / Σ 1/slowdown times as
+    long.
+    """
+    if not slowness.ranks:
+        return None
+    slowdowns = [
+        max(slowness.ranks.get(rank, 1.0) for rank in pipeline.ranks) for pipeline in plan.pipelines
+    ]
+    named = ", ".join(map(str, sorted(slowness.ranks)))
+    return Measure(
+        mitigation=Mitigation.REBALANCE,
+        iteration_s=healthy_s * len(slowdowns) / sum(1 / slowdown for slowdown in slowdowns),
+        effect=f"assigns less to rank{'s' if len(slowness.ranks) > 1 else ''} {named}",
+        slowdowns=tuple(slowness.ranks.get(rank, 1.0) for rank in range(world_size)),
+    )
 
 
 def restart_measure(

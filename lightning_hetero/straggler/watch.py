@@ -79,8 +79,8 @@ class RankNote:
     """What one rank says about one iteration; travels as a row of floats."""
 
     iteration_s: float
-    load: float
-    """What the iteration should take here, in any unit that doesn't change."""
+    load_s: float
+    """Seconds of computing that its work should be; NaN if unknown, 0 of a rank without work."""
     change: int = 0
     """Whether a change of this rank's pace has just been found: 1 slower, -1 faster, else 0."""
     onset_step: float = 0.0
@@ -90,14 +90,14 @@ class RankNote:
 
     @classmethod
     def of(
-        cls, iteration_s: float, load: float, change: ChangePoint | None, onset_step: int
+        cls, iteration_s: float, load_s: float, change: ChangePoint | None, onset_step: int
     ) -> Self:
         """Return the note of an iteration and of what the rank's own detector said."""
         if change is None:
-            return cls(iteration_s=iteration_s, load=load)
+            return cls(iteration_s=iteration_s, load_s=load_s)
         return cls(
             iteration_s=iteration_s,
-            load=load,
+            load_s=load_s,
             change=1 if change.kind is ChangeKind.SLOWDOWN else -1,
             onset_step=float(onset_step),
             before=change.before,
@@ -108,7 +108,7 @@ class RankNote:
         """Return the note as numbers."""
         return [
             self.iteration_s,
-            self.load,
+            self.load_s,
             float(self.change),
             self.onset_step,
             self.before,
@@ -118,10 +118,10 @@ class RankNote:
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Self:
         """Return the note that gave these numbers."""
-        iteration_s, load, change, onset_step, before, after = row
+        iteration_s, load_s, change, onset_step, before, after = row
         return cls(
             iteration_s=iteration_s,
-            load=load,
+            load_s=load_s,
             change=int(change),
             onset_step=onset_step,
             before=before,
@@ -211,8 +211,9 @@ class RunWatch:
             is_changing: Whether it still ran under the plan of before the last act.
         """
         iteration_s = max(note.iteration_s for note in notes)
-        load = max(note.load for note in notes)
-        value = iteration_s / load if load > 0.0 else math.nan
+        loads_s = [note.load_s for note in notes]
+        load_s = math.nan if any(map(math.isnan, loads_s)) else max(loads_s)
+        value = iteration_s / load_s if load_s > 0.0 else math.nan
         if self._first_step is None:
             self._first_step = step
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
@@ -341,8 +342,7 @@ class RunWatch:
         decision = self._policy.end()
         undone = self._measure_of(decision.mitigation)
         if decision.kind is DecisionKind.UNDO and undone is not None and not decision.dry_run:
-            measure = replace(undone, plan=undone.first_plan, factors={}, effect="")
-            self._act = (Act(kind=decision.kind, measure=measure), decision)
+            self._act = (Act(kind=decision.kind, measure=replace(undone, effect="")), decision)
             return
         self._act = None
         self._report(ActionEvent.from_decision(decision, step=step))

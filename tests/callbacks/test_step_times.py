@@ -1,0 +1,68 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_hetero.callbacks.step_times import StepTimes, work_of
+from lightning_hetero.core.actions import ActionKind
+from lightning_hetero.core.batches import EmptyBatch
+from lightning_hetero.models import pack_samples
+from lightning_hetero.runtime.clock import ActionTime, IterationTimes, MessageTime
+
+FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+def test_work_follows_the_tokens_and_in_packed_batches_their_lengths():
+    rows = {"ids": torch.zeros(4, 8), "weights": torch.zeros(4)}
+    assert work_of(rows) == work_of(torch.zeros(32)) == 32
+    short, long = (
+        pack_samples([torch.arange(length + 1) for length in lengths])
+        for lengths in ([100] * 40, [4000])
+    )
+    assert work_of(long) > 1.2 * work_of(short)
+    parts = SimpleNamespace(micro_batches=(short, long))
+    assert work_of(parts) == pytest.approx(work_of(short) + work_of(long))
+    assert work_of(EmptyBatch()) == 0.0
+    assert work_of("text") == 1.0
+
+
+def iteration(scale: float) -> IterationTimes:
+    actions = [ActionTime(FORWARD, 0, 1.0 * scale, 0.0), ActionTime(FORWARD, 1, 3.0 * scale, 0.0)]
+    actions += [ActionTime(BACKWARD, m, 4.0 * scale, 0.0) for m in range(2)]
+    messages = (MessageTime(1, 64, 0.5 * scale, False), MessageTime(2, 999, 0.25 * scale, True))
+    return IterationTimes(actions=tuple(actions), wait_s=1.0, messages=messages)
+
+
+def test_a_step_is_all_its_batches():
+    times = StepTimes(7)
+    for scale in (1.0, 3.0):
+        times.begin_batch(torch.zeros(6))
+        times.end_batch(iteration(scale))
+    seen, seconds = times.finish(8)
+    assert seconds > 0.0
+    assert times.index == seen.step == 8
+    assert (seen.forward_s, seen.backward_s) == (4.0, 8.0)
+    assert seen.work == 3.0
+    assert seen.num_microbatches == 4
+    assert seen.waits_s == {1: 2.0, 2: 1.0}
+    assert seen.hidden_bytes == 64
+
+
+def test_without_a_clock_the_forward_counts():
+    times = StepTimes(0)
+    times.begin_batch(torch.zeros(6))
+    times.end_forward()
+    times.end_batch(None)
+    seen, seconds = times.finish(1)
+    assert 0.0 < seen.forward_s <= seconds
+    assert seen.backward_s == 0.0
+
+
+def test_a_rank_without_micro_batches_has_no_pace():
+    times = StepTimes(0)
+    times.begin_batch(EmptyBatch())
+    times.end_batch(IterationTimes(actions=(), wait_s=0.0))
+    seen, _ = times.finish(1)
+    assert math.isnan(seen.pace)
+    assert seen.work == 0.0

@@ -1,0 +1,102 @@
+import math
+
+from lightning_hetero.straggler import (
+    Finding,
+    FindingKind,
+    Probes,
+    RankReport,
+    conclude,
+    probe_rounds,
+    suspect,
+)
+
+DEVICE, HOST, LINK, PORT = FindingKind
+
+
+def report(rank: int, slowness: float = 1.0, waits_s=None) -> RankReport:
+    return RankReport(
+        global_rank=rank,
+        slowness=slowness,
+        pace=1.0,
+        forward_share=0.5,
+        work=1.0,
+        excess_wait_s=waits_s or {},
+        hidden_bytes=0,
+    )
+
+
+def pairs_of(rounds):
+    return [pair for pairs in rounds for pair in pairs]
+
+
+def probes(device_s=(), **links_s) -> Probes:
+    pairs = {tuple(map(int, name[1:].split("_"))): s for name, s in links_s.items()}
+    return Probes(device_s=dict(enumerate(device_s)), link_s=pairs, hosts=("a", "a", "b", "b"))
+
+
+HEALTHY = probes((1.0, 1.0, 2.0, 2.0), p0_1=1.0, p1_2=5.0, p2_3=1.0, p0_3=5.0)
+
+
+def test_a_rank_behind_its_peers_is_suspected_and_a_slow_probe_blames_its_device():
+    suspicion = suspect([report(0), report(1), report(2, 1.9), report(3)], iteration_s=1.0)
+    assert [(s.key, s.ratio) for s in suspicion.ranks] == [(2, 1.9)]
+    assert probe_rounds(suspicion, 4) == ()
+    slow, fine = (1.0, 1.0, 3.8, 2.0), (1.0, 1.0, 2.0, 2.0)
+    (found,) = conclude(suspicion, probes(slow), HEALTHY)
+    assert (found.kind, found.ranks, found.ratio) == (DEVICE, (2,), 1.9)
+    (found,) = conclude(suspicion, probes(fine), HEALTHY)
+    assert found.kind is HOST
+    assert "device is as fast as ever" in str(found)
+
+
+def test_devices_that_are_unequal_by_nature_are_not_slow():
+    everyone = suspect([report(rank, math.nan) for rank in range(4)], iteration_s=math.nan)
+    assert not everyone.is_informed
+    assert conclude(everyone, probes((1.0, 1.0, 2.0, 2.0)), HEALTHY) == ()
+    (found,) = conclude(everyone, probes((1.0, 1.6, 2.0, 2.0)), HEALTHY)
+    assert (found.kind, found.ranks) == (DEVICE, (1,))
+
+
+def test_a_link_is_believed_only_if_its_messages_and_its_probe_are_slow():
+    waiting = [report(0, waits_s={3: 0.5}), report(1), report(2), report(3, waits_s={0: 0.4})]
+    suspicion = suspect(waiting, iteration_s=1.0)
+    assert suspicion.pairs == ((0, 3),)
+    assert (0, 3) in pairs_of(probe_rounds(suspicion, 4))
+    slow = probes((), p0_1=1.0, p1_2=5.0, p2_3=1.0, p0_3=50.0)
+    (found,) = conclude(suspicion, slow, HEALTHY)
+    assert (found.kind, found.ranks) == (LINK, (0, 3))
+    other = probes((), p0_1=1.0, p1_2=50.0, p2_3=1.0, p0_3=5.0)
+    assert conclude(suspicion, other, HEALTHY) == ()
+
+
+def test_waiting_a_little_longer_is_no_reason_to_probe():
+    suspicion = suspect([report(0, waits_s={1: 0.04}), report(1)], iteration_s=1.0)
+    assert suspicion.pairs == ()
+    assert probe_rounds(suspicion, 2) == ()
+
+
+def test_a_link_known_to_be_slow_is_probed_though_nobody_waits_for_it():
+    known = [Finding(kind=LINK, ranks=(0, 2), ratio=9.0)]
+    suspicion = suspect([report(rank) for rank in range(4)], iteration_s=1.0, known=known)
+    assert (0, 2) in pairs_of(probe_rounds(suspicion, 4, known))
+
+
+def test_pairs_of_a_round_are_disjoint_and_few_ranks_stand_for_many():
+    reports = [report(rank) for rank in range(300)]
+    reports[7] = report(7, waits_s={250: 0.5, 9: 0.4})
+    suspicion = suspect(reports, iteration_s=1.0)
+    rounds = probe_rounds(suspicion, 300)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+    assert {(7, 250), (7, 9)} <= set(pairs_of(rounds))
+    assert len(pairs_of(rounds)) <= 20
+    assert len(rounds) <= 5
+
+
+def test_a_slow_port_is_found_by_all_its_links():
+    waiting = [report(0, waits_s={1: 0.5, 2: 0.5, 3: 0.5}), *map(report, (1, 2, 3))]
+    suspicion = suspect(waiting, iteration_s=1.0)
+    slow = probes((), p0_1=9.0, p0_2=45.0, p0_3=45.0, p1_2=5.0, p2_3=1.0)
+    (found,) = conclude(suspicion, slow, HEALTHY)
+    assert (found.kind, found.ranks) == (PORT, (0,))

@@ -1,0 +1,143 @@
+"""The model of a run must give back what was measured, and rank plans as their traffic does."""
+
+import pytest
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, ParameterSpec, assign_owners
+from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.straggler import (
+    Finding,
+    FindingKind,
+    MeasuredRun,
+    Mitigation,
+    PlaceTimes,
+    RunModel,
+    Slowness,
+    assigning_measure,
+    find_measures,
+    restart_measure,
+    swap_ranks,
+)
+
+NUM_LAYERS, ROWS = 4, 1000
+SPECS = [
+    ParameterSpec(name=f"layers.{layer}.weight", shape=(ROWS,), layer=layer)
+    for layer in range(NUM_LAYERS)
+]
+
+
+def even(num_stages: int, world_size: int = 4) -> ParallelPlan:
+    return ParallelPlan.even(world_size=world_size, num_layers=NUM_LAYERS, num_stages=num_stages)
+
+
+def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
+    slices = assign_owners(SPECS, plan, world_size=4, ownership=Ownership.HOLDERS)
+    facts = {
+        "plan": plan,
+        "counts": (count,) * plan.num_pipelines,
+        "iteration_s": 10.0,
+        "places": {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(4)},
+        "probe_s": {},
+        "link_s_per_byte": 1e-5,
+        "hidden_bytes": 100,
+        "value_bytes": 4,
+        "table_of": lambda plan: TransferTable(SPECS, slices, plan),
+    }
+    return MeasuredRun(**{**facts, **options})
+
+
+def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
+    for num_stages in (1, 2, 4):
+        plan = even(num_stages)
+        assert RunModel(measured(plan), Slowness()).iteration_s(plan) == pytest.approx(10.0)
+
+
+def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
+    plan, slowness = even(1), Slowness(ranks={3: 1.9})
+    model = RunModel(measured(plan), slowness)
+    assert model.iteration_s(plan) == pytest.approx(10.0 + 8 * 0.9)
+    balanced = model.balanced(plan)
+    assert model.counts(balanced) == (9, 9, 9, 5)
+    assert model.iteration_s(balanced) == pytest.approx(10.0 + 5 * 1.9 - 8)
+    (measure,) = find_measures(model, plan, slowness)
+    assert measure.mitigation is Mitigation.REBALANCE
+    assert measure.effect == "moved 3 of 32 micro-batches away"
+    assert measure.iteration_s == model.iteration_s(balanced)
+
+
+def test_a_slow_gradient_link_is_left_by_both_its_ends():
+    plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
+    model = RunModel(measured(plan), slowness)
+    (measure,) = find_measures(model, plan, slowness)
+    assert measure.mitigation is Mitigation.SWAP
+    assert measure.plan is not None
+    assert [p.ranks for p in measure.plan.pipelines] == [(1, 0), (3, 2)]
+    assert measure.iteration_s < 0.5 * model.iteration_s(plan)
+    # Moving one end alone helps nothing: what the other end holds belongs half to the first.
+    one = swap_ranks(plan, (0,), (1,))
+    assert model.iteration_s(one) >= model.iteration_s(plan)
+
+
+def test_a_slow_boundary_moves_micro_batches_to_the_other_pipeline():
+    plan, slowness = even(2), Slowness(links={(0, 1): 2000.0})
+    model = RunModel(measured(plan), slowness)
+    slow, fine = model.counts(model.balanced(plan))
+    assert slow < fine
+    assert model.iteration_s(model.balanced(plan)) < model.iteration_s(plan)
+
+
+def test_unequal_devices_take_their_own_time_in_another_place():
+    plan = even(2)
+    places = {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(4)}
+    probe_s = {0: 1.0, 1: 2.0, 2: 1.0, 3: 2.0}
+    model = RunModel(measured(plan, places=places, probe_s=probe_s), Slowness())
+    before, after = (model.places_s(p) for p in (plan, swap_ranks(plan, (0,), (1,))))
+    assert before[0] == before[1] == pytest.approx(1.0)
+    assert after[0] == pytest.approx(0.5)
+    assert after[1] == pytest.approx(2.0)
+
+
+def test_in_a_large_run_only_ranks_that_move_are_counted():
+    plan = even(2, world_size=64)
+    places = {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(64)}
+    slices = assign_owners(SPECS, plan, world_size=64, ownership=Ownership.HOLDERS)
+    asked = []
+
+    class Table(TransferTable):
+        def push(self, global_rank):
+            asked.append(global_rank)
+            return super().push(global_rank)
+
+    facts = measured(plan, places=places, table_of=lambda plan: Table(SPECS, slices, plan))
+    model = RunModel(facts, Slowness(links={(0, 2): 9.0}))
+    asked.clear()
+    model.iteration_s(swap_ranks(plan, (0,), (1,)))
+    assert sorted(set(asked)) == [0, 1, 2]
+
+
+def test_findings_become_slowness():
+    findings = [
+        Finding(kind=FindingKind.HOST, ranks=(1,), ratio=1.5),
+        Finding(kind=FindingKind.LINK, ranks=(2, 0), ratio=4.0),
+        Finding(kind=FindingKind.PORT, ranks=(3,), ratio=2.0),
+    ]
+    slowness = Slowness.of(findings, 4)
+    assert slowness.ranks == {1: 1.5}
+    assert slowness.links == {(0, 2): 4.0, (0, 3): 2.0, (1, 3): 2.0, (2, 3): 2.0}
+
+
+def test_a_data_module_gives_every_pipeline_the_same_time():
+    measure = assigning_measure(even(1), Slowness(ranks={3: 2.0}), healthy_s=7.0, world_size=4)
+    assert measure is not None
+    assert measure.iteration_s == pytest.approx(7.0 * 4 / 3.5)
+    assert measure.slowdowns == (1.0, 1.0, 1.0, 2.0)
+    assert assigning_measure(even(1), Slowness(), healthy_s=7.0, world_size=4) is None
+
+
+def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
+    finding = Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)
+    measure = restart_measure([finding], healthy_s=3.0, world_size=4)
+    assert measure is not None
+    assert measure.exclude == (3,)
+    assert measure.iteration_s == pytest.approx(4.0)
+    assert restart_measure([finding], healthy_s=3.0, world_size=1) is None

@@ -1,0 +1,196 @@
+"""The leader's decisions over a simulated run: what is looked for, done, undone and said."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.straggler import (
+    Act,
+    ActionEvent,
+    ChangeEvent,
+    DecisionKind,
+    Event,
+    Finding,
+    FindingEvent,
+    FindingKind,
+    Measure,
+    Mitigation,
+    Order,
+    PolicyConfig,
+    RankHistory,
+    RankNote,
+    RunWatch,
+    WatchConfig,
+)
+from lightning_hetero.straggler.history import Observation
+
+PLAN = ParallelPlan.even(world_size=4, num_layers=4)
+OTHER = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
+DEVICE = Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=2.0)
+LINK = Finding(kind=FindingKind.LINK, ranks=(0, 2), ratio=9.0)
+S2 = Measure(
+    mitigation=Mitigation.REBALANCE, iteration_s=1.2, effect="moved", plan=OTHER, first_plan=PLAN
+)
+
+
+@dataclass
+class Simulated:
+    """A run of four ranks that the watch sees; a plan takes effect two steps after an act."""
+
+    config: WatchConfig
+    events: list[Event] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    acts: list[Act] = field(default_factory=list)
+    looks: list[int] = field(default_factory=list)
+    step: int = 0
+    look_s: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.watch = RunWatch(self.config, report=self.events.append, say=self.said.append)
+        self.histories = [RankHistory(rank) for rank in range(4)]
+        self.rng = random.Random(0)
+        self.left = 0
+
+    def run(self, num_steps, iteration_s, *, rank_3=1.0, findings=(), measures=(S2,)):
+        for _ in range(num_steps):
+            self.step += 1
+            order = self.watch.see(
+                self.step,
+                [self.note(rank, iteration_s, rank_3 if rank == 3 else 1.0) for rank in range(4)],
+                is_changing=self.left > 0,
+            )
+            self.left = max(0, self.left - 1)
+            if order is Order.LOOK:
+                self.looks.append(self.step)
+                self.watch.found(
+                    self.step, findings, lambda: measures, where="pipeline 1", look_s=self.look_s
+                )
+            if order is not Order.GO_ON and (act := self.watch.next_act()) is not None:
+                self.acts.append(act)
+                self.watch.began(0.02)
+                self.left = 2
+
+    def note(self, rank, iteration_s, pace):
+        history = self.histories[rank]
+        own = Observation(step=self.step, forward_s=pace * self.rng.gauss(1, 0.02))
+        change = history.observe(own)
+        onset = 0 if change is None else history.step_of(change.onset_step)
+        seconds = iteration_s * self.rng.gauss(1, 0.01)
+        return RankNote.from_row(RankNote.of(seconds, 1.0, change, onset).to_row())
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def config(**options) -> WatchConfig:
+    policy = PolicyConfig(rebalance_cost_s=1.0, swap_cost_s=3.0, **options)
+    return WatchConfig(policy=policy, recheck_share=0.1)
+
+
+def test_a_fault_is_looked_for_mended_by_ski_rental_and_undone_when_the_rank_recovers():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+    assert run.looks[0] <= 25
+    assert [(act.kind, act.measure) for act in run.acts] == [(DecisionKind.APPLY, S2)]
+    # Iterations are no faster than before, so only rank 3's own pace tells that it recovered.
+    run.run(20, 2.0, rank_3=1.0)
+    assert [act.kind for act in run.acts] == [DecisionKind.APPLY, DecisionKind.UNDO]
+    assert run.watch.known == ()
+    assert run.watch.mitigation is Mitigation.IGNORE
+    assert [event.where for event in run.of(ChangeEvent)] == ["the run", "rank 3"]
+    assert [event.finding for event in run.of(FindingEvent)] == [DEVICE]
+    named, mended, undone = run.said
+    assert named.startswith("step 24: pipeline 1 slowed 2.0× (since step 21): rank 3 computes 2.0×")
+    assert "; S2 moved, iteration 2.0" in mended
+    assert "recovered" in undone
+    assert "S2 was undone" in undone
+
+
+def test_time_lost_before_the_cause_was_known_counts():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(5, 2.0, rank_3=2.0, findings=[DEVICE])
+    # Four slow iterations lose four seconds: more than the second that S2 costs.
+    assert len(run.acts) == 1
+    applied = run.acts[0]
+    assert applied.measure is S2
+
+
+def test_every_decision_is_reported_with_its_reason_and_what_it_cost():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+    applied, waits = (
+        next(e for e in run.of(ActionEvent) if e.kind is kind)
+        for kind in (DecisionKind.APPLY, DecisionKind.KEEP)
+    )
+    assert "S2 would have saved" in applied.reason
+    assert applied.cost_s is not None
+    assert applied.cost_s >= 0.02
+    assert "less than its cost of 1.00 s" in waits.reason
+
+
+def test_a_dry_run_advises_and_does_nothing():
+    run = Simulated(config(dry_run=True))
+    run.run(20, 1.0)
+    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+    run.run(20, 1.0, rank_3=1.0)
+    assert run.acts == []
+    advice = [e for e in run.of(ActionEvent) if e.kind is DecisionKind.APPLY]
+    assert [(e.mitigation, e.after_s, e.dry_run) for e in advice] == [
+        (Mitigation.REBALANCE, 1.2, True)
+    ]
+    assert any("dry run, nothing changed: S2 moved" in line for line in run.said)
+    assert run.watch.known == ()
+
+
+def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():
+    run = Simulated(config(allowed=(Mitigation.IGNORE,)), look_s=1.0)
+    run.run(20, 1.0)
+    run.run(40, 2.0, findings=[LINK], measures=())
+    gaps = [b - a for a, b in zip(run.looks, run.looks[1:], strict=False)]
+    # A look of 1 s may take a tenth of the time, and an iteration takes 2 s.
+    assert gaps
+    assert all(4 <= gap <= 6 for gap in gaps)
+    looks = len(run.looks)
+    run.run(40, 2.0, findings=[])
+    assert run.watch.known == ()
+    assert len(run.looks) <= looks + 1
+
+
+def test_another_fault_begins_another_episode():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+    run.run(20, 4.0, rank_3=2.0, findings=[DEVICE, LINK])
+    assert [event.finding for event in run.of(FindingEvent)] == [DEVICE, DEVICE, LINK]
+    assert run.acts[0].kind is DecisionKind.APPLY
+    assert len(run.acts) >= 2
+
+
+def test_a_slowdown_without_a_culprit_changes_nothing():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(30, 2.0)
+    assert run.acts == []
+    assert run.watch.known == ()
+    assert "no rank and no link stands out" in run.said[0]
+
+
+def test_a_rank_that_slows_while_iterations_do_not_is_left_alone():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(30, 1.0, rank_3=1.5, findings=[DEVICE])
+    assert run.looks == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_steady_run_is_never_looked_at(seed):
+    run = Simulated(config())
+    run.rng = random.Random(seed)
+    run.run(300, 1.0)
+    assert run.looks == []
+    assert run.said == []
