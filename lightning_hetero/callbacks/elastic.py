@@ -103,7 +103,7 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if isinstance(trainer.strategy, HeteroStrategy):
-            trainer.strategy.engine.leaves = self._is_leaving()
+            trainer.strategy.engine.leaves = self.is_leaving
 
     @override
     def on_before_optimizer_step(
@@ -113,7 +113,7 @@ class ElasticRestart(Callback):
         if isinstance(strategy, HeteroStrategy):
             leaving = strategy.engine.leaving
         else:
-            leaving = frozenset({0} if self._is_leaving() else ())
+            leaving = frozenset({0} if self.is_leaving else ())
         if leaving:
             assert self._checkpoint is not None
             node_of_rank = self._checkpoint.node_of_rank
@@ -121,7 +121,9 @@ class ElasticRestart(Callback):
             leave = partial(self._leave, nobody_stays=nodes == set(node_of_rank))
             self._checkpoint.save_and_leave(nodes, leave)
 
-    def _is_leaving(self) -> bool:
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this process was told to go; a step later all ranks know."""
         notices = (self._sigterm, self._watcher)
         return any(item is not None and item.pending() is not None for item in notices)
 

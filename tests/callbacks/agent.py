@@ -1,0 +1,155 @@
+"""A torchrun agent whose workers are forks of it, so that a restart needn't import torch again.
+
+Every worker appends to a file of its own what it trained: a line per step with the loss, bit for
+bit, and a checksum of its samples; a line for each checkpoint that was reported as safe.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+import zlib
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
+from lightning_hetero.checkpoint import AwsSpotNotice, RetryPolicy, SavedCheckpoint
+from tests.callbacks.faults import arm
+from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
+
+FOLDER, NODE = Path(os.environ["FOLDER"]), os.environ["NODE"]
+NUM_LAYERS = 4
+BATCH_SIZE = 6
+NUM_ROWS = 60
+
+
+class Record(Callback):
+    """Writes down each step; `begin` lines tell the starts apart."""
+
+    def __init__(self, checkpoint: LayerwiseCheckpoint, elastic: ElasticRestart) -> None:
+        self.file = FOLDER / f"{NODE}.jsonl"
+        self.limit = FOLDER / "limit"
+        self.checkpoint, self.elastic = checkpoint, elastic
+        self.waiting: list[SavedCheckpoint] = []
+        self.seen: SavedCheckpoint | None = None
+        self.confirmed = -1
+        self.samples = 0
+
+    def write(self, **entry: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.write(
+            begin=trainer.global_step, world_size=trainer.world_size, rank=trainer.global_rank
+        )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        self.wait_for_leave(trainer.global_step)
+        self.samples = zlib.crc32(batch[0].numpy().tobytes())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        loss, pipeline = float(outputs["loss"]), trainer.strategy.engine.place.pipeline_index
+        self.write(
+            step=trainer.global_step, loss=loss.hex(), pipeline=pipeline, samples=self.samples
+        )
+        self.note_checkpoints()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.write(end=trainer.global_step)
+
+    def wait_for_leave(self, step: int) -> None:
+        """Stay before a step until the test lets training go on, or SIGTERM asks to leave."""
+        while self.limit.exists() and int(self.limit.read_text()) <= step:
+            if self.elastic.is_leaving:
+                break
+            self.note_checkpoints()
+            time.sleep(0.02)
+
+    def note_checkpoints(self) -> None:
+        saved = self.checkpoint.saved
+        if saved is not None and saved is not self.seen:
+            self.waiting.append(saved)
+            self.seen = saved
+        for item in self.waiting:
+            if _has_succeeded(item._local) and item.id.step > self.confirmed:
+                self.write(confirmed=item.id.step)
+                self.confirmed = item.id.step
+            if _has_succeeded(item._remote) and item._remote.result():
+                self.write(uploaded=item.id.step)
+        self.waiting = [item for item in self.waiting if not item._remote.done()]
+
+
+def _has_succeeded(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is None
+
+
+def two_pipelines(world_size: int) -> ParallelPlan:
+    """Return a plan in which an iteration has as many samples whatever the number of ranks is."""
+    half = world_size // 2
+    groups = range(half), range(half, world_size)
+    return ParallelPlan.from_dict({"pipelines": [{"stages": _stages(group)} for group in groups]})
+
+
+def _stages(ranks: range) -> list[dict[str, Any]]:
+    cuts = [round(NUM_LAYERS * i / len(ranks)) for i in range(len(ranks) + 1)]
+    return [
+        {"ranks": [rank], "layers": [start, stop]}
+        for rank, start, stop in zip(ranks, cuts, cuts[1:], strict=False)
+    ]
+
+
+def train() -> None:
+    warnings.simplefilter("ignore")
+    settings = json.loads(os.environ["ELASTIC"])
+    L.seed_everything(3, verbose=False)
+    checkpoint = LayerwiseCheckpoint(
+        settings.get("remote"),
+        every_n_train_steps=settings["every"],
+        local_dir=FOLDER / NODE / "disk",
+        replicas=settings.get("replicas", 1),
+        storage_options=settings.get("storage_options"),
+        retry=RetryPolicy(attempts=3, first_pause_s=0.2),
+    )
+    link = FOLDER / NODE / "memory"
+    if not link.is_symlink():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(checkpoint.places.memory_dir)
+    notice = None
+    if "metadata_url" in settings:
+        notice = AwsSpotNotice(base_url=f"{settings['metadata_url']}/{NODE}", timeout_s=30.0)
+    elastic = ElasticRestart(notice, poll_interval_s=0.2)
+    arm(settings.get("faults", []), FOLDER, NODE)
+    strategy = HeteroStrategy(
+        plan=two_pipelines(int(os.environ["WORLD_SIZE"])),
+        num_microbatches=2,
+        timeout=timedelta(minutes=2),
+    )
+    trainer = L.Trainer(
+        strategy=strategy,
+        callbacks=[checkpoint, elastic, Record(checkpoint, elastic)],
+        **{**quiet(max_steps=settings["steps"]), "enable_checkpointing": True},
+    )
+    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=BATCH_SIZE, shuffle=True)
+    trainer.fit(ToyModule(ToyOptions(num_layers=NUM_LAYERS)), loader)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    config, _, _ = config_from_args(parse_args([*sys.argv[1:], "--start-method=fork", "none"]))
+    elastic_launch(config, train)()
+
+
+if __name__ == "__main__":
+    main()

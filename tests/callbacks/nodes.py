@@ -1,0 +1,127 @@
+"""Nodes on loopback: a torchrun agent each, with a folder of its own for its disk."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.processes import clean_environment, free_port
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 240.0
+
+
+class Nodes:
+    """The nodes of one run; a context that ends them all.
+
+    Args:
+        folder: Where they write.
+        nnodes: As torchrun's option, such as "2:4".
+        settings: What every training process is told; see `tests.callbacks.agent`.
+    """
+
+    def __init__(self, folder: Path, nnodes: str, **settings: Any) -> None:
+        self.folder = folder
+        self.nnodes = nnodes
+        self.settings = settings
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._port = free_port()
+        # Served from here, so that any node may die.
+        self._store = dist.TCPStore("127.0.0.1", self._port, is_master=True, wait_for_workers=False)
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.agents):
+            self.lose(name)
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            command = [
+                sys.executable, "-m", "tests.callbacks.agent", f"--nnodes={self.nnodes}",
+                "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=run",
+                "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_interval=1,"
+                "keep_alive_max_attempt=5",
+                "--local-addr=127.0.0.1", "--monitor-interval=0.1",
+            ]  # fmt: skip
+            environment = clean_environment(
+                PYTHONPATH=str(ROOT),
+                FOLDER=str(self.folder),
+                NODE=name,
+                ELASTIC=json.dumps(self.settings),
+                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+            )
+            with (self.folder / f"{name}.log").open("ab") as log:
+                self.agents[name] = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log
+                )
+
+    def lose(self, *names: str) -> None:
+        """Take nodes away at once, with all processes and everything they kept."""
+        for name in names:
+            agent = self.agents.pop(name)
+            children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+            workers = children.read_text().split() if children.exists() else []
+            for pid in (agent.pid, *map(int, workers)):
+                if agent.poll() is None or pid != agent.pid:
+                    os.kill(pid, signal.SIGKILL)
+            agent.wait()
+        for name in names:
+            shutil.rmtree((self.folder / name / "memory").resolve(), ignore_errors=True)
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def let_go_on_to(self, step: int) -> None:
+        """Let training go on, and make it stop before the step after `step`."""
+        temporary = self.folder / "limit.new"
+        temporary.write_text(str(step))
+        temporary.replace(self.folder / "limit")
+
+    def terminate(self, name: str) -> None:
+        """Send SIGTERM to an agent, as a system that shuts down does, and wait for its end."""
+        self.agents[name].terminate()
+        self.wait_for_end(name)
+
+    def wait_for_end(self, *names: str) -> list[int]:
+        codes = []
+        for name in names:
+            codes.append(self.agents.pop(name).wait(timeout=PATIENCE_S))
+        return codes
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.logs()
+            ended = [name for name, agent in self.agents.items() if agent.poll() not in (None, 0)]
+            assert not ended, self.logs()
+            time.sleep(0.02)
+
+    def records(self, *names: str) -> list[dict[str, Any]]:
+        """Return what the nodes' processes wrote, node by node; a torn last line is left out."""
+        found = []
+        for name in names or sorted(path.stem for path in self.folder.glob("*.jsonl")):
+            path = self.folder / f"{name}.jsonl"
+            lines = path.read_text().split("\n")[:-1] if path.exists() else []
+            found += [json.loads(line) for line in lines]
+        return found
+
+    def last(self, key: str, *names: str) -> int:
+        return max((item[key] for item in self.records(*names) if key in item), default=-1)
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank that a node had in its last start."""
+        return [item["rank"] for item in self.records(name) if "begin" in item][-1]
+
+    def logs(self) -> str:
+        texts = [f"{path.name}:\n{path.read_text()}" for path in self.folder.glob("*.log")]
+        return "\n".join(texts)[-20000:]
