@@ -91,14 +91,8 @@ class AssignedLoader:
         self._num_trained = num_trained
         self._tickets = _Tickets(dealer, progress)
         self._recent: deque[Cursor] = deque(maxlen=_NUM_REMEMBERED)
-        self._loader: DataLoader[Any] = DataLoader(
-            maker,  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=self._tickets,
-            collate_fn=_as_is,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-        )
+        self._maker = maker
+        self._num_workers = num_workers
 
     def __iter__(self) -> Iterator[Any]:
         if self._restarts and self._progress.cursor.num_samples:
@@ -106,7 +100,15 @@ class AssignedLoader:
         self._tickets.dealt.clear()
         self._recent.clear()
         self._recent.append(self._progress.cursor)
-        for batch in self._loader:
+        # Made for each pass, so that its workers end with the pass.
+        batches: DataLoader[Any] = DataLoader(
+            self._maker,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._tickets,
+            collate_fn=_as_is,
+            num_workers=self._num_workers,
+        )
+        for batch in batches:
             self._progress.cursor = self._tickets.dealt.popleft()
             self._recent.append(self._progress.cursor)
             self.stall_s = self._tickets.take_waited_s()

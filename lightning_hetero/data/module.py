@@ -150,6 +150,8 @@ class HeteroDataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         if self._planner is not None:
             self._planner.close()
+        if self._train_loader is not None:
+            self._train_loader.dealer.close()
         self._planner = self._train_loader = None
 
     @override

@@ -98,6 +98,12 @@ class TicketDealer:
         """Iterations drawn so far."""
         return self._serial
 
+    def close(self) -> None:
+        """Let go of the source."""
+        self._drawing = iter(())
+        self._ahead.clear()
+        self._next = None
+
     def deal(self, cursor: Cursor) -> Iterator[Ticket]:
         """Yield the tickets from a cursor to the end of its epoch, or of the next if it is there.
 
