@@ -48,7 +48,7 @@ def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
 def to_plan(
     layout: Layout,
     layers: Sequence[Sequence[int]],
-    num_microbatches: Sequence[int],
+    num_microbatches: Sequence[int | None],
     cluster: Cluster,
 ) -> ParallelPlan:
     """Deal ranks and return the plan.
@@ -56,7 +56,7 @@ def to_plan(
     Args:
         layout: The pipelines' stages by node.
         layers: Layers of each stage, as [pipeline][stage].
-        num_microbatches: Micro-batches of each pipeline.
+        num_microbatches: Micro-batches of each pipeline; None leaves them open.
         cluster: The cluster whose nodes the layout names.
     """
     free = []

@@ -1,0 +1,260 @@
+"""Which plans to have at hand for data of varying lengths (Hydraulis §7 on AutoHet's clusters).
+
+1. A scheme is one way to run a pipeline: a TP degree and the device type of every stage, of one
+   type or of two (the slower first), layers balanced by Eq. 4.
+2. `assign.propose` says how many pipelines of each scheme the candidates have.
+3. Each candidate is mapped to nodes and ranks, and its pipelines' costs are taken from the plan as
+   it stands.
+4. Candidates, and any plan given besides, are tried on iterations drawn from the data. The one that
+   is best without changing comes first; then those that shorten the mean most.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_hetero.assign import (
+    PipelineCost,
+    Proposal,
+    ProposalOptions,
+    Scheme,
+    assign_iteration,
+    draw_iteration,
+    plan_costs,
+    propose,
+)
+from lightning_hetero.assign.cost import IntArray, as_lengths
+from lightning_hetero.core.errors import AssignmentError, PlanningError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.balancing import balance_layers
+from lightning_hetero.planner.layout import to_plan
+from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
+from lightning_hetero.simulator import CostModel, StageShape
+
+__all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
+
+_MAX_STAGES = 16
+_MIXED_COUNTS = (1, 2, 4)
+"""Stages on each of a mixed pipeline's two device types."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateOptions:
+    """What may become a candidate, and how it is tried."""
+
+    num_candidate_plans: int = 8
+    """Most candidates, 1 or more."""
+    tp_degrees: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees to consider."""
+    num_iterations: int = 6
+    """Iterations drawn from the data on which candidates are tried."""
+    seed: int = 0
+    """Seed of the iterations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidatePlans:
+    """Candidates, the best static one first."""
+
+    plans: tuple[ParallelPlan, ...]
+    """The plans; their pipelines' numbers of micro-batches are left to the assignment."""
+    costs: tuple[tuple[PipelineCost, ...], ...]
+    """For each plan its pipelines' costs."""
+    static_s: float
+    """Mean seconds of propagation under the first plan alone, on the iterations tried."""
+    dynamic_s: float
+    """The same where each iteration runs the best of all."""
+
+
+def propose_plans(
+    lengths: ArrayLike,
+    cost: CostModel,
+    *,
+    tokens_per_step: int,
+    options: CandidateOptions | None = None,
+    given: Sequence[ParallelPlan] = (),
+) -> CandidatePlans:
+    """Return candidate plans for the data on a cluster.
+
+    Args:
+        lengths: Tokens of the data's samples, or of a fair part of them.
+        cost: Times and bytes on the cluster.
+        tokens_per_step: Tokens of an iteration on all pipelines together.
+        options: How widely to look.
+        given: Plans that are tried, too.
+
+    Raises:
+        PlanningError: No plan holds the longest sample.
+    """
+    return _Search(as_lengths(lengths), cost, tokens_per_step, options).run(given)
+
+
+class _Search:
+    def __init__(
+        self,
+        lengths: IntArray,
+        cost: CostModel,
+        tokens_per_step: int,
+        options: CandidateOptions | None,
+    ) -> None:
+        self.lengths = lengths
+        self.longest = int(lengths.max())
+        # The length that the average token has: what a balance of layers should suit.
+        self.typical = int((lengths.astype(float) ** 2).sum() / lengths.sum())
+        self.cost = cost
+        self.tokens = tokens_per_step
+        self.options = options or CandidateOptions()
+        self.num_devices: dict[str, int] = {}
+        for node in cost.cluster.nodes:
+            self.num_devices[node.device] = self.num_devices.get(node.device, 0) + node.count
+
+    def run(self, given: Sequence[ParallelPlan]) -> CandidatePlans:
+        found = {plan: costs for plan in given if (costs := self._costs(plan)) is not None}
+        schemes: dict[Group, Scheme] = {}
+        for group in self._groups():
+            scheme = self._scheme(group)
+            if scheme is not None:
+                schemes[group] = scheme
+        for proposal in self._proposals(tuple(schemes.values())):
+            groups = [
+                group for group, n in zip(schemes, proposal.counts, strict=True) for _ in range(n)
+            ]
+            plan = self._plan(groups)
+            costs = None if plan is None else self._costs(plan)
+            if plan is not None and costs is not None:
+                found[plan] = costs
+        if not any(self._holds_longest(costs) for costs in found.values()):
+            raise PlanningError(
+                f"No plan on {self.num_devices} holds the longest sample of {self.longest} tokens. "
+                "Cut samples shorter (context_length), or allow more tensor parallelism."
+            )
+        return self._choose(found)
+
+    def _proposals(self, schemes: Sequence[Scheme]) -> Sequence[Proposal]:
+        if not any(scheme.cost.max_len >= self.longest for scheme in schemes):
+            return ()
+        return propose(
+            self.lengths,
+            schemes,
+            self.num_devices,
+            tokens_per_iteration=self.tokens,
+            options=ProposalOptions(
+                num_candidate_plans=self.options.num_candidate_plans, seed=self.options.seed
+            ),
+        )
+
+    # -- schemes and plans ----------------------------------------------------------------------
+
+    def _groups(self) -> Iterator[Group]:
+        """Yield the groups that the cluster has devices for."""
+        most = min(self.cost.model.num_layers, _MAX_STAGES)
+        for degree in self.options.tp_degrees:
+            units = {name: self._num_units(name, degree) for name in self.num_devices}
+            for name, count in units.items():
+                for num_stages in range(1, min(most, count) + 1):
+                    # All small depths; of the deep ones only those that use every device.
+                    if num_stages <= 4 or count % num_stages == 0:
+                        yield Group(degree, (name,) * num_stages)
+            by_speed = sorted(self.num_devices, key=lambda name: self._layer_s(name, degree))
+            for fast, slow in itertools.combinations(by_speed, 2):
+                for first, second in itertools.product(_MIXED_COUNTS, repeat=2):
+                    fits = first <= units[slow] and second <= units[fast]
+                    if fits and first + second <= most:
+                        yield Group(degree, (slow,) * first + (fast,) * second)
+
+    def _num_units(self, device: str, tp_degree: int) -> int:
+        """Return how many TP groups a device type has; none crosses nodes."""
+        nodes = [node for node in self.cost.cluster.nodes if node.device == device]
+        return sum(node.count // tp_degree for node in nodes)
+
+    def _layer_s(self, device: str, tp_degree: int) -> float:
+        return sum(self.cost.compute_s(StageShape(device, tp_degree, 1), (self.typical,)))
+
+    def _scheme(self, group: Group) -> Scheme | None:
+        """Return a group's scheme: the cost of one of as many such pipelines as there can be."""
+        needed = Counter(group.devices)
+        copies = min(self._num_units(d, group.tp_degree) // n for d, n in needed.items())
+        plan = self._plan([group] * copies)
+        costs = None if plan is None else self._costs(plan)
+        if costs is None:
+            return None
+        devices = tuple((device, n * group.tp_degree) for device, n in needed.items())
+        return Scheme(cost=costs[0], devices=devices)
+
+    def _plan(self, groups: Sequence[Group]) -> ParallelPlan | None:
+        """Return the groups on actual ranks; None if layers or nodes don't fit."""
+        cluster = self.cost.cluster
+        counts = [node.count for node in cluster.nodes]
+        layout = map_groups(groups, cluster, counts, MappingOrder.STAGES_TOGETHER)
+        layers = [self._layers(group, len(groups)) for group in groups]
+        if layout is None or None in layers:
+            return None
+        return to_plan(layout, [item for item in layers if item], [None] * len(groups), cluster)
+
+    def _layers(self, group: Group, num_pipelines: int) -> tuple[int, ...] | None:
+        """Return the layers of each stage: Eq. 4 for a micro-batch of the typical sample."""
+        num_layers = self.cost.model.num_layers
+        num_stages = len(group.devices)
+        tables = []
+        for index, device in enumerate(group.devices):
+            times_s = np.full(num_layers + 1, np.inf)
+            for count in range(1, num_layers - num_stages + 2):
+                shape = StageShape(
+                    device,
+                    group.tp_degree,
+                    count,
+                    has_embedding=index == 0,
+                    has_head=index == num_stages - 1,
+                )
+                in_flight = [(self.typical,)] * (num_stages - index)
+                needed = self.cost.stage_bytes(shape, num_pipelines, in_flight, num_stages - index)
+                if needed <= self.cost.usable_bytes(device):
+                    times_s[count] = sum(self.cost.compute_s(shape, (self.typical,)))
+            tables.append(times_s)
+        return balance_layers(tables, num_layers)
+
+    def _costs(self, plan: ParallelPlan) -> tuple[PipelineCost, ...] | None:
+        try:
+            return plan_costs(plan, self.cost, context_length=self.longest)
+        except AssignmentError:
+            return None  # A stage has no memory for tokens.
+
+    # -- choice ---------------------------------------------------------------------------------
+
+    def _holds_longest(self, costs: Sequence[PipelineCost]) -> bool:
+        return max(cost.max_len for cost in costs) >= self.longest
+
+    def _choose(self, found: Mapping[ParallelPlan, tuple[PipelineCost, ...]]) -> CandidatePlans:
+        """Order the plans: the best alone, then each the one that shortens the mean most."""
+        plans = list(found)
+        generator = np.random.default_rng(self.options.seed)
+        iterations = [
+            draw_iteration(self.lengths, self.tokens, generator)
+            for _ in range(self.options.num_iterations)
+        ]
+        values = np.array([[self._seconds(found[plan], i) for i in iterations] for plan in plans])
+        # The first plan must hold whatever comes, whether the drawn iterations have it or not.
+        roomy = np.array([self._holds_longest(found[plan]) for plan in plans])
+        order = [int(np.where(roomy, values.mean(axis=1), np.inf).argmin())]
+        current = values[order[0]]
+        while len(order) < min(self.options.num_candidate_plans, len(plans)):
+            means = np.minimum(values, current).mean(axis=1)
+            means[order] = np.inf
+            best = int(means.argmin())
+            order.append(best)
+            current = np.minimum(current, values[best])
+        return CandidatePlans(
+            plans=tuple(plans[i] for i in order),
+            costs=tuple(found[plans[i]] for i in order),
+            static_s=float(values[order[0]].mean()),
+            dynamic_s=float(current.mean()),
+        )
+
+    def _seconds(self, costs: tuple[PipelineCost, ...], lengths: IntArray) -> float:
+        if lengths.max() > max(cost.max_len for cost in costs):
+            return np.inf
+        return assign_iteration(lengths, [costs], num_trials=20).latency_s
