@@ -8,8 +8,11 @@
    profile where not. Rank 0 plans for several sizes of micro-batches, the fastest plan is sent to
    all ranks.
 
-An iteration takes as many samples as under DDP, the loader's batch times the ranks, whatever the
-plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
+Where a data module assigns samples of different lengths to plans, several plans are proposed from
+its lengths (Hydraulis §7), the best static one first.
+
+An iteration of other data takes as many samples as under DDP, the loader's batch times the ranks,
+whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
 """
 
 import datetime
@@ -19,8 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from lightning_hetero.core.cluster import Cluster
@@ -35,7 +40,15 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.data.batch_sizes import BatchSizes
-from lightning_hetero.planner import PlanningOptions, PlanningResult, Workload, plan
+from lightning_hetero.planner import (
+    CandidateOptions,
+    CandidatePlans,
+    PlanningOptions,
+    PlanningResult,
+    Workload,
+    plan,
+    propose_plans,
+)
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.detect import Seat, cluster_of, detect_seats
 from lightning_hetero.runtime.layout import ModelLayout
@@ -44,7 +57,7 @@ from lightning_hetero.runtime.profiling import ProfileOptions
 from lightning_hetero.runtime.sizes import infer_model_spec
 from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StageShape, StateLayout
 
-__all__ = ["AutoPlan", "AutoPlanned", "PlanBasis", "RunFacts", "make_plan"]
+__all__ = ["AutoPlan", "AutoPlanned", "DataFacts", "PlanBasis", "RunFacts", "make_plan"]
 
 _T = TypeVar("_T")
 _DEFAULT_SAMPLES = 8
@@ -98,6 +111,26 @@ class AutoPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What a data module knows of its samples."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of the samples, or of a fair part of them."""
+    tokens_per_step: int
+    """Tokens of an iteration on all pipelines together."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.lengths.max())
+
+    @property
+    def typical(self) -> int:
+        """Tokens of the sample that the average token is in."""
+        return round(float((self.lengths.astype(float) ** 2).sum() / self.lengths.sum()))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What is known of the run that is to be planned, on each rank."""
 
@@ -113,6 +146,11 @@ class RunFacts:
     """Bytes of a value of weights and gradients on their way."""
     master_bytes: int = 4
     """Bytes of a value of master weights and optimizer states."""
+    data: Callable[[], DataFacts] | None = None
+    """Says what is known of samples of different lengths that a data module assigns to plans;
+    called on rank 0 only. None where samples are dealt as they come."""
+    num_candidate_plans: int = 1
+    """Plans to have at hand for such data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +186,8 @@ class AutoPlanned:
     """No plan is faster by the same costs; None if nothing was simulated."""
     basis: PlanBasis | None = None
     """What the prediction rests on; None if nothing was simulated."""
+    candidates: CandidatePlans | None = None
+    """Plans for data that is assigned, and what they cost; None for other data."""
 
 
 def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
@@ -166,11 +206,26 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
         # Equal devices get this plan anyway; others, and whoever describes a cluster, expect more.
         warning = _UNKNOWN_SIZES if unequal or options.cluster is not None else None
         return replace(_data_parallel(facts, "no plan could be predicted"), warning=warning)
+    if facts.data is not None:
+        return _plan_for_data(options, facts, model, seats)
     job = _on_rank_0(facts.comms, lambda: _Job.of(options, facts, model, seats))
     if options.cluster is None and not unequal and _holds_everything(job, facts):
         return _data_parallel(facts, "equal devices that hold the whole model: no search")
-    profile = _profile_of(options, job, seats, facts)
+    profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
     return _on_rank_0(facts.comms, lambda: _search(job, options, facts, profile))
+
+
+def _plan_for_data(
+    options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
+) -> AutoPlanned:
+    """Propose plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
+    assert facts.data is not None
+    data = _on_rank_0(facts.comms, facts.data)
+    samples = max(1, data.tokens_per_step // (data.typical * facts.comms.world_size))
+    typical = replace(options, sequence_length=data.typical, batch_size=samples)
+    job = _on_rank_0(facts.comms, lambda: _Job.of(typical, facts, model, seats))
+    profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
+    return _on_rank_0(facts.comms, lambda: _propose(job, options, facts, data, profile))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +326,26 @@ def _holds_everything(job: _Job, facts: RunFacts) -> bool:
     return needed <= cost.usable_bytes(name)
 
 
+def _uniform_microbatches(job: _Job) -> tuple[tuple[int, ...], ...]:
+    """Return the micro-batches to measure where all samples have one length."""
+    shapes = [(job.sequence_length,) * size for size in sorted(job.microbatch_sizes)]
+    small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS]
+    return tuple(small or shapes[:1])
+
+
+def _varied_microbatches(longest: int) -> tuple[tuple[int, ...], ...]:
+    """Return those that tell squares, tokens and constants of different lengths apart."""
+    top = min(longest, _MAX_PROFILED_TOKENS)
+    shapes = [(top // 16,), (top // 4,), (top // 4,) * 4, (top,)]
+    return tuple(dict.fromkeys(shape for shape in shapes if shape[0] > 0))
+
+
 def _profile_of(
-    options: AutoPlan, job: _Job, seats: Sequence[Seat], facts: RunFacts
+    options: AutoPlan,
+    job: _Job,
+    seats: Sequence[Seat],
+    facts: RunFacts,
+    microbatches: tuple[tuple[int, ...], ...],
 ) -> Profile | None:
     """Return measured costs, None where the roofline serves; collective over all ranks."""
     given = options.profile
@@ -287,11 +360,8 @@ def _profile_of(
         return _on_rank_0(facts.comms, read)
     if options.cluster is not None or all(seat.device.name in KNOWN_DEVICES for seat in seats):
         return None
-    sizes = sorted(job.microbatch_sizes)
-    shapes = [(job.sequence_length,) * size for size in sizes]
-    small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS] or shapes[:1]
     measured = ProfileOptions(
-        microbatches=tuple(small), tp_degrees=options.tp_degrees, max_block=4, num_repeats=7
+        microbatches=microbatches, tp_degrees=options.tp_degrees, max_block=4, num_repeats=7
     )
     return profile_seats(job.model, measured, seats, facts.comms, facts.device)
 
@@ -323,6 +393,51 @@ def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | No
         predicted_s=predicted_s,
         lower_bound_s=bound_s,
     )
+
+
+def _propose(
+    job: _Job, options: AutoPlan, facts: RunFacts, data: DataFacts, profile: Profile | None
+) -> AutoPlanned:
+    basis = job.basis(1, profile)
+    cost = basis.cost()
+    found = propose_plans(
+        data.lengths,
+        cost,
+        tokens_per_step=data.tokens_per_step,
+        options=CandidateOptions(
+            num_candidate_plans=facts.num_candidate_plans, tp_degrees=options.tp_degrees
+        ),
+        given=_static_plans(basis, options, cost),
+    )
+    source = "a measured profile" if profile is not None else "data sheets"
+    return AutoPlanned(
+        plan=found.plans[0],
+        candidates=found,
+        basis=basis,
+        summary=(
+            f"{job.cluster}\n"
+            f"planned for      {data.tokens_per_step:,} tokens an iteration in samples of up to "
+            f"{data.longest:,}\n"
+            f"predicted        {found.static_s:.4g} s of propagation under this plan, "
+            f"{found.dynamic_s:.4g} s under the best of {len(found.plans)} for each iteration, by "
+            f"{source}"
+        ),
+    )
+
+
+def _static_plans(basis: PlanBasis, options: AutoPlan, cost: CostModel) -> tuple[ParallelPlan, ...]:
+    """Return the plan that the search for samples of one typical length likes best, if any."""
+    searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+    try:
+        best = plan(basis.cluster, basis.model, basis.workload, searching, cost=cost).best.plan
+    except PlanningError:
+        return ()
+    working = tuple(
+        replace(pipeline, num_microbatches=None)
+        for pipeline in best.pipelines
+        if pipeline.num_microbatches != 0
+    )
+    return (ParallelPlan(pipelines=working),)
 
 
 def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:

@@ -11,8 +11,9 @@ A thin adapter on Lightning's public hooks. What it calls, in order:
 6. `teardown`: whole parameters go back into the module.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -34,12 +35,15 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from lightning_hetero.autoplan import AutoPlan, AutoPlanned, RunFacts, make_plan
+from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan import AutoPlan, AutoPlanned, DataFacts, RunFacts, make_plan
+from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
 from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
+from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
@@ -79,6 +83,8 @@ class HeteroStrategy(ProcessesStrategy):
             to make one for the devices that run (see `lightning_hetero.autoplan`), or None for
             equal pipelines of `num_stages` stages. Under an automatic plan an iteration takes the
             loader's batch times the number of ranks, as DDP does, else times that of pipelines.
+        num_candidate_plans: Plans that "auto" has at hand for a `HeteroDataModule`, which chooses
+            one for every iteration; the first is the best without changing.
         num_stages: Stages of each equal pipeline; if given, "auto" means None.
         num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, where
             the plan names no number. None takes 1 for plans without stages, else 4 a stage.
@@ -113,6 +119,7 @@ class HeteroStrategy(ProcessesStrategy):
         self,
         plan: ParallelPlan | AutoPlan | str | Path | None = "auto",
         *,
+        num_candidate_plans: int = 1,
         num_stages: int | None = None,
         num_microbatches: int | None = None,
         layers: str | None = None,
@@ -145,6 +152,15 @@ class HeteroStrategy(ProcessesStrategy):
                 f"num_microbatches is {num_microbatches}; it must be 1 or more."
             )
         self._plan_source = _plan_source(plan, num_stages)
+        if num_candidate_plans < 1:
+            raise ConfigurationError(
+                f"num_candidate_plans is {num_candidate_plans}; it must be 1 or more."
+            )
+        self._num_candidate_plans = num_candidate_plans
+        self.candidate_plans: tuple[ParallelPlan, ...] = ()
+        """Plans among which a data module may choose; there from `setup` on."""
+        self.candidate_costs: tuple[tuple[PipelineCost, ...], ...] | None = None
+        """What their pipelines cost; None where nobody has measured it."""
         self._num_stages = num_stages or 1
         self.slowdown = 1.0
         """How many times slower this rank computes than it could; set before `setup`."""
@@ -203,6 +219,26 @@ class HeteroStrategy(ProcessesStrategy):
                 "rank stands in and which layers stages have."
             )
         self.engine.change_plan(plan)
+
+    def set_candidate_plans(
+        self,
+        plans: Sequence[ParallelPlan],
+        costs: Sequence[Sequence[PipelineCost]] | None = None,
+    ) -> None:
+        """Let data modules made from now on choose among other plans; the same on every rank.
+
+        Raises:
+            PlanError: A plan is for another number of ranks or layers.
+        """
+        for plan in plans:
+            self.engine.check_plan(plan)
+        self.candidate_plans = tuple(plans)
+        self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
+
+    def _enter_plan(self, batch: Any) -> None:
+        """Run a batch under the plan that it was assigned to."""
+        if isinstance(batch, AssignedBatch):
+            self.engine.change_plan(batch.plan)
 
     # -- set-up ---------------------------------------------------------------------------------
 
@@ -266,7 +302,9 @@ class HeteroStrategy(ProcessesStrategy):
     def _make_engine(self, module: pl.LightningModule) -> Engine:
         assert self._communicators is not None
         layout = ModelLayout.of(module, layers=self._layers)
+        self.candidate_plans, self.candidate_costs = (), None
         plan = self._make_plan(layout)
+        self.candidate_plans = self.candidate_plans or (plan,)
         staged = plan.max_stages > 1
         if staged:
             layout.require_layers()
@@ -288,7 +326,8 @@ class HeteroStrategy(ProcessesStrategy):
         )
         self._check_layer_options(layout)
         tensor_parallel = None
-        if self._tp_plan is not None or any(p.tp_degree > 1 for p in plan.pipelines):
+        every = (pipeline for item in self.candidate_plans for pipeline in item.pipelines)
+        if self._tp_plan is not None or any(p.tp_degree > 1 for p in every):
             tensor_parallel = TensorParallel(
                 module, layout, option=self._tp_plan, sequence_parallel=self._sequence_parallel
             )
@@ -351,11 +390,27 @@ class HeteroStrategy(ProcessesStrategy):
                 slowdown=self.slowdown,
                 propagation_bytes=precision.propagation_dtype.itemsize,
                 master_bytes=master.itemsize,
+                data=self._find_data(),
+                num_candidate_plans=self._num_candidate_plans,
             ),
         )
         if self.auto_planned.warning is not None:
             rank_zero_warn(self.auto_planned.warning)
+        found = self.auto_planned.candidates
+        if found is not None:
+            self.candidate_plans, self.candidate_costs = found.plans, found.costs
         return self.auto_planned.plan
+
+    def _find_data(self) -> Callable[[], DataFacts] | None:
+        """Return what tells of the samples that a data module assigns to plans."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        datamodule = trainer.datamodule
+        if not isinstance(datamodule, HeteroDataModule):
+            return None
+        return lambda: DataFacts(
+            lengths=datamodule.sample_lengths(), tokens_per_step=datamodule.tokens_per_step
+        )
 
     def _find_batch_sizes(self) -> BatchSizes:
         assert self.lightning_module is not None
@@ -392,6 +447,18 @@ class HeteroStrategy(ProcessesStrategy):
             sampler.set_epoch(self.lightning_module.trainer.current_epoch)
         return dealt
 
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if not isinstance(batch, AssignedBatch):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        moved = [
+            super(HeteroStrategy, self).batch_to_device(item, device, dataloader_idx)
+            for item in batch.micro_batches
+        ]
+        return replace(batch, micro_batches=tuple(moved))
+
     # -- steps ----------------------------------------------------------------------------------
 
     @override
@@ -403,6 +470,7 @@ class HeteroStrategy(ProcessesStrategy):
             return module.training_step(microbatch, *args, **kwargs)
 
         with self._watching():
+            self._enter_plan(batch)
             loss, outputs = self.engine.train(step, batch, self._key(args))
         return {"loss": loss, **(join_outputs(outputs) or {})}
 
@@ -426,6 +494,7 @@ class HeteroStrategy(ProcessesStrategy):
         self, method: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with self._watching():
+            self._enter_plan(batch)
             outputs = self.engine.evaluate(
                 lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
             )

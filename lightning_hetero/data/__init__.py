@@ -5,7 +5,6 @@ under), `planning` and `producers` (who assigns them, ahead of time), `tickets` 
 `loader` and `module` (what a Trainer iterates). `dealing` is for ordinary data loaders.
 """
 
-from lightning_hetero.data.assigned import AssignedBatch
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
     DistributedAssignmentStore,
@@ -20,7 +19,6 @@ from lightning_hetero.data.samples import OnOverlong
 
 __all__ = [
     "AheadOptions",
-    "AssignedBatch",
     "AssignmentStore",
     "Candidates",
     "Cursor",

@@ -28,8 +28,6 @@ class Candidates:
     """For each plan its pipelines' costs."""
     plans: tuple[ParallelPlan, ...] | None = None
     """The plans; None where every rank is a pipeline of its own, as under DDP."""
-    first_index: int = 0
-    """Index of the first of them among the strategy's plans."""
 
     def __post_init__(self) -> None:
         sizes = [len(costs) for costs in self.costs]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_hetero.data.assigned import AssignedBatch
+from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data.progress import Progress
 from lightning_hetero.data.tickets import Ticket, TicketDealer
 
@@ -25,32 +25,19 @@ _NUM_REMEMBERED = 4
 
 
 class BatchMaker:
-    """Makes a ticket's batch; a map-style dataset whose keys are tickets.
+    """Makes a ticket's micro-batches; a dataset whose keys are what the tickets say of them.
 
     Args:
         samples: What a ticket's indices mean; None where tickets hold the samples themselves.
         collate: Makes a micro-batch of samples.
-        by_pipeline: Whether a strategy runs micro-batches and plans; otherwise a rank's samples
-            are one ordinary batch.
     """
 
-    def __init__(
-        self, samples: Any, collate: Callable[[list[Any]], Any], *, by_pipeline: bool
-    ) -> None:
+    def __init__(self, samples: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._samples = samples
         self._collate = collate
-        self._by_pipeline = by_pipeline
 
-    def __getitem__(self, ticket: Ticket) -> Any:
-        made = tuple(self._collate(self._read(batch)) for batch in ticket.micro_batches)
-        if not self._by_pipeline:
-            return made[0]
-        return AssignedBatch(
-            plan_index=ticket.plan_index,
-            micro_batches=made,
-            first_index=ticket.first_index,
-            iteration=ticket.iteration,
-        )
+    def __getitem__(self, micro_batches: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        return tuple(self._collate(self._read(batch)) for batch in micro_batches)
 
     def _read(self, batch: tuple[Any, ...]) -> list[Any]:
         return list(batch) if self._samples is None else [self._samples[key] for key in batch]
@@ -108,11 +95,12 @@ class AssignedLoader:
             collate_fn=_as_is,
             num_workers=self._num_workers,
         )
-        for batch in batches:
-            self._progress.cursor = self._tickets.dealt.popleft()
+        for micro_batches in batches:
+            ticket = self._tickets.dealt.popleft()
+            self._progress.cursor = ticket.after
             self._recent.append(self._progress.cursor)
             self.stall_s = self._tickets.take_waited_s()
-            yield batch
+            yield _batch_of(ticket, micro_batches)
         self._progress.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +144,8 @@ class _Tickets:
     """
 
     def __init__(self, dealer: TicketDealer, progress: Progress) -> None:
-        self.dealt: deque[Cursor] = deque()
-        """What is consumed after each ticket that was dealt and not handed out yet."""
+        self.dealt: deque[Ticket] = deque()
+        """Tickets whose batches aren't handed out yet."""
         self._dealer = dealer
         self._progress = progress
         self._waited_s = 0.0
@@ -167,7 +155,7 @@ class _Tickets:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[tuple[tuple[Any, ...], ...]]:
         tickets = self._dealer.deal(self._progress.cursor)
         while True:
             start_s = time.perf_counter()
@@ -175,8 +163,17 @@ class _Tickets:
             self._waited_s += time.perf_counter() - start_s
             if ticket is None:
                 return
-            self.dealt.append(ticket.after)
-            yield ticket
+            self.dealt.append(ticket)
+            yield ticket.micro_batches
+
+
+def _batch_of(ticket: Ticket, micro_batches: tuple[Any, ...]) -> Any:
+    """Return what the strategy runs; without plans the rank's only micro-batch as it is."""
+    if ticket.plan is None:
+        return micro_batches[0]
+    return AssignedBatch(
+        plan=ticket.plan, micro_batches=micro_batches, first_index=ticket.first_index
+    )
 
 
 def _as_is(batch: Any) -> Any:

@@ -255,7 +255,7 @@ class HeteroDataModule(pl.LightningDataModule):
             name=split,
         )
         samples = self._samples.get(split)
-        maker = BatchMaker(samples, self._collate, by_pipeline=by_pipeline)
+        maker = BatchMaker(samples, self._collate)
         if isinstance(source, EpochOrder):
             return SizedLoader(
                 dealer,

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_hetero.assign.requests import AssignmentRequest
 from lightning_hetero.core.assignment import Assignment
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.candidates import Candidates, fill_empty
 from lightning_hetero.data.order import Cursor, Drawn, IterationSource
 from lightning_hetero.data.planning import AheadPlanner
@@ -22,14 +23,12 @@ __all__ = ["Ticket", "TicketDealer"]
 class Ticket:
     """One rank's part of one iteration."""
 
-    plan_index: int
-    """The plan that runs, among the strategy's."""
+    plan: ParallelPlan | None
+    """The plan that runs; None where each rank is a pipeline of its own."""
     micro_batches: tuple[tuple[Any, ...], ...]
     """For each micro-batch of the rank's pipeline what the source calls its samples."""
     first_index: int
     """Micro-batches of the pipelines before it."""
-    iteration: int
-    """Number of the iteration in its epoch."""
     after: Cursor
     """How far the data is consumed when the iteration is done."""
 
@@ -160,12 +159,12 @@ class TicketDealer:
         assignment = self._planner.take(item.serial, item.key, item.request)
         if item.candidates.plans is None:
             assignment = fill_empty(assignment)
+        plans = item.candidates.plans
         index = item.candidates.pipeline_index(assignment.plan_index, self._global_rank)
         return Ticket(
-            plan_index=item.candidates.first_index + assignment.plan_index,
+            plan=None if plans is None else plans[assignment.plan_index],
             micro_batches=_samples(assignment, item.drawn, index),
             first_index=sum(len(batches) for batches in assignment.micro_batches[: index or 0]),
-            iteration=item.drawn.before.num_iterations,
             after=item.drawn.after,
         )
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.slices import OuterRole, Ownership, assign_owners
@@ -159,11 +160,6 @@ class Engine:
     def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:
         if self.tensor_parallel is not None:
             self.tensor_parallel.enter_plan(plan, self.comms)
-        elif any(pipeline.tp_degree > 1 for pipeline in plan.pipelines):
-            raise PlanError(
-                "The plan uses tensor parallelism, for which the module wasn't prepared, because "
-                "the first plan had none. Give HeteroStrategy(tp_plan=...)."
-            )
         return PlanRun(
             plan,
             self._specs,
@@ -199,13 +195,26 @@ class Engine:
         No optimizer state moves: slices stay with their owners.
 
         Raises:
-            PlanError: The plan is for another number of ranks or layers.
+            PlanError: See `check_plan`.
         """
-        if plan == self.plan:
-            return
+        if plan is not self.plan and plan != self.plan:
+            self.check_plan(plan)
+            self._replace_run(plan, share_memory=False)
+
+    def check_plan(self, plan: ParallelPlan) -> None:
+        """Refuse a plan that can't run here.
+
+        Raises:
+            PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
+                which the module wasn't prepared.
+        """
         plan.check_world_size(self.comms.world_size)
         plan.check_num_layers(self.layout.num_layers)
-        self._replace_run(plan, share_memory=False)
+        if self.tensor_parallel is None and any(p.tp_degree > 1 for p in plan.pipelines):
+            raise PlanError(
+                "The plan uses tensor parallelism, for which the module wasn't prepared, because "
+                "the first plan had none. Give HeteroStrategy(tp_plan=...)."
+            )
 
     def _replace_run(self, plan: ParallelPlan, *, share_memory: bool) -> None:
         self._run.weights.release()
@@ -328,7 +337,9 @@ class Engine:
     def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
         microbatches: list[Any] = []
         first_index = 0
-        if self.place is not None:
+        if isinstance(batch, AssignedBatch):
+            microbatches, first_index = list(batch.micro_batches), batch.first_index
+        elif self.place is not None:
             index = self.place.pipeline_index
             microbatches = cut_batch(batch, self.num_microbatches[index])
             first_index = sum(self.num_microbatches[:index])

@@ -14,7 +14,7 @@ from lightning_hetero.data.order import Drawn, IterationSource
 from lightning_hetero.data.planning import AheadPlanner
 from lightning_hetero.data.tickets import TicketDealer
 
-VOCABULARY = 31
+VOCABULARY = 23
 
 
 def lengths_of(num_rows: int, longest: int = 40, seed: int = 3) -> list[int]:

@@ -57,10 +57,10 @@ def runs(draw: st.DrawFn) -> tuple[Candidates, int]:
 
 def by_pipeline(candidates: Candidates, tickets: list[Ticket]) -> list[int]:
     """Check one iteration's tickets of all ranks against each other; return its samples."""
-    plan_index = tickets[0].plan_index
-    assert {ticket.plan_index for ticket in tickets} == {plan_index}
+    plan = tickets[0].plan
+    assert all(ticket.plan is plan for ticket in tickets)
     assert candidates.plans is not None
-    plan = candidates.plans[plan_index]
+    assert plan in candidates.plans
     samples: list[int] = []
     first_index = 0
     for pipeline in plan.pipelines:
@@ -89,7 +89,7 @@ def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
         ranks = [dealer.deal(cursor) for dealer in dealers(order, candidates, world_size)]
         for tickets in islice(zip(*ranks, strict=True), count):
             found = by_pipeline(candidates, list(tickets))
-            index = tickets[0].plan_index
+            index = candidates.plans.index(tickets[0].plan)
             for j in range(candidates.plans[index].num_pipelines):
                 rank = candidates.plans[index].pipelines[j].ranks[0]
                 limit = candidates.costs[index][j].max_len

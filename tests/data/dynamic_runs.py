@@ -1,0 +1,146 @@
+"""Runs of the data module that tests start in several processes, under candidate plans or none."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.assign import PipelineCost
+from lightning_hetero.core.batches import AssignedBatch
+from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.models import PackedBatch
+from lightning_hetero.models.loss import packed_cross_entropy
+from tests.data.rows import Rows, lengths_of
+from tests.runtime.runs import SEED, Case, PackedModule
+from tests.toy import quiet
+
+LENGTHS = [length + 1 for length in lengths_of(40, longest=30)]
+SHORT = 16
+"""Most tokens of a micro-batch on a pipeline without stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    losses: list[float]
+    val_losses: list[float]
+    plans: list[Any]
+    """The plan of every step, as a dict."""
+    weights: dict[str, np.ndarray]
+    longest_microbatch: int
+    num_left_in_store: int
+    stalls_s: list[float]
+
+
+class Module(PackedModule):
+    """The reference model, which also validates and looks at the batches it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(Case(model="packed", num_layers=3))
+        self.plans: list[Any] = []
+        self.val_losses: list[float] = []
+        self.longest = 0
+        self.stalls_s: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.stalls_s.append(self.trainer.datamodule.planning_stall_s)
+        if isinstance(batch, AssignedBatch):
+            self.plans.append(batch.plan.to_dict())
+            sizes = [item.num_tokens for item in batch.micro_batches]
+            self.longest = max([self.longest, *sizes])
+
+    def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
+        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
+        loss = packed_cross_entropy(logits, batch.labels)
+        self.log("val_loss", loss, batch_size=batch.num_target_tokens)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_losses.append(float(self.trainer.callback_metrics["val_loss"]))
+
+
+class Candidates(L.Callback):
+    """Gives the strategy its candidates before the data module asks for them."""
+
+    def __init__(self, plans: list[dict[str, Any]]) -> None:
+        self.plans = [ParallelPlan.from_dict(plan) for plan in plans]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, HeteroStrategy)
+        trainer.strategy.set_candidate_plans(self.plans, [costs_of(plan) for plan in self.plans])
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint after one step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def costs_of(plan: ParallelPlan) -> list[PipelineCost]:
+    """Return costs by which short samples want pipelines without stages and long ones need them."""
+    return [
+        PipelineCost(
+            a=0.0,
+            b=1e-3 * max(len(stage.layers) for stage in pipeline.stages),
+            c=1e-3,
+            max_len=SHORT if pipeline.num_stages == 1 else 40,
+            util_len=10,
+            num_stages=pipeline.num_stages,
+        )
+        for pipeline in plan.pipelines
+    ]
+
+
+def train(
+    rank: int,
+    plans: list[dict[str, Any]],
+    world_size: int,
+    save: tuple[int, str] | None = None,
+    resume: str | None = None,
+) -> Outcome:
+    """Train two epochs under candidate plans, on a single device without them."""
+    L.seed_everything(SEED, verbose=False)
+    module = Module()
+    callbacks: list[L.Callback] = [Saves(*save)] if save else []
+    options: dict[str, Any] = {"devices": world_size}
+    if plans:
+        callbacks.append(Candidates(plans))
+        options["strategy"] = HeteroStrategy(plan=ParallelPlan.from_dict(plans[0]))
+    data = HeteroDataModule(
+        Rows(LENGTHS),
+        Rows(LENGTHS[:20]),
+        tokens_per_step=60,
+        context_length=31,
+        lengths=LENGTHS,
+        val_lengths=LENGTHS[:20],
+        seed=2,
+        ahead=AheadOptions(num_producers=2, patience_s=300.0),
+    )
+    left: list[int] = []
+
+    class CountKeys(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.strategy.barrier()
+            store = data._planner._store  # type: ignore[union-attr]
+            if world_size > 1:
+                left.append(sum("train/" in key for key in store._store.list_keys()))
+
+    trainer = L.Trainer(
+        **quiet(**options, callbacks=[*callbacks, CountKeys()], max_epochs=2),
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=False)
+    return Outcome(
+        losses=module.losses,
+        val_losses=module.val_losses,
+        plans=module.plans,
+        weights={name: value.numpy() for name, value in module.state_dict().items()},
+        longest_microbatch=module.longest,
+        num_left_in_store=max(left, default=0),
+        stalls_s=module.stalls_s,
+    )

@@ -1,0 +1,52 @@
+"""Plans that change from one iteration to the next train what a single device trains."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_hetero.data.order import EpochOrder
+from tests.data.dynamic_runs import LENGTHS, SHORT, Outcome, train
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+
+pytestmark = pytest.mark.dist
+
+THREE = [
+    plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3))),
+    plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)), pipeline(stage(2, 0, 3))),
+    plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(1, 2, 3))),
+]
+TWO = [
+    plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3))),
+    plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3))),
+]
+
+
+def assert_same_training(found: Outcome, expected: Outcome) -> None:
+    skipped = len(expected.losses) - len(found.losses)
+    np.testing.assert_allclose(found.losses, expected.losses[skipped:], rtol=1e-5)
+    np.testing.assert_allclose(found.val_losses, expected.val_losses, rtol=1e-5)
+    for name, value in expected.weights.items():
+        np.testing.assert_allclose(found.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_for_each_iteration_trains_as_one_device_does_and_resumes_on_other_ranks(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "mid-epoch.ckpt")
+    steps = len(EpochOrder(LENGTHS, tokens_per_step=60))
+    (single,) = pool.run(train, 1, [], 1)
+    ranks = pool.run(train, 3, THREE, 3, (steps // 2, path))
+    assert all(outcome.losses == ranks[0].losses for outcome in ranks)
+    assert len(ranks[0].losses) == 2 * steps
+    assert len({str(plan) for plan in ranks[0].plans}) >= 2, "no plan was changed"
+    assert all(outcome.plans == ranks[0].plans for outcome in ranks)
+    assert max(outcome.longest_microbatch for outcome in ranks) > SHORT
+    assert_same_training(ranks[0], single)
+    # What was planned ahead of the last step is all that the store still has.
+    assert ranks[0].num_left_in_store <= 2 * 7
+
+    resumed = pool.run(train, 2, TWO, 2, None, path)
+    assert len(resumed[0].losses) == 2 * steps - steps // 2
+    assert_same_training(resumed[0], single)
