@@ -11,7 +11,7 @@ own: weights depend neither on the plan nor on the devices, and no rank ever hol
 import inspect
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.models.stored import Box
 from lightning_hetero.runtime.boundary import preserved_random_state, seed_of
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layout import ModelLayout
@@ -28,17 +29,18 @@ from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 
 __all__ = ["WeightSource", "materialize"]
 
-_Box = tuple[tuple[int, int], ...]
+_Initializer = Callable[[nn.Module], None]
 
 
 class WeightSource(Protocol):
     """What a module's attribute `weight_source` must be."""
 
-    def __contains__(self, name: str) -> bool:
-        """Whether it has the module's parameter or buffer of that name."""
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the parameters and buffers that it has, by their names in the module."""
 
-    def read(self, name: str, box: _Box) -> Tensor:
-        """Return what lies in [start, stop) along each dim, on CPU, in any dtype."""
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of one of them that isn't empty, on CPU, in any dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,26 +71,32 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     absent = [name for name in store.specs if layout.slots[name][0].current.is_meta]
     _check_same_everywhere(absent, comms)
     sources = _Sources(module)
-    read = {name: place for name in absent if (place := sources.find(layout, name)) is not None}
+    places = {
+        name: sources.find([slot.name for slot in layout.slots[name]], store.specs[name].shape)
+        for name in absent
+    }
+    unread = [name for name, place in places.items() if place is None]
+    if unread:
+        sources.check_all_used(module, unread)
     drawn: dict[str, Tensor] = {}
     with preserved_random_state(), torch.no_grad(), _all_on_meta(layout):
         initializers = _initializers(module)
-        for unit in _units(module, layout, [name for name in absent if name not in read]):
+        for unit in _units(module, layout, unread):
             if any(store.owns(name) for name in unit.parameters):
                 drawn |= _draw(unit, store, initializers, seed)
         _fill_buffers(module, sources, initializers)
     for name in store.specs:
-        if name in drawn:
-            store.adopt_rows(name, drawn.pop(name))
-        elif name in absent:
-            store.adopt_rows(name, _read_rows(store, name, read.get(name)))
-        else:
+        if name not in places:
             # What the ranks' modules were initialised to may differ: rank 0's is what counts.
             whole = layout.slots[name][0].current.detach()
             if comms.world_size > 1:
                 whole = whole.contiguous()
                 dist.broadcast(whole, 0, group=comms.control)
             store.adopt(name, whole)
+        elif name in drawn:
+            store.adopt_rows(name, drawn.pop(name))
+        else:
+            store.adopt_rows(name, _read_rows(store, name, places[name]))
 
 
 def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
@@ -108,6 +116,14 @@ def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
 # -- reading ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter or buffer is read."""
+
+    source: WeightSource
+    name: str
+
+
 class _Sources:
     """The weight sources of all modules inside one module."""
 
@@ -118,68 +134,87 @@ class _Sources:
             if hasattr(item, "weight_source")
         ]
 
-    def find(self, layout: ModelLayout, name: str) -> tuple[WeightSource, str] | None:
-        """Return who has a parameter, and under which name."""
-        places = (self.find_name(slot.name) for slot in layout.slots[name])
-        return next((place for place in places if place is not None), None)
+    def find(self, names: Iterable[str], shape: tuple[int, ...]) -> _Place | None:
+        """Return where a tensor with these names is read, None if nowhere.
 
-    def find_name(self, name: str) -> tuple[WeightSource, str] | None:
-        """Return who has the parameter or buffer of one name, and under which."""
-        for prefix, source in self._sources:
-            if name.startswith(prefix) and name.removeprefix(prefix) in source:
-                return source, name.removeprefix(prefix)
+        Raises:
+            ModelError: It has another shape there.
+        """
+        for name in names:
+            for prefix, source in self._sources:
+                own = name.removeprefix(prefix)
+                if not name.startswith(prefix) or own not in source.shapes:
+                    continue
+                if source.shapes[own] != shape:
+                    raise ModelError(
+                        f"{name} has shape {shape}, but {source.shapes[own]} in the weight_source "
+                        "of its module. Change its size after it was read, or read it whole."
+                    )
+                return _Place(source, own)
         return None
 
+    def check_all_used(self, module: nn.Module, drawn: Sequence[str]) -> None:
+        """Raise ModelError if there are weights for names that the module doesn't have any more.
 
-def _read_rows(store: SliceStore, name: str, place: tuple[WeightSource, str] | None) -> Tensor:
+        Then some that are about to be drawn anew may be pretrained ones under a new name.
+        """
+        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in module.named_buffers()}
+        unused = [
+            name
+            for prefix, source in self._sources
+            for name in map(prefix.__add__, source.shapes)
+            if name not in known
+        ]
+        if unused:
+            raise ModelError(
+                f"The module was changed after it was given its weight_source: {unused[:3]} and "
+                f"{max(len(unused) - 3, 0)} more aren't in it, but {list(drawn)[:3]} and "
+                f"{max(len(drawn) - 3, 0)} more would be drawn anew. Build what you add on CPU, or "
+                "change a model that was read whole."
+            )
+
+
+def _read_rows(store: SliceStore, name: str, place: _Place | None) -> Tensor:
     """Return this rank's slice, or nothing where it owns none."""
     spec, own = store.specs[name], store.intervals[name]
     dtype = store.layout.slots[name][0].current.dtype
     if not store.owns(name):
         return torch.empty(store.shape_of(name), dtype=dtype)
     assert place is not None, f"{name} was neither drawn nor found"
-    source, source_name = place
     box = tuple(own if d == spec.cut_dim else (0, size) for d, size in enumerate(spec.shape))
-    return source.read(source_name, box).to(dtype)
+    return place.source.read(place.name, box).to(dtype)
 
 
 # -- drawing ------------------------------------------------------------------------------------
-
-
-_Initializer = Callable[[nn.Module], None]
 
 
 def _initializers(module: nn.Module) -> dict[nn.Module, _Initializer]:
     """Return for each module the `_init_weights` of itself or of the nearest one around it."""
     found: dict[nn.Module, _Initializer] = {}
 
-    def visit(item: nn.Module, initializer: _Initializer | None) -> None:
+    def visit(item: nn.Module, initializer: _Initializer) -> None:
         own = getattr(item, "_init_weights", None)
         if callable(own) and len(inspect.signature(own).parameters) == 1:
             initializer = own
-        if initializer is not None:
-            found[item] = initializer
+        found[item] = initializer
         for child in item.children():
             visit(child, initializer)
 
-    visit(module, None)
+    visit(module, lambda _: None)
     return found
 
 
-def _initialize(item: nn.Module, initializers: dict[nn.Module, _Initializer]) -> None:
+def _initialize(item: nn.Module, initializers: Mapping[nn.Module, _Initializer]) -> None:
     """Set a module's own parameters and buffers that aren't on the meta device."""
-    initialize = initializers.get(item, _leave)
-    initialize(item)
-    tensors = (*item._parameters.values(), *item._buffers.values())
+    initializers[item](item)
     reset = getattr(item, "reset_parameters", None)
-    if callable(reset) and any(_is_unset(tensor) for tensor in tensors):
+    if callable(reset) and any(
+        _is_unset(tensor) for tensor in (*item._parameters.values(), *item._buffers.values())
+    ):
         # As on CPU, where constructors call it first.
         reset()
-        initialize(item)
-
-
-def _leave(_: nn.Module) -> None:
-    """Set nothing."""
+        initializers[item](item)
 
 
 def _units(module: nn.Module, layout: ModelLayout, names: Sequence[str]) -> Iterator[_Unit]:
@@ -195,7 +230,7 @@ def _units(module: nn.Module, layout: ModelLayout, names: Sequence[str]) -> Iter
         parts = unit_name.split(".") if unit_name else []
         around = [module.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
         own = module.get_submodule(unit_name)
-        inside = list(own.modules()) if any(own is layer for layer in layout.layers) else [own]
+        inside = list(own.modules()) if own in layout.layers else [own]
         yield _Unit(
             name=unit_name,
             parameters=tuple(parameters),
@@ -204,7 +239,7 @@ def _units(module: nn.Module, layout: ModelLayout, names: Sequence[str]) -> Iter
 
 
 def _draw(
-    unit: _Unit, store: SliceStore, initializers: dict[nn.Module, _Initializer], seed: int
+    unit: _Unit, store: SliceStore, initializers: Mapping[nn.Module, _Initializer], seed: int
 ) -> dict[str, Tensor]:
     """Return this rank's slices of a unit's parameters, all of which are drawn."""
     slots = store.layout.slots
@@ -229,7 +264,7 @@ def _draw(
 
 
 def _fill_buffers(
-    module: nn.Module, sources: _Sources, initializers: dict[nn.Module, _Initializer]
+    module: nn.Module, sources: _Sources, initializers: Mapping[nn.Module, _Initializer]
 ) -> None:
     """Read or compute the buffers on the meta device; every rank has all of them."""
     for prefix, item in module.named_modules():
@@ -240,10 +275,10 @@ def _fill_buffers(
         _initialize(item, initializers)
         for attribute, buffer in absent.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
-            place = sources.find_name(name)
+            place = sources.find([name], tuple(buffer.shape))
             if place is not None:
-                whole = place[0].read(place[1], tuple((0, size) for size in buffer.shape))
-                item._buffers[attribute] = whole.to(buffer.dtype)
+                box = tuple((0, size) for size in buffer.shape)
+                item._buffers[attribute] = place.source.read(place.name, box).to(buffer.dtype)
             elif _is_unset(item._buffers[attribute]):
                 raise _nothing_sets(f"Buffer {name}")
 

@@ -216,3 +216,30 @@ def test_what_a_folder_lacks_is_drawn_alike_under_any_plan(tmp_path: Any) -> Non
         assert torch.equal(found[-1]["model.model.norm.weight"], base.norm.weight)
         assert_bitwise_equal(found[-1], found[0])
     assert float(found[0]["model.lm_head.weight"].std()) == pytest.approx(0.2, rel=0.2)
+
+
+def test_a_model_that_was_changed_after_its_folder_was_opened_is_refused(tmp_path: Any) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    plan = ParallelPlan.from_dict(ALONE)
+    resized = load_pretrained(tmp_path)
+    resized.resize_token_embeddings(40, mean_resizing=False)
+    with pytest.raises(
+        ModelError, match=r"embed_tokens.weight has shape \(40, 16\), but \(29, 16\)"
+    ):
+        materialized(Holder(resized), plan, 0)
+    # What adapters do: the weight is still there, under another name.
+    adapted = load_pretrained(tmp_path)
+    attention = adapted.model.layers[1].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj)
+    with pytest.raises(
+        ModelError, match=r"layers.1.self_attn.q_proj.weight'\].*q_proj.0.weight'\]"
+    ):
+        materialized(Holder(adapted), plan, 0)
+    # Nothing is drawn here: what was added has weights, and what is gone isn't missed.
+    cut = load_pretrained(tmp_path)
+    cut.lm_head = nn.Linear(16, 7)
+    nn.init.constant_(cut.lm_head.weight, 3.0)
+    del cut.model.layers[3]
+    three = ParallelPlan.even(world_size=1, num_layers=3, num_stages=1)
+    found = wholes([Holder(cut)], three)
+    assert bool((found["model.lm_head.weight"] == 3).all())

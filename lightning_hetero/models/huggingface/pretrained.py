@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ class PretrainedWeights:
         """Bytes of tensors read so far, in this process."""
         return sum(file.num_bytes_read for file in self.files)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the tensors."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of one tensor, on CPU, in the dtype of the file."""

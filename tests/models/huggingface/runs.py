@@ -138,3 +138,8 @@ def train(rank: int, case: PackedCase) -> PackedOutcome:
         after=arrays(module.state_dict()),
         num_bytes_read=0 if source is None else source.num_bytes_read,
     )
+
+
+def train_unlike(rank: int, case: PackedCase) -> None:
+    """Let rank 1 build its module on the meta device and rank 0 on CPU."""
+    train(rank, replace(case, source="meta" if rank else "cpu"))

@@ -1,5 +1,6 @@
 """Packed, pretrained and drawn models train under any plan as on one device."""
 
+import re
 from pathlib import Path
 
 import lightning as L
@@ -10,8 +11,14 @@ import torch
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import CheckpointError, ModelError
 from lightning_hetero.models.huggingface import export_pretrained
-from tests.models.huggingface.runs import PackedCase, PackedModule, PackedOutcome, train
-from tests.processes import ProcessPool
+from tests.models.huggingface.runs import (
+    PackedCase,
+    PackedModule,
+    PackedOutcome,
+    train,
+    train_unlike,
+)
+from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.huggingface_runs import auto_class, make_model
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import quiet
@@ -102,3 +109,12 @@ def test_a_failure_before_there_are_weights_is_the_error_that_is_seen() -> None:
     strategy = HeteroStrategy(ParallelPlan.from_dict(ALONE))
     with pytest.raises(ModelError, match="Buffer angles is on the meta device"):
         L.Trainer(**quiet(max_epochs=1), strategy=strategy, devices=1).fit(module)
+
+
+def test_ranks_that_build_the_module_differently_all_say_so(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 4)), pipeline(stage(1, 0, 4)))
+    with pytest.raises(ProcessFailed) as failed:
+        pool.run(train_unlike, 2, PackedCase(model="llama", plan=plan, world_size=2))
+    assert len(failed.value.failures) == 2
+    for text in failed.value.failures.values():
+        assert re.search(r"by rank: \{0: 0, 1: 39\}.*Build the module alike", text)
