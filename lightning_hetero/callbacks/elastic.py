@@ -73,6 +73,9 @@ class ElasticRestart(Callback):
         self._sigterm: SigtermNotice | None = None
         self._watcher: NoticeWatcher | None = None
         self._checkpoint: LayerwiseCheckpoint | None = None
+        self._global_rank = 0
+        self._is_first_of_node = True
+        self._is_excluded = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -84,6 +87,8 @@ class ElasticRestart(Callback):
                 f"{len(found)}."
             )
         self._checkpoint = found[0]
+        self._global_rank = trainer.global_rank
+        self._is_first_of_node = trainer.local_rank == 0
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank_zero_warn(
                 "Nodes can't come and go: torchrun would send restarted processes to the store of "
@@ -125,7 +130,29 @@ class ElasticRestart(Callback):
     def is_leaving(self) -> bool:
         """Whether this process was told to go; a step later all ranks know."""
         notices = (self._sigterm, self._watcher)
-        return any(item is not None and item.pending() is not None for item in notices)
+        told = any(item is not None and item.pending() is not None for item in notices)
+        return told or self._is_excluded
+
+    def num_left(self, exclude: Sequence[int]) -> int:
+        """Return how many ranks a restart without the machines of some ranks would have.
+
+        0 where nobody would start the processes again.
+        """
+        assert self._checkpoint is not None
+        nodes = self._checkpoint.node_of_rank
+        gone = {nodes[rank] for rank in exclude}
+        return sum(node not in gone for node in nodes) if is_torchelastic_launched() else 0
+
+    def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
+        """Leave with a checkpoint, a step later, for good where one of these ranks runs.
+
+        Called by every rank with the same ranks. torchrun starts the others again, if as many nodes
+        as it needs at least are left.
+        """
+        assert self._checkpoint is not None
+        rank_zero_info(f"ElasticRestart: {reason}.")
+        nodes = self._checkpoint.node_of_rank
+        self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
     def _leave(self, saved: SavedCheckpoint, *, nobody_stays: bool) -> None:
         """Wait until the checkpoint is safe, then end this process as all others do."""
@@ -137,7 +164,8 @@ class ElasticRestart(Callback):
         except (CheckpointError, PeerError, OSError) as error:
             _log.warning("Leaving without the checkpoint of %s: %r", saved.id, error)
         rank_zero_info(f"ElasticRestart: all ranks leave with {saved.id} to be started again.")
-        if self._watcher is not None and self._watcher.pending() and is_torchelastic_launched():
+        goes = self._is_excluded or (self._watcher is not None and self._watcher.pending())
+        if goes and self._is_first_of_node and is_torchelastic_launched():
             # Or the agent would bring this machine back into the run that it is about to leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit

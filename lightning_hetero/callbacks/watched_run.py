@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Act,
@@ -38,9 +39,8 @@ class PlainRun:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.device = trainer.strategy.root_device
         self._world_size = trainer.world_size
-        # By name, so that a callback of the user's own may restart the run.
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._restarter = next((c for c in callbacks if hasattr(c, "request_restart")), None)
+        self._restarter = next((c for c in callbacks if isinstance(c, ElasticRestart)), None)
 
     @property
     def message_bytes(self) -> int:
@@ -67,7 +67,12 @@ class PlainRun:
         """Return S4 if a callback can restart the run."""
         if self._restarter is None:
             return ()
-        measure = restart_measure(findings, healthy_s=healthy_s, world_size=self._world_size)
+        measure = restart_measure(
+            findings,
+            healthy_s=healthy_s,
+            world_size=self._world_size,
+            num_left=self._restarter.num_left,
+        )
         return () if measure is None else (measure,)
 
     def act(self, act: Act) -> None:

@@ -1,6 +1,6 @@
 """Find what can be done about a fault: Greyhound's S2 to S4, each with its predicted time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.core.plan import ParallelPlan
@@ -92,17 +92,27 @@ def assigning_measure(
 
 
 def restart_measure(
-    findings: Sequence[Finding], *, healthy_s: float, world_size: int
+    findings: Sequence[Finding],
+    *,
+    healthy_s: float,
+    world_size: int,
+    num_left: Callable[[Sequence[int]], int],
 ) -> Measure | None:
-    """Return S4: the run without the slow ranks, which do as much in longer iterations.
+    """Return S4: the run without the slow ranks' machines, where the others do as much, in longer.
 
-    None if nobody would be left. A slow link is left out with its second rank.
+    A slow link is left out with its second rank. None if nobody would be left.
+
+    Args:
+        findings: What is slow.
+        healthy_s: Iteration time without a fault, seconds.
+        world_size: Number of ranks.
+        num_left: Returns how many ranks a restart without some ranks would have.
     """
     exclude = tuple(sorted({finding.ranks[-1] for finding in findings}))
-    left = world_size - len(exclude)
+    left = num_left(exclude)
     if not exclude or not left:
         return None
-    named = ", ".join(str(rank) for rank in exclude)
+    named = ", ".join(map(str, exclude))
     return Measure(
         mitigation=Mitigation.RESTART,
         iteration_s=healthy_s * world_size / left,

@@ -135,9 +135,10 @@ def test_a_data_module_gives_every_pipeline_the_same_time():
 
 
 def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
-    finding = Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)
-    measure = restart_measure([finding], healthy_s=3.0, world_size=4)
+    findings = [Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)]
+    facts = {"healthy_s": 3.0, "world_size": 4}
+    measure = restart_measure(findings, **facts, num_left=lambda exclude: 4 - len(exclude))
     assert measure is not None
     assert measure.exclude == (3,)
     assert measure.iteration_s == pytest.approx(4.0)
-    assert restart_measure([finding], healthy_s=3.0, world_size=1) is None
+    assert restart_measure(findings, **facts, num_left=lambda exclude: 0) is None
