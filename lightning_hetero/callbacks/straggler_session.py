@@ -118,8 +118,8 @@ class WatchedRun(Protocol):
     ) -> Sequence[Measure]:
         """Return what could be done; called on the leader only."""
 
-    def act(self, act: Act) -> None:
-        """Do it; called by all ranks."""
+    def act(self, act: Act) -> str | None:
+        """Do it; called by all ranks. Returns why not, if it can't be done."""
 
     def is_changing(self) -> bool:
         """Return whether the last iteration still ran as before the last act."""
@@ -256,18 +256,22 @@ class StragglerSession:
         was_known = self._is_known
         self._is_known, act = self._ranks.share(verdict)
         if act is not None:
-            start_s = time.perf_counter()
-            self._run.act(act)
-            undoes = act.kind is DecisionKind.UNDO
-            factors = {} if undoes else act.measure.factors
-            self._factor = factors.get(self._ranks.global_rank, 1.0)
-            self._recovers = undoes and not self._is_known
-            if self._watch is not None:
-                self._watch.began(time.perf_counter() - start_s)
+            self._do(act)
         elif was_known and not self._is_known:
             self._history.recover()
         elif not self._is_known:
             self._history.unsettle()
+
+    def _do(self, act: Act) -> None:
+        start_s = time.perf_counter()
+        refusal = self._run.act(act)
+        if refusal is None:
+            undoes = act.kind is DecisionKind.UNDO
+            factors = {} if undoes else act.measure.factors
+            self._factor = factors.get(self._ranks.global_rank, 1.0)
+            self._recovers = undoes and not self._is_known
+        if self._watch is not None:
+            self._watch.began(time.perf_counter() - start_s, refusal=refusal)
 
     def _arrive(self) -> None:
         """Compare this rank with what is usual in its new place from now on."""

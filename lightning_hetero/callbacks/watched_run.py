@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_hetero.callbacks.elastic import ElasticRestart
+from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Act,
@@ -75,10 +76,11 @@ class PlainRun:
         )
         return () if measure is None else (measure,)
 
-    def act(self, act: Act) -> None:
+    def act(self, act: Act) -> str | None:
         """Ask for a restart."""
         if self._restarter is not None:
             self._restarter.request_restart(act.measure.effect, exclude=act.measure.exclude)
+        return None
 
     def is_changing(self) -> bool:
         """Return False: a restart is another run."""
@@ -170,17 +172,22 @@ class HeteroRun(PlainRun):
         )
         return self._measured
 
-    def act(self, act: Act) -> None:
+    def act(self, act: Act) -> str | None:
         """Run the plan, or assign by the slowdowns, from now on; or ask for a restart."""
         measure, undoes = act.measure, act.kind is DecisionKind.UNDO
         if measure.slowdowns and self._datamodule is not None:
             slowdowns = [1.0] * len(measure.slowdowns) if undoes else measure.slowdowns
             self._num_before = self._datamodule.set_slowdowns(slowdowns)
-        elif measure.plan is not None and measure.first_plan is not None:
-            self._wanted = measure.first_plan if undoes else measure.plan
-            self._strategy.change_plan(self._wanted)
-        else:
-            super().act(act)
+            return None
+        if measure.plan is None or measure.first_plan is None:
+            return super().act(act)
+        plan = measure.first_plan if undoes else measure.plan
+        try:
+            self._strategy.change_plan(plan)
+        except (PlanError, ConfigurationError) as error:
+            return str(error)
+        self._wanted = plan
+        return None
 
     def is_changing(self) -> bool:
         """Return whether batches of before the last act are still being run."""

@@ -395,10 +395,21 @@ class RunWatch:
         self._transition = _Transition(act, decision, before_s=self._kept[-1][1])
         return act
 
-    def began(self, call_s: float) -> None:
-        """Note what it took to hand the new plan over; from now on it is waited for."""
-        assert self._transition is not None
-        self._transition.call_s = call_s
+    def began(self, call_s: float, *, refusal: str | None = None) -> None:
+        """Note what it took to hand the new plan over; from now on it is waited for.
+
+        Args:
+            call_s: Seconds of the call.
+            refusal: Why the run goes on as before, if it does; no plan is tried again then.
+        """
+        change = self._transition
+        assert change is not None
+        change.call_s = call_s
+        if refusal is not None:
+            self._transition = None
+            self._measures = tuple(m for m in self._measures if m.plan is None)
+            self._report(ActionEvent.from_decision(change.decision, step=self._kept[-1][0]))
+            self._say(f"{change.decision.mitigation.value} can't be done here. {refusal}")
 
     def _follow(self, step: int, iteration_s: float) -> None:
         """Wait for the new plan's iteration time; say what was gained and paid."""

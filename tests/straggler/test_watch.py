@@ -46,6 +46,7 @@ class Simulated:
     looks: list[int] = field(default_factory=list)
     step: int = 0
     look_s: float = 0.01
+    refusal: str | None = None
 
     def __post_init__(self) -> None:
         self.watch = RunWatch(self.config, report=self.events.append, say=self.said.append)
@@ -69,8 +70,8 @@ class Simulated:
                 )
             if order is not Order.GO_ON and (act := self.watch.next_act()) is not None:
                 self.acts.append(act)
-                self.watch.began(0.02)
-                self.left = 2
+                self.watch.began(0.02, refusal=self.refusal)
+                self.left = 0 if self.refusal else 2
 
     def note(self, rank, iteration_s, pace):
         history = self.histories[rank]
@@ -169,6 +170,17 @@ def test_another_fault_begins_another_episode():
     assert [event.finding for event in run.of(FindingEvent)] == [DEVICE, DEVICE, LINK]
     assert run.acts[0].kind is DecisionKind.APPLY
     assert len(run.acts) >= 2
+
+
+def test_what_the_run_refuses_is_said_and_not_tried_again():
+    run = Simulated(config(), refusal="Two loaders.")
+    run.run(20, 1.0)
+    run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+    assert len(run.acts) == 1
+    assert run.said[-1] == "S2 can't be done here. Two loaders."
+    run.run(20, 1.0, rank_3=1.0)
+    assert run.watch.known == ()
+    assert len(run.acts) == 1
 
 
 def test_a_slowdown_without_a_culprit_changes_nothing():
