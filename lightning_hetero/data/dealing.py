@@ -7,14 +7,13 @@ pipeline load the same samples. Nothing is repeated or dropped: the last iterati
 and a pipeline that gets nothing of it still takes part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from lightning_hetero.core.batches import EmptyBatch
@@ -95,9 +94,9 @@ def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader
         "persistent_workers": dataloader.persistent_workers,
     }
     collate = _CollateOrEmpty(dataloader.collate_fn)
-    # A stateful loader goes on inside an epoch where a checkpoint left off.
-    kind = StatefulDataLoader if type(dataloader) is DataLoader else type(dataloader)
-    return kind(dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options)
+    return type(dataloader)(
+        dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options
+    )
 
 
 class _CollateOrEmpty:
@@ -136,8 +135,6 @@ class DealtBatchSampler(Sampler[list[int]]):
         self._pipeline_index = pipeline_index
         self._seed = seed
         self._epoch = 0
-        self._num_drawn = 0
-        self._num_skipped = 0
 
     @property
     def sampler(self) -> "DealtBatchSampler":
@@ -146,27 +143,11 @@ class DealtBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order; called at the start of every epoch."""
-        if epoch != self._epoch:
-            self._num_skipped = 0
         self._epoch = epoch
         for inner in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             set_epoch = getattr(inner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch and how many of the user's batches it has given, for any topology.
-
-        A stateful loader asks for it, and knows how many batches its workers have ahead.
-        """
-        if self._num_drawn >= len(self._batch_sampler):
-            return {"epoch": self._epoch + 1, "num_batches": 0}
-        return {"epoch": self._epoch, "num_batches": self._num_drawn}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on behind the batches that were given when the state was saved."""
-        self.set_epoch(state["epoch"])
-        self._num_skipped = state["num_batches"]
 
     @property
     def batch_size(self) -> int | None:
@@ -182,10 +163,8 @@ class DealtBatchSampler(Sampler[list[int]]):
         return -(-len(self._batch_sampler) // self._num_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._num_drawn, self._num_skipped = self._num_skipped, 0
-        batches = islice(self._drawn(), self._num_drawn, None)
+        batches = iter(self._drawn())
         while group := list(islice(batches, self._num_batches)):
-            self._num_drawn += len(group)
             yield self._own_part(list(chain.from_iterable(group)))
 
     def _drawn(self) -> Iterator[list[int]]:
