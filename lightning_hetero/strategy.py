@@ -11,8 +11,8 @@ A thin adapter on Lightning's public hooks. What it calls, in order:
 6. `teardown`: whole parameters go back into the module.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -176,6 +176,7 @@ class HeteroStrategy(ProcessesStrategy):
         )
         self._engine: Engine | None = None
         self._trained: SliceStore | None = None
+        """What the optimizers hold, also after the run that trained."""
         self._cut_when_loading: RemovableHandle | None = None
         self._failed = False
 
@@ -260,6 +261,13 @@ class HeteroStrategy(ProcessesStrategy):
         self._precision_plugin = precision_plugin
 
     @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # `Trainer.init_module(empty_init=True)`: slices get their values when they are made.
+        with torch.device("meta") if empty_init else super().tensor_init_context():
+            yield
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -274,6 +282,8 @@ class HeteroStrategy(ProcessesStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _check_trainable(module)
         self._engine = self._make_engine(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._trained = self._engine.store
         self.model_to_device()
         self._cut_copies(trainer, module)
         self.precision_plugin.deposit_gradients = self._deposit_gradients
@@ -289,7 +299,6 @@ class HeteroStrategy(ProcessesStrategy):
         """Let whole state dicts be loaded into slices, and cut what callbacks have copied."""
         assert self._communicators is not None
         store = self.engine.store
-        self._trained = None
         self._cut_when_loading = cut_when_loading(module, store)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if not isinstance(callback, WeightAveraging | StochasticWeightAveraging):
@@ -586,10 +595,8 @@ class HeteroStrategy(ProcessesStrategy):
         assert self._communicators is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        # After the run the optimizers still hold the slices.
-        store = self._trained if self._engine is None else self._engine.store
-        assert store is not None, "the strategy has not been set up"
-        return gather_optimizer_state(store, self._communicators, optimizer)
+        assert self._trained is not None, "nothing was trained"
+        return gather_optimizer_state(self._trained, self._communicators, optimizer)
 
     @override
     def load_checkpoint(
@@ -634,7 +641,7 @@ class HeteroStrategy(ProcessesStrategy):
                 assert self._communicators is not None
                 spread_whole(self._engine.store, self._communicators)
             self._engine.remove()
-            self._trained, self._engine = self._engine.store, None
+            self._engine = None
         if self._cut_when_loading is not None:
             self._cut_when_loading.remove()
             self._cut_when_loading = None

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.processes import ProcessPool, clean_environment
 from tests.runtime.features import (
     AFTER_FIT,
@@ -24,7 +27,7 @@ from tests.runtime.features import (
     train_and_save,
 )
 from tests.runtime.runs import pipeline, plan_of, stage
-from tests.toy import ToyOptions
+from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 
@@ -197,6 +200,36 @@ def test_a_checkpoint_saved_after_fit_is_whole_and_resumes(
     for plan, world_size, batch_size in [(TWO_STAGES, 2, 6), (None, 1, 6)]:
         for result in run(pool, world_size, plan, world_size, batch_size, resume=path):
             assert_continued(result, whole, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_saved_after_fit_and_validate_holds_what_the_optimizers_hold(
+    tmp_path: Path,
+) -> None:
+    module = ToyModule(ToyOptions())
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, 3)))))
+    trainer = L.Trainer(**quiet(max_epochs=1), strategy=strategy, devices=1)
+    trainer.fit(module, loader(8, 4))
+    trainer.save_checkpoint(tmp_path / "fitted.ckpt")
+    trainer.validate(module, loader(8, 4), verbose=False)
+    trainer.save_checkpoint(tmp_path / "validated.ckpt")
+    fitted, validated = (
+        torch.load(tmp_path / name, weights_only=True)["optimizer_states"][0]["state"]
+        for name in ("fitted.ckpt", "validated.ckpt")
+    )
+    assert len(fitted) == len(list(module.parameters()))
+    for index, state in fitted.items():
+        assert torch.equal(validated[index]["exp_avg"], state["exp_avg"])
+
+
+def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with trainer.init_module(empty_init=True):
+        empty = torch.nn.Linear(2, 2)
+    with trainer.init_module():
+        full = torch.nn.Linear(2, 2)
+    assert empty.weight.is_meta
+    assert not full.weight.is_meta
 
 
 def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, tmp_path: Path) -> None:
