@@ -6,7 +6,8 @@ a change is a ratio at any scale. The paper thresholds the change probability; u
 hazard P(run length = 0) never moves, so the probability here is that of a *short* run.
 
 The verification compares medians, asks for more than the noise of medians of that many values (as
-seen in the values before, so correlated noise counts), and is tried again with each further value.
+seen in the values before, so correlated noise counts), tells bursts of outliers from a level, and
+is tried again with each further value.
 """
 
 import math
@@ -16,7 +17,12 @@ from typing import Any
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
 from lightning_hetero.straggler.run_length import RunLengthPosterior
-from lightning_hetero.straggler.verification import is_significant, median, robust_scale
+from lightning_hetero.straggler.verification import (
+    is_significant,
+    median,
+    robust_scale,
+    without_outliers,
+)
 
 __all__ = ["BocdDetector"]
 
@@ -162,12 +168,22 @@ class BocdDetector:
         if self._healthy_log is not None and shift < 0.0:
             # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
             enough = enough or after_log <= 0.5 * (self._healthy_log + before_log)
-        # A burst and the values around it make a run, too; enough of them must be on the new side.
         middle = 0.5 * (before_log + after_log)
-        num_beyond = sum((value > middle) == (shift > 0.0) for value in after)
-        if not enough or num_beyond < self.config.min_run:
+        if not enough or self._is_burst(after, middle, rises=shift > 0.0):
             return False
         return is_significant(before, after, scale=self._scale)
+
+    def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
+        """Tell whether a run may be outliers and the values between them.
+
+        Each value back on the old side makes up for one on the new side, and while a run is short,
+        enough of its values must agree: spikes differ in height.
+        """
+        least = self.config.min_run
+        num_beyond = sum((value > middle) == rises for value in after)
+        if 2 * num_beyond - len(after) < least:
+            return True
+        return len(after) < 2 * least and len(without_outliers(after, scale=self._scale)) < least
 
     def _settle(self, run: int) -> None:
         """Let the present level begin at its last `run` values, without a report."""

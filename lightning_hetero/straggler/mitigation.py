@@ -12,9 +12,10 @@ twice the best decision made in hindsight, under these terms:
 
 Then the lost time is at most OPT(n), because OPT grows by at least the present step's loss in
 every iteration, and the costs paid are at most OPT(n), because B_k ≤ B_k + L_k(n). Jumping over
-steps pays less than B_k, never more. (If hindsight could jump for c_k alone, no rule could promise
-twice: that is multislope ski rental with full costs, whose bound is above 3.6. The benchmark
-measures it.)
+steps pays less than B_k, never more. (The slides promise twice for one choice, rent or buy. If
+hindsight could jump for c_k alone, this were multislope ski rental with full costs, where no rule
+can promise twice: with any number of steps none is better than 3.62 times, as Damaschke showed.
+The benchmark measures it.)
 """
 
 from collections.abc import Mapping, Sequence

@@ -11,14 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["is_significant", "median", "robust_scale"]
+__all__ = ["is_significant", "median", "robust_scale", "without_outliers"]
 
 _NORMAL_MAD = 1.4826
 _MEDIAN_SPREAD = 1.2533
 """Standard deviation of the median of n normal values, in units of σ/√n (large n)."""
 
 _FACTOR_INDEPENDENT = 6.25
+_FACTOR_AUTOREGRESSIVE = 5.0
 _FACTOR_CORRELATED = 4.0
+_LEAST_CORRELATED = 32
+"""Values from which a correlation can be told."""
+_HIGHEST_CORRELATION = 0.9
 _BEYOND = 1.4
 _TAIL_SHARE = 0.85
 _TAIL_DEVIATIONS = 1.0364
@@ -43,18 +47,18 @@ def robust_scale(values: Sequence[float]) -> float:
 def is_significant(before: Sequence[float], after: Sequence[float], *, scale: float) -> bool:
     """Tell whether the noise of `before` can't have made the medians differ as they do.
 
-    `scale` stands in for that noise where `before` is too short to tell it. Three things must hold:
-    the new median lies far out for independent values, far out beside the running medians of
-    `before` (noise may be correlated), and farther out than any of them.
+    `scale` stands in for that noise where `before` is too short to tell it. Four things must hold:
+    the new median lies far out for independent values, far out for values as correlated as those of
+    `before`, far out beside the running medians of `before`, and farther out than any of them.
     """
     center = median(before)
-    kept = _without_outliers(after, scale=scale)
+    kept = without_outliers(after, scale=scale) or after
     shift = _lower_median(kept, rises=median(after) > center) - center
     spread = scale if len(before) < 8 else _spread_towards(before, rises=shift > 0.0)
     # A few values tell their own spread badly, as Student's t says.
     doubt = 1.0 + 6.0 / len(before)
-    error = doubt * spread * math.sqrt(1.0 / len(kept) + 1.0 / len(before))
-    if abs(shift) < _FACTOR_INDEPENDENT * _MEDIAN_SPREAD * error:
+    error = doubt * spread * math.sqrt(1.0 / len(kept) + 1.0 / len(before)) * _MEDIAN_SPREAD
+    if abs(shift) < max(_FACTOR_INDEPENDENT, _FACTOR_AUTOREGRESSIVE * _stray(before)) * error:
         return False
     medians = _running_medians(before, len(after))
     if not medians.size:
@@ -77,10 +81,28 @@ def _spread_towards(values: Sequence[float], *, rises: bool) -> float:
     return min(max(tail, whole), 2.5 * whole)
 
 
-def _without_outliers(values: Sequence[float], *, scale: float) -> list[float]:
+def _stray(values: Sequence[float]) -> float:
+    """Return how many times farther means of these values stray than independent ones' do.
+
+    √((1+ρ)/(1-ρ)) for autoregressive noise; ρ is its lag-1 correlation without outliers, less the
+    standard error of ρ.
+    """
+    if len(values) < _LEAST_CORRELATED:
+        return 1.0
+    limit = 3.0 * robust_scale(values)
+    deviations = np.clip(np.asarray(values) - median(values), -limit, limit)
+    variance = float(deviations @ deviations)
+    if not variance > 0.0:
+        return 1.0
+    found = float(deviations[1:] @ deviations[:-1]) / variance - 1.0 / math.sqrt(len(values))
+    correlation = min(_HIGHEST_CORRELATION, max(0.0, found))
+    return math.sqrt((1.0 + correlation) / (1.0 - correlation))
+
+
+def without_outliers(values: Sequence[float], *, scale: float) -> list[float]:
     """Return the values within eight standard deviations of their median."""
     center = median(values)
-    return [value for value in values if abs(value - center) <= 8.0 * scale] or list(values)
+    return [value for value in values if abs(value - center) <= 8.0 * scale]
 
 
 def _lower_median(values: Sequence[float], *, rises: bool) -> float:

@@ -3,6 +3,10 @@
 The simulator times every iteration of whatever plan runs under the faults of the moment; jitter is
 added; the real detector, localisation, balancing, swap search and ski-rental policy see only those
 times, and every mitigation costs its time. Nothing in the loop knows the schedule of faults.
+
+What mitigations cost: any change of plan stretches the next iteration by at most `CHANGE_SHARE`,
+which `python -m tests.benchmarks exchange` measures. S3 also moves bytes: ranks that trade places
+pull all weights of their new stage and take over its slices, with master weights and both moments.
 """
 
 from collections.abc import Sequence
@@ -14,7 +18,7 @@ import numpy as np
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import find_device
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.simulator import RooflineCost, StateLayout, simulate
 from lightning_hetero.straggler import (
     BocdDetector,
@@ -26,6 +30,7 @@ from lightning_hetero.straggler import (
     balance_microbatches,
     find_suspects,
     propose_swap,
+    swap_ranks,
 )
 
 NUM_NODES, TP, NUM_PIPELINES, NUM_STAGES = 32, 8, 16, 2
@@ -45,6 +50,10 @@ MODEL = ModelSpec(
     max_positions=2048,
 )
 JITTER = 0.01
+CHANGE_SHARE = 0.2
+"""Time that a change of plan may add to the next iteration, as a share of it."""
+STATE_BYTES = 12
+"""Master weight and two Adam moments in fp32, bytes per owned parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,26 @@ class SimulatedCluster:
         nodes = enumerate(cost.cluster.nodes)
         return {n: 2.0 * 8192**3 / cost.device(node.device).peak_flops_per_s for n, node in nodes}
 
+    def moved_bytes(self, stage: StagePlan) -> tuple[float, float]:
+        """Return the bytes of weights that a rank new to a stage pulls, and of slices it takes."""
+        cost = self._cost(Faults())
+        held = cost.num_stage_params(cost.shape_of(stage))
+        return held * cost.layout.weight_bytes, held / NUM_PIPELINES * STATE_BYTES
+
+    def swap_s(self, before: ParallelPlan, after: ParallelPlan, faults: Faults) -> float:
+        """Return the seconds in which the last rank has pulled what its new place needs."""
+        cost = self._cost(faults)
+        seconds = [0.0]
+        for pipeline_index, stage_index, stage in after.iter_stages():
+            rank, owners = stage.ranks[0], [p.stages[stage_index] for p in before.pipelines]
+            if any(rank in owner.ranks for owner in owners):
+                continue
+            weights, slices = self.moved_bytes(stage)
+            shares = [cost.transfer_s(o.ranks[0], rank, weights / len(owners)) for o in owners]
+            previous = owners[pipeline_index].ranks[0]
+            seconds.append(sum(shares) + cost.transfer_s(previous, rank, slices))
+        return max(seconds)
+
     @staticmethod
     @cache
     def _cost(faults: Faults) -> RooflineCost:
@@ -191,15 +220,15 @@ class _Trainer:
         self.even = (NUM_MICROBATCHES // NUM_PIPELINES,) * NUM_PIPELINES
         self.plan, self.counts = self.base, self.even
         self.healthy_s = self.cluster.iteration_s(self.base, self.even, Faults())
+        self.known = Faults()
         self.detector = BocdDetector()
         self.policy = MitigationPolicy(
             PolicyConfig(
-                rebalance_cost_s=0.5,
-                swap_cost_s=10.0,
+                rebalance_cost_s=self._change_s(self.base),
+                swap_cost_s=self.first_swap_s(),
                 allowed=(Mitigation.IGNORE, Mitigation.REBALANCE, Mitigation.SWAP),
             )
         )
-        self.known = Faults()
         self.num_news = 0
         self.rng = np.random.default_rng(seed)
         self.mitigate = mitigate
@@ -248,13 +277,15 @@ class _Trainer:
         self.detector.reset()
         self.actions.append((step, f"found {len(devices)} devices, {len(links)} links"))
         self.policy.end()
+        # 31 rounds of disjoint pairs cover all links; a probe goes to and fro four times.
+        seconds = 31 * 8 * max(probed.values())
         if self.known != Faults():
             self.policy.begin(healthy_s=self.healthy_s)
         elif (self.plan, self.counts) != (self.base, self.even):
+            seconds += self._change_s(self.base)
             self.plan, self.counts = self.base, self.even
             self.actions.append((step, "undone"))
-        # 31 rounds of disjoint pairs cover all links; a probe goes to and fro four times.
-        return 31 * 8 * max(probed.values())
+        return seconds
 
     def _mitigate(self, step: int) -> float:
         """Ask the policy; return the seconds of what it had done."""
@@ -272,10 +303,22 @@ class _Trainer:
             return 0.0
         self.actions.append((step, f"{decision.mitigation.value}: {decision.reason}"))
         if decision.mitigation is Mitigation.SWAP and swapped is not None:
+            cost_s = self._change_s(swapped[0])
             self.plan, self.counts = swapped
         else:
-            self.counts = counts
-        return self.policy.cost_s(decision.mitigation)
+            cost_s, self.counts = self._change_s(self.plan), counts
+        self.policy.record_cost(decision.mitigation, cost_s)
+        return cost_s
+
+    def _change_s(self, plan: ParallelPlan) -> float:
+        """Return what it costs to go on under another plan."""
+        moving_s = self.cluster.swap_s(self.plan, plan, self.known)
+        return CHANGE_SHARE * self.healthy_s + moving_s
+
+    def first_swap_s(self) -> float:
+        """Return what S3 is thought to cost at first: two nodes trade places, all links healthy."""
+        first, last = self.base.pipelines[0].stages
+        return self._change_s(swap_ranks(self.base, first.ranks, last.ranks))
 
     def _options(self) -> tuple[tuple[int, ...], tuple[ParallelPlan, tuple[int, ...]] | None]:
         return self._balanced(self.plan), _propose(self, self.plan, self.known)
@@ -313,3 +356,14 @@ def healthy_iterations_per_min() -> float:
     """Return the throughput without faults."""
     trainer = _Trainer(mitigate=False, seed=0)
     return 60.0 / trainer.healthy_s
+
+
+def swap_figures() -> str:
+    """Return what S3 is charged and why."""
+    trainer = _Trainer(mitigate=False, seed=0)
+    stage = trainer.base.pipelines[0].stages[0]
+    weights, slices = trainer.cluster.moved_bytes(stage)
+    return (
+        f"S3 is charged {trainer.first_swap_s():.2f} s or more: {CHANGE_SHARE:g} of an iteration, "
+        f"{weights / 1e9:.1f} GB of weights and {slices / 1e9:.1f} GB of slices a rank"
+    )

@@ -55,15 +55,7 @@ def popen_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return reports[0]
 
 
-def test_torchrun_gives_the_same(tmp_path: pathlib.Path, popen_report: dict[str, Any]) -> None:
-    command = torchrun("--standalone", "--nproc-per-node=3")
-    process = start(*command, "--output", str(tmp_path))
-    (output,) = finish(process)
-    assert process.returncode == 0, output
-    assert reports_of(tmp_path) == [popen_report] * 3
-
-
-def test_nodes_may_have_different_numbers_of_processes(
+def test_torchrun_on_nodes_with_different_numbers_of_processes_gives_the_same(
     tmp_path: pathlib.Path, popen_report: dict[str, Any]
 ) -> None:
     port = free_port()
@@ -82,7 +74,7 @@ def test_nodes_may_have_different_numbers_of_processes(
     assert reports_of(tmp_path) == [popen_report] * 3
 
 
-def test_spawn_brings_the_weights_home(
+def test_spawn_gives_the_same_and_brings_the_weights_home(
     tmp_path: pathlib.Path, popen_report: dict[str, Any]
 ) -> None:
     process = start(SCRIPT, "--output", str(tmp_path), "--start-method", "spawn")
