@@ -6,7 +6,7 @@ that helps is kept, until none helps or the budget is spent.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.plan import ParallelPlan
@@ -103,7 +103,7 @@ def improve(candidate: Candidate, judge: Judge, *, budget: int) -> Candidate:
     improved = True
     while improved:
         improved = False
-        for family in (_move_layers, _move_layers_together, _move_microbatches, _move_stages):
+        for family in _MOVES:
             for moved in family(best, judge.estimator):
                 if judge.work_done >= limit:
                     return best
@@ -184,15 +184,42 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
         seen.add(kind)
         nodes = [list(pipeline.nodes) for pipeline in candidate.layout]
         nodes[p][s], nodes[q][t] = nodes[q][t], nodes[p][s]
-        layout = tuple(
-            PipelineLayout(pipeline.tp_degree, tuple(row))
-            for pipeline, row in zip(candidate.layout, nodes, strict=True)
+        yield from _rebuilt(candidate, nodes, estimator)
+
+
+def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Swap the nodes of two stages in all pipelines that are alike, then balance and share anew.
+
+    In one of them alone the gradients of layers would cross nodes.
+    """
+    classes = estimator.classes
+    for key in dict.fromkeys(map(estimator.key, candidate.layout)):
+        members = [p for p in candidate.layout if estimator.key(p) == key]
+        if len(members) == 1:
+            continue
+        for s, t in itertools.combinations(range(len(members[0].nodes)), 2):
+            if classes[members[0].nodes[s]] == classes[members[0].nodes[t]]:
+                continue
+            nodes = [list(pipeline.nodes) for pipeline in candidate.layout]
+            for pipeline, row in zip(candidate.layout, nodes, strict=True):
+                if estimator.key(pipeline) == key:
+                    row[s], row[t] = row[t], row[s]
+            yield from _rebuilt(candidate, nodes, estimator)
+
+
+def _rebuilt(
+    candidate: Candidate, nodes: Sequence[Sequence[int]], estimator: Estimator
+) -> Iterator[Candidate]:
+    """Yield the candidate on other nodes with layers and micro-batches for them, if it fits."""
+    layout = tuple(
+        PipelineLayout(pipeline.tp_degree, tuple(row))
+        for pipeline, row in zip(candidate.layout, nodes, strict=True)
+    )
+    estimate = estimator.layout(layout)
+    if estimate is not None:
+        yield Candidate(
+            layout=layout, layers=estimate.layers, num_microbatches=estimate.num_microbatches
         )
-        estimate = estimator.layout(layout)
-        if estimate is not None:
-            yield Candidate(
-                layout=layout, layers=estimate.layers, num_microbatches=estimate.num_microbatches
-            )
 
 
 def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
@@ -202,3 +229,12 @@ def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
         key = (estimator.key(pipeline), candidate.layers[index], candidate.num_microbatches[index])
         groups.setdefault(key, []).append(index)
     return list(groups.values())
+
+
+_MOVES = (
+    _move_layers,
+    _move_layers_together,
+    _move_microbatches,
+    _swap_stages_together,
+    _move_stages,
+)

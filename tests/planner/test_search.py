@@ -8,9 +8,10 @@ import pytest
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
-from lightning_hetero.simulator import ProfileCost, RooflineCost
+from lightning_hetero.simulator import ProfileCost, RooflineCost, StateLayout
 from tests.planner.every_plan import every_plan, time_of, tiny_cluster, tiny_model
 
 GIB = 2**30
@@ -55,6 +56,27 @@ def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbat
     cluster = tiny_cluster(*nodes, bytes_per_s=bytes_per_s)
     workload = Workload(sequence_length=2048, global_batch_size=num_microbatches)
     assert_within_1_percent_of_all_plans(cluster, tiny_model(num_layers), workload)
+
+
+def test_fast_devices_come_first_in_all_pipelines_at_once_where_that_is_faster():
+    # Turning one pipeline round alone would send its gradients to another node.
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="H20-96GB", count=4)))
+    workload = Workload(sequence_length=512, global_batch_size=1024, sequences_per_microbatch=8)
+    model = ModelSpec.load("bert-large")
+    cost = RooflineCost(cluster, model, layout=StateLayout.replicated())
+    found = plan(cluster, model, workload, cost=cost).best.simulation.iteration_time_s
+    for order in ((0, 4), (4, 0)):
+        pipelines = [
+            [StagePlan(ranks=(order[0] + i,), layers=range(16)),
+             StagePlan(ranks=(order[1] + i,), layers=range(16, 24))]
+            for i in range(4)
+        ]  # fmt: skip
+        turned = ParallelPlan(
+            pipelines=tuple(
+                PipelinePlan(stages=tuple(stages), num_microbatches=32) for stages in pipelines
+            )
+        )
+        assert found <= time_of(turned, cost, workload.microbatch)
 
 
 @pytest.mark.slow
