@@ -180,7 +180,7 @@ def report(trainer: L.Trainer, module: FineTuned, data: TokenizedSources) -> Non
         prompt, max_new_tokens=60, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id
     )
     print(
-        f"\nstrategy    {type(trainer.strategy).__name__}, {trainer.world_size} processes, "
+        f"\nstrategy    {type(trainer.strategy).__name__}, world size {trainer.world_size}, "
         f"{trainer.precision}"
         f"\ntrained     {trainer.global_step} steps of a {model.config.model_type} with "
         f"{model.num_parameters():,} parameters, from {module.folder or 'its config'}"

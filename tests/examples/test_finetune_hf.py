@@ -48,7 +48,7 @@ def fine_tune(folder, **options):
 @pytest.mark.dist
 def test_three_processes_fine_tune_as_one_does_and_go_on_from_what_they_wrote(tmp_path):
     output, losses = fine_tune(tmp_path)
-    assert "HeteroStrategy, 3 processes, 32-true" in output
+    assert "HeteroStrategy, world size 3, 32-true" in output
     assert "It writes, after 'def read_'" in output
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.2

@@ -57,6 +57,19 @@ def test_a_saved_model_is_found_as_from_pretrained_finds_it(folder, name, shard_
     assert_source_equals(model, kind.from_pretrained(folder))
 
 
+def test_a_class_of_its_own_and_other_options_are_taken(folder):
+    model = make_model("llama")
+    model.generation_config.max_new_tokens = 17
+    model.bfloat16().save_pretrained(folder)
+    kind = transformers.LlamaForCausalLM
+    found = load_pretrained(folder, kind, dtype=torch.float64, attention_dropout=0.5)
+    assert type(found) is kind
+    assert found.config.attention_dropout == 0.5
+    assert found.generation_config.max_new_tokens == 17
+    assert {parameter.dtype for parameter in found.parameters()} == {torch.float64}
+    assert_source_equals(found, kind.from_pretrained(folder, dtype=torch.bfloat16))
+
+
 def test_experts_saved_one_by_one_are_read_one_by_one(folder):
     save("mixtral", folder)
     model = load_pretrained(folder)
