@@ -447,8 +447,13 @@ class RunWatch:
 
 def _are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
     """Tell whether a look found what was known: the same culprits, about as slow."""
-    ratios = {(f.kind, f.ranks): f.ratio for f in found}
-    before = {(f.kind, f.ranks): f.ratio for f in known}
+    ratios, before = _by_culprit(found), _by_culprit(known)
     return ratios.keys() == before.keys() and all(
         max(ratios[key] / before[key], before[key] / ratios[key]) < _ALIKE for key in ratios
     )
+
+
+def _by_culprit(findings: Sequence[Finding]) -> dict[tuple[FindingKind, tuple[int, ...]], float]:
+    # One probe more or less tells whether it is a slow rank's device: the culprit is the same.
+    kinds = {FindingKind.HOST: FindingKind.DEVICE}
+    return {(kinds.get(f.kind, f.kind), f.ranks): f.ratio for f in findings}

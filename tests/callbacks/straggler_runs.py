@@ -12,9 +12,12 @@ from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
+from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
 from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
 from tests.callbacks.virtual_time import VirtualTime
+from tests.data.rows import Rows, lengths_of
+from tests.runtime.runs import Case, PackedModule
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 4
@@ -32,6 +35,7 @@ class Drill:
     strategy: str = "hetero"
     world_size: int = WORLD_SIZE
     is_watched: bool = True
+    is_packed: bool = False
     policy: PolicyConfig = field(
         default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
     )
@@ -78,6 +82,16 @@ class Timed(ToyModule):
         return super().training_step(batch, batch_idx)
 
 
+class Packed(PackedModule):
+    """The reference model on packed samples, whose micro-batches take time by their tokens."""
+
+    time: VirtualTime
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        sizes = [item.num_tokens for item in batch.micro_batches] or [0]
+        self.time.action_s = 1e-4 * sum(sizes) / len(sizes)
+
+
 def run(rank: int, drill: Drill, folder: str) -> Seen:
     torch.manual_seed(0)
     said: list[str] = []
@@ -86,20 +100,16 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         time = VirtualTime(patch, seed=rank)
         notes = Notes(time)
         callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
-        strategy: Any = drill.strategy
         if drill.strategy == "hetero":
-            plan = ParallelPlan.even(
-                world_size=drill.world_size, num_layers=4, num_stages=drill.num_stages
-            )
-            strategy = HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
             callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
         if drill.is_watched:
             callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
-        module = Timed(ToyOptions(num_layers=4))
-        module.time = time
-        options = quiet(devices=drill.world_size, strategy=strategy, callbacks=callbacks)
-        trainer = L.Trainer(**options, max_steps=drill.num_steps, default_root_dir=folder)
-        trainer.fit(module, loader(SAMPLES * drill.world_size * drill.num_steps, SAMPLES))
+        trainer = L.Trainer(
+            **quiet(devices=drill.world_size, strategy=strategy_of(drill), callbacks=callbacks),
+            max_steps=drill.num_steps,
+            default_root_dir=folder,
+        )
+        module = fit(trainer, drill, time)
     path = Path(folder) / "stragglers.jsonl"
     return Seen(
         losses=module.losses,
@@ -108,6 +118,32 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         said=said,
         events=read_events(path) if rank == 0 and path.exists() else (),
     )
+
+
+def strategy_of(drill: Drill) -> Any:
+    if drill.strategy != "hetero":
+        return drill.strategy
+    plan = ParallelPlan.even(world_size=drill.world_size, num_layers=4, num_stages=drill.num_stages)
+    return HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
+
+
+def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | Packed:
+    if drill.is_packed:
+        packed = Packed(Case(model="packed", num_layers=4))
+        packed.time = time
+        rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
+        ahead = AheadOptions(num_producers=2, patience_s=300.0)
+        trainer.fit(
+            packed,
+            datamodule=HeteroDataModule(
+                rows, tokens_per_step=256, context_length=31, lengths=rows.lengths, ahead=ahead
+            ),
+        )
+        return packed
+    module = Timed(ToyOptions(num_layers=4))
+    module.time = time
+    trainer.fit(module, loader(SAMPLES * drill.world_size * drill.num_steps, SAMPLES))
+    return module
 
 
 def step_of(line: str) -> int:

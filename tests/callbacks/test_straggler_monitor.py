@@ -85,6 +85,22 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 was undone" in undone
 
 
+def test_a_data_module_assigns_less_to_a_slow_rank_until_it_recovers(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    drill = Drill(faults=(SLOW_RANK,), is_packed=True)
+    seen = watch(pool, drill, tmp_path / "watched")
+    found = [event for event in seen.events if isinstance(event, FindingEvent)]
+    assert [(event.kind, event.ranks) for event in found] == [(FindingKind.DEVICE, (3,))]
+    assert found[0].step <= START + 5
+    assert actions(seen) == [
+        (DecisionKind.APPLY, Mitigation.REBALANCE),
+        (DecisionKind.UNDO, Mitigation.REBALANCE),
+    ]
+    still = Drill(is_packed=True, is_watched=False)
+    check_losses(seen, watch(pool, still, tmp_path / "still"))
+
+
 def test_under_ddp_a_slow_rank_is_named_and_nothing_changes(
     pool: ProcessPool, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ class VirtualTime(L.Callback):
     def __init__(self, patch: pytest.MonkeyPatch, seed: int) -> None:
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
+        self.action_s = _CPU_S
         for module in (clock, step_times, probe, straggler_session, faults):
             patch.setattr(module, "time", self)
 
@@ -37,7 +38,7 @@ class VirtualTime(L.Callback):
         return self.wall_s
 
     def thread_time(self) -> float:
-        self.cpu_s += _CPU_S * self._noise.gauss(1.0, _NOISE)
+        self.cpu_s += self.action_s * self._noise.gauss(1.0, _NOISE)
         return self.cpu_s
 
     def sleep(self, seconds: float) -> None:
@@ -48,6 +49,7 @@ class VirtualTime(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._meet()
+        self.action_s = _CPU_S  # For probes.
 
     def _meet(self) -> None:
         latest = torch.tensor([self.wall_s], dtype=torch.float64)
