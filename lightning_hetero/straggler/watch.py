@@ -46,6 +46,8 @@ _SETTLING = 3
 """Iterations of a new plan, after its first, whose median is its iteration time."""
 _UP = 1.05
 """How much longer iterations must have become for a slower rank to matter."""
+_PATIENCE = 8
+"""Steps for which a slower rank may begin to matter."""
 _RECENT = 4
 """Newest iterations that a look goes by where no change says since when."""
 _ALIKE = 1.3
@@ -169,6 +171,7 @@ class RunWatch:
         self._since_look_s = 0.0
         self._look_s = math.inf
         self._change: ChangeEvent | None = None
+        self._rank_change: ChangeEvent | None = None
         self._healthy_s = math.nan
         self._slow_s = math.nan
         self._measures: tuple[Measure, ...] = ()
@@ -242,22 +245,28 @@ class RunWatch:
         """Return the change of a rank's pace if it matters: a fault is known, or iterations are up.
 
         A rank's own pace shows a change before the run does, and shows that a slow rank recovered
-        when others have long taken its work over.
+        when others have long taken its work over. One that doesn't matter yet may do so soon.
         """
         changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
-        if not changed or not (self.known or self._is_up()):
+        if changed:
+            rank, note = max(
+                changed, key=lambda item: abs(math.log(item[1].after / item[1].before))
+            )
+            self._rank_change = ChangeEvent(
+                step=step,
+                onset_step=int(note.onset_step),
+                kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
+                ratio=note.after / note.before,
+                before=note.before,
+                after=note.after,
+                confidence=self._config.detector.change_probability,
+                where=f"rank {rank}",
+            )
+        event = self._rank_change
+        if event is None or not (self.known or self._is_up()):
             return None
-        rank, note = max(changed, key=lambda item: abs(math.log(item[1].after / item[1].before)))
-        return ChangeEvent(
-            step=step,
-            onset_step=int(note.onset_step),
-            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-            ratio=note.after / note.before,
-            before=note.before,
-            after=note.after,
-            confidence=self._config.detector.change_probability,
-            where=f"rank {rank}",
-        )
+        self._rank_change = None
+        return replace(event, step=step) if step - event.step < _PATIENCE else None
 
     def _is_up(self) -> bool:
         values = [value for _, _, value in self._kept if math.isfinite(value)]

@@ -88,7 +88,7 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
 def test_a_data_module_assigns_less_to_a_slow_rank_until_it_recovers(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    drill = Drill(faults=(SLOW_RANK,), is_packed=True)
+    drill = Drill(faults=(SLOW_RANK,), is_packed=True, num_steps=56)
     seen = watch(pool, drill, tmp_path / "watched")
     found = [event for event in seen.events if isinstance(event, FindingEvent)]
     assert [(event.kind, event.ranks) for event in found] == [(FindingKind.DEVICE, (3,))]
@@ -97,7 +97,7 @@ def test_a_data_module_assigns_less_to_a_slow_rank_until_it_recovers(
         (DecisionKind.APPLY, Mitigation.REBALANCE),
         (DecisionKind.UNDO, Mitigation.REBALANCE),
     ]
-    still = Drill(is_packed=True, is_watched=False)
+    still = Drill(is_packed=True, is_watched=False, num_steps=56)
     check_losses(seen, watch(pool, still, tmp_path / "still"))
 
 
