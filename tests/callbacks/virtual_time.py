@@ -19,7 +19,7 @@ from lightning_hetero.straggler import probe
 from lightning_hetero.testing import faults
 
 _CPU_S = 1e-3
-_WALL_S = 1e-6
+_READING_S = 1e-6
 _NOISE = 0.02
 
 
@@ -32,13 +32,25 @@ class VirtualTime(L.Callback):
         self.action_s = _CPU_S
         for module in (clock, step_times, probe, straggler_session, faults):
             patch.setattr(module, "time", self)
+        begin = clock.ComputeClock._begin_action
+
+        def begin_and_compute(own: clock.ComputeClock) -> None:
+            begin(own)
+            self.compute()
+
+        patch.setattr(clock.ComputeClock, "_begin_action", begin_and_compute)
+
+    def compute(self) -> None:
+        """Let an action's CPU time pass."""
+        seconds = self.action_s * self._noise.gauss(1.0, _NOISE)
+        self.wall_s += seconds
+        self.cpu_s += seconds
 
     def perf_counter(self) -> float:
-        self.wall_s += _WALL_S
+        self.wall_s += _READING_S
         return self.wall_s
 
     def thread_time(self) -> float:
-        self.cpu_s += self.action_s * self._noise.gauss(1.0, _NOISE)
         return self.cpu_s
 
     def sleep(self, seconds: float) -> None:
