@@ -42,7 +42,7 @@ from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanErro
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
-from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
+from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.processes import ProcessesStrategy
@@ -175,6 +175,7 @@ class HeteroStrategy(ProcessesStrategy):
             activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
         )
         self._engine: Engine | None = None
+        self._dealer: Dealer | None = None
         self._trained: SliceStore | None = None
         """What the optimizers hold, also after the run that trained."""
         self._cut_when_loading: RemovableHandle | None = None
@@ -201,25 +202,27 @@ class HeteroStrategy(ProcessesStrategy):
         """The plan that runs."""
         return self.engine.plan
 
-    def change_plan(self, plan: ParallelPlan) -> None:
-        """Run another plan from the next iteration on; called by every rank with the same plan.
+    def change_plan(self, plan: ParallelPlan) -> int:
+        """Run another plan from now on; called by every rank with the same plan, between steps.
 
-        No optimizer state moves and nothing restarts: only the next iteration's weights travel
-        elsewhere. Ranks must stay in their pipelines, and pipelines keep their numbers of
-        micro-batches, because the data loader has dealt the next batches already.
+        No optimizer state moves and nothing restarts: only the next iterations' weights travel
+        elsewhere. Batches that were dealt already run under the plan they were dealt for. A data
+        module that assigns iterations ahead names each one's plan itself, so give it the plan.
+
+        Returns:
+            Training iterations that still run under the plans of before.
 
         Raises:
-            PlanError: The plan doesn't fit the ranks, the model or the dealing of batches.
+            PlanError: The plan doesn't fit the ranks or the model.
+            ConfigurationError: The plan would deal otherwise to several training loaders.
         """
-        dealt = [(sorted(p.ranks), p.num_microbatches) for p in self.plan.pipelines]
-        wanted = [(sorted(p.ranks), p.num_microbatches) for p in plan.pipelines]
-        if dealt != wanted:
-            raise PlanError(
-                f"The pipelines' (ranks, micro-batches) are {dealt} and would become {wanted}, but "
-                "the data loader has dealt the next batches already. Change only which stage a "
-                "rank stands in and which layers stages have."
-            )
-        self.engine.change_plan(plan)
+        self.engine.check_plan(plan)
+        assert self._dealer is not None
+        return self._dealer.change_plan(plan, most_of_ranks=self._most_of_ranks)
+
+    def _most_of_ranks(self, number: int) -> int:
+        found = self.reduce(torch.tensor(number), group=self._control, reduce_op="max")
+        return int(found)
 
     def set_candidate_plans(
         self,
@@ -235,11 +238,6 @@ class HeteroStrategy(ProcessesStrategy):
             self.engine.check_plan(plan)
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
-
-    def _enter_plan(self, batch: Any) -> None:
-        """Run a batch under the plan that it was assigned to."""
-        if isinstance(batch, AssignedBatch):
-            self.engine.change_plan(batch.plan)
 
     # -- set-up ---------------------------------------------------------------------------------
 
@@ -284,6 +282,13 @@ class HeteroStrategy(ProcessesStrategy):
         self._engine = self._make_engine(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._trained = self._engine.store
+        self._dealer = Dealer(
+            self.plan,
+            global_rank=self.global_rank,
+            num_microbatches=self._engine.config.num_microbatches,
+            num_batches=self.plan.num_pipelines if self.auto_planned is None else self.world_size,
+            seed=self._engine.config.seed,
+        )
         self.model_to_device()
         self._cut_copies(trainer, module)
         self.precision_plugin.deposit_gradients = self._deposit_gradients
@@ -441,20 +446,12 @@ class HeteroStrategy(ProcessesStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        place = self.engine.place
-        dealt = deal_out(
-            dataloader,
-            shares=self.engine.num_microbatches,
-            pipeline_index=None if place is None else place.pipeline_index,
-            seed=self.engine.config.seed,
-            num_batches=None if self.auto_planned is None else self.world_size,
+        assert self._dealer is not None
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        return self._dealer.deal(
+            dataloader, is_training=trainer.training, epoch=trainer.current_epoch
         )
-        sampler = getattr(dealt, "batch_sampler", None)
-        if isinstance(sampler, DealtBatchSampler):
-            # A resumed loader's workers draw before Lightning says which epoch it is.
-            assert self.lightning_module is not None
-            sampler.set_epoch(self.lightning_module.trainer.current_epoch)
-        return dealt
 
     @override
     def batch_to_device(
@@ -478,8 +475,10 @@ class HeteroStrategy(ProcessesStrategy):
         def step(microbatch: Any) -> Any:
             return module.training_step(microbatch, *args, **kwargs)
 
+        assert self._dealer is not None
+        batch_idx = module.trainer.fit_loop.batch_idx
         with self._watching():
-            self._enter_plan(batch)
+            self.engine.change_plan(self._dealer.plan_to_run(batch, batch_idx))
             loss, outputs = self.engine.train(step, batch, self._key(args))
         return {"loss": loss, **(join_outputs(outputs) or {})}
 
@@ -502,8 +501,9 @@ class HeteroStrategy(ProcessesStrategy):
     def _evaluate(
         self, method: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        assert self._dealer is not None
         with self._watching():
-            self._enter_plan(batch)
+            self.engine.change_plan(self._dealer.plan_to_evaluate(batch))
             outputs = self.engine.evaluate(
                 lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
             )

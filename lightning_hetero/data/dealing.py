@@ -7,38 +7,35 @@ pipeline load the same samples. Nothing is repeated or dropped: the last iterati
 and a pipeline that gets nothing of it still takes part.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.data.schedule import Deal
 
 __all__ = ["DealtBatchSampler", "DealtIterable", "deal_out"]
 
+_DealAt = Callable[[int], Deal]
+"""Returns the deal of the n-th iteration of a pass, right before it is dealt; 0 begins a pass."""
 
-def deal_out(
-    dataloader: object,
-    *,
-    shares: Sequence[int],
-    pipeline_index: int | None,
-    seed: int,
-    num_batches: int | None = None,
-) -> object:
+
+def deal_out(dataloader: object, *, deal_at: _DealAt, num_batches: int, seed: int) -> object:
     """Return a loader of one pipeline's part of each iteration.
 
     Args:
         dataloader: What the user returned; loads the same order on every rank.
-        shares: Relative number of samples of each pipeline.
-        pipeline_index: This rank's pipeline, None if it is idle.
+        deal_at: Returns the deal of the n-th iteration of a pass, when it is dealt.
+        num_batches: Batches of the loader that make an iteration. A stream gives one a pipeline
+            whatever is said here, since its batches stay whole.
         seed: Seeds samplers that draw from the global generators, the same on all ranks.
-        num_batches: Batches of the loader that make an iteration; None takes one a pipeline. A
-            stream gives one a pipeline whatever is said here, since its batches stay whole.
 
     Raises:
         ConfigurationError: The loader shards by rank itself.
@@ -51,18 +48,14 @@ def deal_out(
     if not isinstance(dataloader, DataLoader) or _is_stream(dataloader):
         if not isinstance(dataloader, Iterable):
             return dataloader
-        # What a pipeline without micro-batches were given, no one would compute.
-        working = [index for index, share in enumerate(shares) if share]
-        place = working.index(pipeline_index) if pipeline_index in working else None
-        return DealtIterable(dataloader, num_pipelines=len(working), pipeline_index=place)
+        return DealtIterable(dataloader, deal_at=deal_at)
     inner: Any = dataloader.batch_sampler
     records_indices = isinstance(inner, _IndexBatchSamplerWrapper)
     sampler: Any = DealtBatchSampler(
         inner._batch_sampler if records_indices else inner,
-        shares=shares,
-        pipeline_index=pipeline_index,
-        seed=seed,
+        deal_at=deal_at,
         num_batches=num_batches,
+        seed=seed,
     )
     # For prediction Lightning wraps the batch sampler to record indices: keep that outermost.
     return _with_batch_sampler(dataloader, type(inner)(sampler) if records_indices else sampler)
@@ -94,9 +87,9 @@ def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader
         "persistent_workers": dataloader.persistent_workers,
     }
     collate = _CollateOrEmpty(dataloader.collate_fn)
-    return type(dataloader)(
-        dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options
-    )
+    # A stateful loader goes on inside an epoch where a checkpoint left off.
+    kind = StatefulDataLoader if type(dataloader) is DataLoader else type(dataloader)
+    return kind(dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options)
 
 
 class _CollateOrEmpty:
@@ -114,25 +107,17 @@ class DealtBatchSampler(Sampler[list[int]]):
 
     Args:
         batch_sampler: The user's, the same on every rank.
-        shares: Relative number of samples of each pipeline.
-        pipeline_index: This rank's pipeline, None if it is idle.
+        deal_at: Returns the deal of the n-th iteration of a pass, when it is dealt.
+        num_batches: The user's batches that make an iteration.
         seed: Seeds samplers that draw from torch's global generator.
-        num_batches: The user's batches that make an iteration; None takes one a pipeline.
     """
 
     def __init__(
-        self,
-        batch_sampler: Any,
-        *,
-        shares: Sequence[int],
-        pipeline_index: int | None,
-        seed: int,
-        num_batches: int | None = None,
+        self, batch_sampler: Any, *, deal_at: _DealAt, num_batches: int, seed: int
     ) -> None:
         self._batch_sampler = batch_sampler
-        self._num_batches = num_batches or len(shares)
-        self._shares = tuple(shares)
-        self._pipeline_index = pipeline_index
+        self._deal_at = deal_at
+        self._num_batches = num_batches
         self._seed = seed
         self._epoch = 0
 
@@ -162,12 +147,24 @@ class DealtBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return -(-len(self._batch_sampler) // self._num_batches)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self._drawn())
-        while group := list(islice(batches, self._num_batches)):
-            yield self._own_part(list(chain.from_iterable(group)))
+    def __iter__(self) -> "_DealtIterator":
+        return _DealtIterator(self)
 
-    def _drawn(self) -> Iterator[list[int]]:
+    def deal(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Yield each iteration's number of samples and this pipeline's part of them."""
+        for iteration in count():
+            group = list(islice(batches, self._num_batches))
+            if not group:
+                return
+            samples = list(chain.from_iterable(group))
+            yield len(samples), _own_part(samples, self._deal_at(iteration))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is drawn."""
+        return self._epoch
+
+    def draw(self) -> Iterator[list[int]]:
         """Yield the user's batches, with torch's generator seeded alike on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed + self._epoch)
@@ -182,34 +179,83 @@ class DealtBatchSampler(Sampler[list[int]]):
             yield batch
             batch = next(batches, None)
 
-    def _own_part(self, samples: list[int]) -> list[int]:
-        if self._pipeline_index is None:
-            return []
-        total = sum(self._shares)
-        before = sum(self._shares[: self._pipeline_index])
-        start = len(samples) * before // total
-        stop = len(samples) * (before + self._shares[self._pipeline_index]) // total
-        return samples[start:stop]
+
+class _DealtIterator:
+    """One pass; a stateful loader saves its place, and finds it again under any topology.
+
+    The keys are those of torchdata's own batch sampler, so that an unshuffled pass goes on in a
+    run of plain Lightning too, and the other way around.
+    """
+
+    def __init__(self, sampler: DealtBatchSampler) -> None:
+        self._sampler = sampler
+        self._start(0)
+
+    def _start(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._dealt = self._sampler.deal(_behind(self._sampler.draw(), num_samples))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        count, part = next(self._dealt)
+        self._num_samples += count
+        return part
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and how many samples of it all pipelines together were given."""
+        return {"epoch": self._sampler.epoch, "samples_yielded": self._num_samples}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on behind the samples that were given when the state was saved."""
+        self._sampler.set_epoch(state.get("epoch", self._sampler.epoch))
+        self._start(state["samples_yielded"])
+
+
+def _behind(batches: Iterator[list[int]], num_samples: int) -> Iterator[list[int]]:
+    """Yield batches without their first samples."""
+    for batch in batches:
+        if num_samples < len(batch):
+            yield batch[num_samples:]
+        num_samples = max(0, num_samples - len(batch))
+
+
+def _own_part(samples: list[int], deal: Deal) -> list[int]:
+    if deal.pipeline_index is None:
+        return []
+    total = sum(deal.shares)
+    before = sum(deal.shares[: deal.pipeline_index])
+    start = len(samples) * before // total
+    stop = len(samples) * (before + deal.shares[deal.pipeline_index]) // total
+    return samples[start:stop]
 
 
 class DealtIterable:
     """A stream of batches, dealt out one by one: pipeline j of D takes every D-th from the j-th.
 
+    A pipeline without micro-batches gets none.
+
     Args:
         stream: The user's loader; yields the same batches on every rank.
-        num_pipelines: D.
-        pipeline_index: This rank's pipeline, None if it is idle.
+        deal_at: Returns the deal of the n-th iteration of a pass, when it is dealt.
     """
 
-    def __init__(
-        self, stream: Iterable[Any], *, num_pipelines: int, pipeline_index: int | None
-    ) -> None:
+    def __init__(self, stream: Iterable[Any], *, deal_at: _DealAt) -> None:
         self._stream = stream
-        self._num_pipelines = num_pipelines
-        self._pipeline_index = pipeline_index
+        self._deal_at = deal_at
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._stream)
-        while group := list(islice(batches, self._num_pipelines)):
-            index = self._pipeline_index
-            yield group[index] if index is not None and index < len(group) else EmptyBatch()
+        for iteration in count():
+            deal = self._deal_at(iteration)
+            working = [index for index, share in enumerate(deal.shares) if share]
+            group = list(islice(batches, len(working)))
+            if not group:
+                return
+            parts = dict(zip(working, group, strict=False))
+            yield (
+                EmptyBatch()
+                if deal.pipeline_index is None
+                else parts.get(deal.pipeline_index, EmptyBatch())
+            )

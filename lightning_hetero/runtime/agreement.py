@@ -2,7 +2,7 @@
 
 Every rank gives a row: a few integers (did anything change?) and sums (loss, target tokens, logged
 values). It is sent as soon as the rank's schedule ends and read after the push, so it costs no wait
-of its own. Objects travel only when a rank's integers differ from the last iteration's. On an
+of its own. Objects travel only when ranks report what they haven't before. On an
 accelerator the sums are gathered there, apart from the integers, so nothing waits for the device.
 """
 
@@ -22,6 +22,7 @@ from lightning_hetero.runtime.step_logs import LogEntry
 __all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of"]
 
 _NUM_INTEGERS = 5
+_MAX_KNOWN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Agreed:
 
 
 class Agreement:
-    """The exchange of one kind of step; remembers the reports of the last iteration.
+    """The exchange of one kind of step; remembers what ranks reported, for each plan they ran.
 
     Called by every rank once per iteration: `begin`, then `finish`.
 
@@ -77,8 +78,7 @@ class Agreement:
     def __init__(self, comms: Communicators, device: torch.device) -> None:
         self._comms = comms
         self._device = device
-        self._digests: list[int] = []
-        self._reports: tuple[Report, ...] = ()
+        self._known: dict[tuple[int, ...], tuple[Report, ...]] = {}
         self._entries: tuple[LogEntry, ...] = ()
 
     def begin(
@@ -120,17 +120,19 @@ class Agreement:
         integers = [[int(value) for value in row] for row in parts[0][:, :_NUM_INTEGERS].tolist()]
         sums = parts[1] if len(parts) > 1 else parts[0][:, _NUM_INTEGERS:]
         _check_fingerprints(integers)
-        digests = [row[0] for row in integers]
-        if digests != self._digests:
-            self._reports = self._gather_reports()
-            known = self._entries
-            self._entries = tuple(dict.fromkeys(e for r in self._reports for e in r.entries))
-            self._digests = digests
-            if self._entries != known:
-                sums = _Gather(self._sums_of(self._entries), self._comms.values, self._comms).wait()
+        digests = tuple(row[0] for row in integers)
+        if digests not in self._known:
+            if len(self._known) == _MAX_KNOWN:
+                self._known.clear()
+            self._known[digests] = self._gather_reports()
+        reports = self._known[digests]
+        entries = tuple(dict.fromkeys(entry for report in reports for entry in report.entries))
+        if entries != self._entries:
+            self._entries = entries
+            sums = _Gather(self._sums_of(entries), self._comms.values, self._comms).wait()
         return Agreed(
-            reports=self._reports,
-            entries=self._entries,
+            reports=reports,
+            entries=entries,
             num_samples=sum(row[1] for row in integers),
             leaving=frozenset(rank for rank, row in enumerate(integers) if row[4]),
             sums=sums,
@@ -175,14 +177,19 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
             )
 
 
-def fingerprint_of(batch: object) -> int:
-    """Return a checksum of a batch's shapes and, where it costs no wait, of its first values."""
-    leaves = tree_flatten(vars(batch) if hasattr(batch, "__dict__") else batch)[0]
-    digest = 0
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
-            if leaf.device.type == "cpu" and leaf.numel():
-                head = leaf.detach().reshape(-1)[:64].contiguous()
-                digest = zlib.crc32(head.view(torch.uint8).numpy().tobytes(), digest)
+def fingerprint_of(microbatches: Sequence[object]) -> int:
+    """Return a checksum of what a rank works on.
+
+    It takes the micro-batches' number, the shapes of the first and the last one and, where it costs
+    no wait, their first values.
+    """
+    digest = len(microbatches)
+    for microbatch in (*microbatches[:1], *microbatches[1:][-1:]):
+        data = vars(microbatch) if hasattr(microbatch, "__dict__") else microbatch
+        for leaf in tree_flatten(data)[0]:
+            if isinstance(leaf, Tensor):
+                digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
+                if leaf.device.type == "cpu" and leaf.numel():
+                    head = leaf.detach().reshape(-1)[:64].contiguous()
+                    digest = zlib.crc32(head.view(torch.uint8).numpy().tobytes(), digest)
     return digest

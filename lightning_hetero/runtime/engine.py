@@ -302,7 +302,7 @@ class Engine:
                 run.push.start()
                 propagation.run(step)
                 missing = tuple(run.push.missing())
-                agreement = self._begin_agreement(propagation, key, batch, missing)
+                agreement = self._begin_agreement(propagation, key, missing)
                 with self.clock.waiting():
                     self._finish_pull()
                     gradients = run.push.finish()
@@ -325,7 +325,7 @@ class Engine:
             with preserved_random_state(), self.logs.recording(), self._run.weights.in_module():
                 self._start_pull()
                 propagation.run(step)
-                agreement = self._begin_agreement(propagation, key, batch, ())
+                agreement = self._begin_agreement(propagation, key, ())
                 with self.clock.waiting():
                     self._finish_pull()
                     self._run.link.finish()
@@ -376,7 +376,7 @@ class Engine:
     # -- agreement ------------------------------------------------------------------------------
 
     def _begin_agreement(
-        self, propagation: Propagation, key: IterationKey, batch: Any, missing: tuple[str, ...]
+        self, propagation: Propagation, key: IterationKey, missing: tuple[str, ...]
     ) -> Agreement:
         place = self.place
         speaks = place is not None and place.stage_index == place.tp_rank == 0
@@ -384,7 +384,7 @@ class Engine:
         header = Header(
             num_samples=samples,
             pipeline_index=-1 if place is None else place.pipeline_index,
-            fingerprint=0 if place is None else fingerprint_of(batch),
+            fingerprint=0 if place is None else fingerprint_of(propagation.microbatches),
             leaves=self.leaves,
         )
 

@@ -80,7 +80,6 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
     second.join(20)
     result[0].wait_until_confirmed(20)
     assert result[0].snapshot.tensors[0, "weight"].data_ptr() == place
-    assert result[0].stall_s > 0.1
     writer.close()
 
 

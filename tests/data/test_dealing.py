@@ -1,6 +1,6 @@
 """Laws of dealing batches out to pipelines."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.dealing import DealtBatchSampler, DealtIterable, deal_out
+from lightning_hetero.data.schedule import Deal
 
 shares_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
 
@@ -29,8 +30,18 @@ def sequential(num_samples: int, batch_size: int, *, drop_last: bool = False) ->
     return BatchSampler(SequentialSampler(range(num_samples)), batch_size, drop_last=drop_last)
 
 
+def always(shares: list[int], index: int | None) -> Callable[[int], Deal]:
+    return lambda _: Deal(shares=tuple(shares), pipeline_index=index)
+
+
+def deal(loader: Any, shares: list[int], index: int | None) -> Any:
+    return deal_out(loader, deal_at=always(shares, index), num_batches=len(shares), seed=0)
+
+
 def dealt(inner: Any, shares: list[int], index: int | None, seed: int = 0) -> DealtBatchSampler:
-    return DealtBatchSampler(inner, shares=shares, pipeline_index=index, seed=seed)
+    return DealtBatchSampler(
+        inner, deal_at=always(shares, index), num_batches=len(shares), seed=seed
+    )
 
 
 def all_parts(inner: Any, shares: list[int]) -> list[tuple[list[int], ...]]:
@@ -163,7 +174,7 @@ def test_a_batch_sampler_that_restarts_is_read_once() -> None:
 def test_lightnings_record_of_predicted_indices_stays_outermost() -> None:
     recorder = _IndexBatchSamplerWrapper(sequential(9, 2))
     loader = DataLoader(Numbers(9), batch_sampler=recorder)
-    dealt_loader: Any = deal_out(loader, shares=[1, 1], pipeline_index=1, seed=0)
+    dealt_loader: Any = deal(loader, [1, 1], 1)
     assert values(dealt_loader) == [[2, 3], [6, 7], [8]]
     assert dealt_loader.batch_sampler.seen_batch_indices == [[2, 3], [6, 7], [8]]
 
@@ -187,7 +198,7 @@ def loader_of(
     num_samples: int, shares: list[int], index: int | None, **options: Any
 ) -> DataLoader[Any]:
     loader = DataLoader(Numbers(num_samples), **options)
-    result = deal_out(loader, shares=shares, pipeline_index=index, seed=0)
+    result = deal(loader, shares, index)
     assert isinstance(result, DataLoader)
     return result
 
@@ -223,7 +234,7 @@ def test_shuffled_loaders_agree_and_reshuffle(num_workers: int) -> None:
 def test_a_stateful_loader_stays_one_and_resumes(num_workers: int) -> None:
     def make() -> StatefulDataLoader[Any]:
         inner = StatefulDataLoader(Numbers(40), batch_size=2, shuffle=True, num_workers=num_workers)
-        result = deal_out(inner, shares=[1, 1], pipeline_index=1, seed=0)
+        result = deal(inner, [1, 1], 1)
         assert isinstance(result, StatefulDataLoader)
         return result
 
@@ -246,23 +257,18 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_streams_are_dealt_batch_by_batch(num_workers: int) -> None:
     loader = DataLoader(Stream(), batch_size=2, num_workers=num_workers)
-    parts = [
-        values(deal_out(loader, shares=[1, 1], pipeline_index=index, seed=0)) for index in (0, 1)
-    ]
+    parts = [values(deal(loader, [1, 1], index)) for index in (0, 1)]
     assert parts == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], None]]
 
 
 def test_an_iterable_that_is_no_loader_is_dealt() -> None:
-    loader = deal_out([1, 2, 3], shares=[1, 1], pipeline_index=0, seed=0)
+    loader = deal([1, 2, 3], [1, 1], 0)
     assert isinstance(loader, DealtIterable)
     assert list(loader) == [1, 3]
 
 
 def test_a_stream_gives_a_pipeline_without_share_nothing() -> None:
-    parts = [
-        list(deal_out([1, 2, 3], shares=[0, 2], pipeline_index=index, seed=0))
-        for index in (0, 1, None)
-    ]
+    parts = [list(deal([1, 2, 3], [0, 2], index)) for index in (0, 1, None)]
     assert parts[1] == [1, 2, 3]
     assert all(isinstance(batch, EmptyBatch) for batch in parts[0] + parts[2])
 
@@ -271,14 +277,14 @@ def test_a_sampler_that_shards_by_rank_is_refused() -> None:
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1)  # type: ignore[var-annotated]
     loader = DataLoader(Numbers(8), batch_size=2, sampler=sampler)
     with pytest.raises(ConfigurationError, match="DistributedSampler over 2 replicas"):
-        deal_out(loader, shares=[1, 1], pipeline_index=0, seed=0)
+        deal(loader, [1, 1], 0)
 
 
 def test_a_sharding_sampler_inside_a_batch_sampler_is_refused() -> None:
     sampler = DistributedSampler(Numbers(8), num_replicas=2, rank=1)  # type: ignore[var-annotated]
     loader = DataLoader(Numbers(8), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
     with pytest.raises(ConfigurationError, match="DistributedSampler over 2 replicas"):
-        deal_out(loader, shares=[1, 1], pipeline_index=0, seed=0)
+        deal(loader, [1, 1], 0)
 
 
 def test_a_loader_that_deals_itself_is_left_alone() -> None:
@@ -286,7 +292,7 @@ def test_a_loader_that_deals_itself_is_left_alone() -> None:
         deals_by_pipeline = True
 
     own = Own()
-    assert deal_out(own, shares=[1], pipeline_index=0, seed=0) is own
+    assert deal(own, [1], 0) is own
 
 
 def test_dealing_keeps_the_loaders_options() -> None:

@@ -109,7 +109,7 @@ class Recorded(L.LightningModule):
         else:
             # Adam divides by the gradient's own size. With the usual eps of 1e-8 a gradient that is
             # zero but for rounding becomes a step of full length, in a random direction.
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

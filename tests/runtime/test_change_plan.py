@@ -1,26 +1,39 @@
 """A plan may change between iterations: losses go on as if it hadn't."""
 
+import multiprocessing
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.errors import ConfigurationError, PlanError
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 
 
-def plan_of(*pipelines: list[tuple[int, int, int]]) -> ParallelPlan:
-    """Build a plan from (rank, first layer, last layer + 1) of each stage of each pipeline."""
+def plan_of(
+    *pipelines: list[tuple[int, int, int]], counts: tuple[int | None, ...] = ()
+) -> ParallelPlan:
+    """Build a plan from (rank, first layer, last layer + 1) of each stage of each pipeline.
+
+    `counts` are the pipelines' numbers of micro-batches.
+    """
     return ParallelPlan.from_dict(
         {
             "pipelines": [
-                {"stages": [{"ranks": [rank], "layers": [a, b]} for rank, a, b in stages]}
-                for stages in pipelines
+                {
+                    "stages": [{"ranks": [rank], "layers": [a, b]} for rank, a, b in stages],
+                    "num_microbatches": count,
+                }
+                for stages, count in zip_longest(pipelines, counts)
             ]
         }
     )
@@ -30,64 +43,107 @@ PLANS = [
     plan_of([(0, 0, 3)], [(1, 0, 1), (2, 1, 3)]),
     plan_of([(0, 0, 3)], [(1, 0, 2), (2, 2, 3)]),
     plan_of([(0, 0, 3)], [(2, 0, 2), (1, 2, 3)]),
+    # Other pipelines for the ranks, other numbers of micro-batches, an idle rank, one pipeline.
+    plan_of([(2, 0, 3)], [(0, 0, 1), (1, 1, 3)], counts=(1, 3)),
+    plan_of([(0, 0, 3)], [(1, 0, 3)], [(2, 0, 3)], counts=(2, 0, 1)),
+    plan_of([(1, 0, 3)]),
+    plan_of([(1, 0, 1), (0, 1, 2), (2, 2, 3)], counts=(4,)),
 ]
 
 
 class ChangesPlan(L.Callback):
-    """Runs another plan in every iteration."""
+    """Asks for another plan after every iteration."""
 
     def __init__(self, plans: list[ParallelPlan]) -> None:
         self.plans = plans
+        self.ran: list[ParallelPlan] = []
+        self.expected: dict[int, ParallelPlan] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        assert isinstance(trainer.strategy, HeteroStrategy)
-        trainer.strategy.change_plan(self.plans[trainer.global_step % len(self.plans)])
+        strategy: Any = trainer.strategy
+        self.ran.append(strategy.plan)
+        plan = self.plans[trainer.global_step % len(self.plans)]
+        self.expected[len(self.ran) + strategy.change_plan(plan)] = plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run is like besides its plans."""
+
+    tied: bool = False
+    num_workers: int = 0
+    stateful: bool = False
 
 
 def train(
-    rank: int, plans: list[ParallelPlan], *options: bool
-) -> tuple[list[float], dict[str, Any]]:
+    rank: int, plans: list[ParallelPlan], setting: Setting
+) -> tuple[list[float], dict[str, Any], int]:
+    # The pool's processes are daemons, which may have no children such as a loader's workers.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
-    module = ToyModule(ToyOptions(tied=any(options)))
+    module = ToyModule(ToyOptions(tied=setting.tied))
     strategy = HeteroStrategy(plan=plans[0], num_microbatches=2)
+    changes = ChangesPlan(plans)
     trainer = L.Trainer(
         strategy=strategy,
-        callbacks=[ChangesPlan(plans)] if len(plans) > 1 else [],
-        **quiet(devices=3, max_steps=6),
+        callbacks=[changes] if len(plans) > 1 else [],
+        **{**quiet(devices=3, max_steps=-1), "max_epochs": 2},
     )
-    trainer.fit(module, loader(64, 4), loader(8, 4, seed=1))
-    return module.losses, {key: value.numpy() for key, value in module.state_dict().items()}
+    kind: Any = StatefulDataLoader if setting.stateful else DataLoader
+    data = kind(loader(64, 4).dataset, batch_size=4, shuffle=False, num_workers=setting.num_workers)
+    trainer.fit(module, data, loader(8, 4, seed=1))
+    for iteration, plan in changes.expected.items():
+        assert iteration >= len(changes.ran) or changes.ran[iteration] == plan
+    weights = {key: value.numpy() for key, value in module.state_dict().items()}
+    return module.losses, weights, len({str(plan) for plan in changes.ran})
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_losses_and_weights_do_not_depend_on_changes_of_plan(pool: ProcessPool) -> None:
-    for tied in (False, True):
-        still, changing = (pool.run(train, 3, plans, tied)[0] for plans in (PLANS[:1], PLANS))
-        assert changing[0] == pytest.approx(still[0], rel=1e-5)
-        for name, weight in still[1].items():
-            assert changing[1][name] == pytest.approx(weight, rel=1e-4, abs=1e-5), name
+    still = {tied: pool.run(train, 3, PLANS[:1], Setting(tied=tied))[0] for tied in (False, True)}
+    settings = (Setting(), Setting(tied=True, num_workers=1, stateful=True))
+    for setting in settings:
+        losses, weights, _ = still[setting.tied]
+        for found in pool.run(train, 3, PLANS, setting):
+            # Asked for again before it runs, a plan may be passed over.
+            assert found[2] == len(PLANS) if setting.num_workers == 0 else found[2] > 2
+            assert found[0] == pytest.approx(losses, rel=1e-5)
+            for name, weight in weights.items():
+                assert found[1][name] == pytest.approx(weight, rel=1e-4, abs=1e-5), name
 
 
 def test_runs_that_change_plans_alike_are_equal_bit_for_bit(pool: ProcessPool) -> None:
-    first, second = (pool.run(train, 3, PLANS, False) for _ in range(2))
-    for (losses, weights), (other_losses, other_weights) in zip(first, second, strict=True):
+    first, second = (pool.run(train, 3, PLANS, Setting()) for _ in range(2))
+    for (losses, weights, _), (other_losses, other_weights, _) in zip(first, second, strict=True):
         assert losses == other_losses
         for name, weight in weights.items():
             assert (weight == other_weights[name]).all()
 
 
-def refuse(rank: int) -> str:
-    torch.manual_seed(0)
-    swapped = plan_of([(1, 0, 3)], [(0, 0, 1), (2, 1, 3)])
+def refuse(rank: int, plan: ParallelPlan, num_loaders: int) -> str:
     trainer = L.Trainer(
         strategy=HeteroStrategy(plan=PLANS[0]),
-        callbacks=[ChangesPlan([swapped])],
+        callbacks=[ChangesPlan([plan])],
         **quiet(devices=3, max_steps=2),
     )
-    with pytest.raises(PlanError) as caught:
-        trainer.fit(ToyModule(ToyOptions()), loader(64, 4))
+    loaders: Any = {"a": loader(64, 4), "b": loader(64, 4)} if num_loaders == 2 else loader(64, 4)
+    with pytest.raises(PlanError if num_loaders == 1 else ConfigurationError) as caught:
+        trainer.fit(PairModule() if num_loaders == 2 else ToyModule(ToyOptions()), loaders)
     return str(caught.value)
 
 
-def test_a_plan_that_would_need_other_batches_is_refused(pool: ProcessPool) -> None:
-    for message in pool.run(refuse, 3):
-        assert "data loader has dealt the next batches" in message
+class PairModule(ToyModule):
+    """Trains on the first of two loaders' batches."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyOptions())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch["a"], batch_idx)
+
+
+def test_a_plan_that_does_not_fit_is_refused(pool: ProcessPool) -> None:
+    for message in pool.run(refuse, 3, plan_of([(0, 0, 2)]), 1):
+        assert "layers" in message
+    for message in pool.run(refuse, 3, PLANS[3], 2):
+        assert "2 loaders at once" in message
