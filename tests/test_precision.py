@@ -1,4 +1,4 @@
-"""bf16 stays within 1e-2 of fp32 under plans of unequal degrees and stages."""
+"""bf16 stays within 1e-2 of fp32 under plans of unequal degrees and stages; the rest is refused."""
 
 from dataclasses import replace
 
@@ -7,12 +7,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.precision import HeteroPrecision
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import CONFIGS, HuggingFaceCase, HuggingFaceOutcome
 from tests.runtime.huggingface_runs import train as train_hugging_face
 from tests.runtime.runs import Case, pipeline, plan_of, stage, train
-
-pytestmark = pytest.mark.dist
 
 TOLERANCE = 1e-2
 # The plain model in bf16 is 1.6e-2 away from itself in fp32.
@@ -28,6 +28,7 @@ def update(outcome: HuggingFaceOutcome) -> np.ndarray:
     )
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("model", CONFIGS)
 def test_bf16_propagation_gives_the_gradient_of_fp32(pool: ProcessPool, model: str) -> None:
     # Weights as large as the families' own: rounding grows with them, in any implementation.
@@ -48,6 +49,7 @@ def test_bf16_propagation_gives_the_gradient_of_fp32(pool: ProcessPool, model: s
         assert np.linalg.norm(found - wanted) <= tolerance * np.linalg.norm(wanted)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_the_reference_model_trains_in_bf16_as_in_fp32(pool: ProcessPool, precision: str) -> None:
     case = Case(
@@ -56,3 +58,18 @@ def test_the_reference_model_trains_in_bf16_as_in_fp32(pool: ProcessPool, precis
     expected = pool.run(train, 1, case.on_single_device())[0]
     for outcome in pool.run(train, 3, replace(case, precision=precision)):
         np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("16-mixed", "GradScaler would skip steps on some ranks"),
+        ("16-true", "underflow"),
+        ("64-true", "float64"),
+        ("transformer-engine", "modules aren't supported"),
+        ("8-true", "isn't supported"),
+    ],
+)
+def test_other_precisions_are_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{reason}.*32-true, bf16-mixed, bf16-true"):
+        HeteroPrecision(name)  # type: ignore[arg-type]
