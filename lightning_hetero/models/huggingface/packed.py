@@ -8,6 +8,7 @@ lengths (Hydraulis §6), and no mask over all its tokens is ever made. Batches t
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,12 +50,17 @@ def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
             f"{type(module).__name__} holds no Hugging Face model. Call use_packed_attention with "
             "one, or with a module that has built one."
         )
-    attention = _PackedAttention(backend)
-    attention.register()
     for model in models:
         _check_layers(model)
-        model.set_attn_implementation(attention.name)
-        model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
+    attention = _PackedAttention(backend)
+    attention.register()
+    inner = {item for model in models for item in model.modules() if item is not model}
+    for model in models:
+        if model not in inner:
+            model.set_attn_implementation(attention.name)
+            enter = partial(attention.enter, first_position=_first_position(model))
+            model.register_forward_pre_hook(enter, with_kwargs=True)
+            model.register_forward_hook(attention.leave)
 
 
 def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]
 
     Args:
         batch: Its labels lie where their logits do: the next token for a causal model, the masked
-            token itself for a masked one.
+            token itself for a masked one. Positions count from 0, also for RoBERTa.
         labels: Whether the model shall make the loss.
     """
     inputs: dict[str, Any] = {
@@ -99,16 +105,27 @@ class _PackedAttention:
         AttentionInterface.register(self.name, self.attend)
         AttentionMaskInterface.register(self.name, self.make_mask)
 
-    def before_forward(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def enter(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        first_position: int,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.register()
         self._is_packed = kwargs.get("cu_seq_lens_q") is not None
-        if self._is_packed and kwargs.get("attention_mask") is not None:
+        if not self._is_packed:
+            return args, kwargs
+        if kwargs.get("attention_mask") is not None:
             raise BatchError(
                 f"{type(model).__name__} got a packed batch and an attention_mask. A packed batch "
                 "has no padding: leave the mask out."
             )
+        return args, {**kwargs, "position_ids": kwargs["position_ids"] + first_position}
+
+    def leave(self, *_: Any) -> None:
+        self._is_packed = False
 
     def make_mask(self, *, use_vmap: bool = False, **kwargs: Any) -> Tensor | None:
         if not self._is_packed:
@@ -133,6 +150,11 @@ class _PackedAttention:
         """Return (B, L, H, D) and no scores, as transformers asks of every implementation."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None:
+            if self._is_packed:
+                raise ModelError(
+                    "The model doesn't hand cu_seq_lens_q on to its attention, so packed samples "
+                    "would see each other. Train it on padded batches."
+                )
             output: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query_BHLD, key_BHLD, value_BHLD, attention_mask, **kwargs
             )
@@ -151,6 +173,15 @@ class _PackedAttention:
             backend=self._backend,
         )
         return output_THD[None], None
+
+
+def _first_position(model: nn.Module) -> int:
+    """Return the number of a sample's first position, which RoBERTa and its like put behind 0."""
+    for name, item in model.named_modules():
+        is_position = name.endswith("position_embeddings") and isinstance(item, nn.Embedding)
+        if is_position and item.padding_idx is not None:
+            return int(item.padding_idx) + 1
+    return 0
 
 
 def _check_packed(

@@ -73,6 +73,16 @@ def test_a_packed_batch_gives_the_logits_and_gradients_of_each_sample_alone(mode
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * scale, msg=name)
 
 
+def test_positions_of_roberta_begin_behind_its_padding():
+    config = make_model("bert").config.to_dict()
+    roberta = auto_class("bert").from_config(transformers.RobertaConfig(**config))
+    rows = samples()
+    alone = torch.cat([roberta(input_ids=row[None]).logits[0] for row in rows])
+    use_packed_attention(roberta)
+    packed = roberta(**packed_inputs(pack_samples(rows))).logits[0]
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+
+
 def test_attention_costs_the_sum_of_squares_and_no_mask_is_made(model):
     use_packed_attention(model)
     # Shorter than the windows of gemma3, which alone need masks on CPU.
@@ -180,6 +190,24 @@ def test_what_the_kernels_cannot_do_is_refused_when_it_is_asked_for():
         use_packed_attention(model)
         with pytest.raises(ModelError, match=why):
             model.train()(**inputs)
+
+
+class Forgetful(transformers.LlamaForCausalLM):
+    """Hands on only what it knows."""
+
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+
+
+def test_a_model_that_forgets_where_samples_begin_is_refused():
+    model = Forgetful(make_model("llama").config)
+    use_packed_attention(model)
+    with pytest.raises(ModelError, match="doesn't hand cu_seq_lens_q on"):
+        model(**packed_inputs(pack_samples(samples())))
+    with pytest.raises(ModelError, match="doesn't hand cu_seq_lens_q on"):
+        model(**packed_inputs(pack_samples(samples())))
+    rows = torch.stack(samples([5, 5]))
+    assert model(input_ids=rows).logits.shape == (2, 5, VOCABULARY)
 
 
 def test_a_packed_batch_with_a_mask_or_several_rows_is_refused(llama):
