@@ -38,6 +38,8 @@ from lightning_hetero.simulator import CostModel, StageShape
 __all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
 
 _MAX_STAGES = 16
+_WORTH_HAVING = 1e-3
+"""Share of the mean that one more candidate has to shorten."""
 _MIXED_COUNTS = (1, 2, 4)
 """Stages on each of a mixed pipeline's two device types."""
 
@@ -243,8 +245,9 @@ class _Search:
         current = values[order[0]]
         while len(order) < min(self.options.num_candidate_plans, len(plans)):
             means = np.minimum(values, current).mean(axis=1)
-            means[order] = np.inf
             best = int(means.argmin())
+            if means[best] >= current.mean() * (1 - _WORTH_HAVING):
+                break
             order.append(best)
             current = np.minimum(current, values[best])
         return CandidatePlans(

@@ -1,17 +1,20 @@
 """Runs of the data module that tests start in several processes, under candidate plans or none."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import numpy as np
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan import AutoPlanned
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.loss import packed_cross_entropy
+from lightning_hetero.testing import EmulatedDevices
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import SEED, Case, PackedModule
 from tests.toy import quiet
@@ -104,13 +107,29 @@ def train(
     resume: str | None = None,
 ) -> Outcome:
     """Train two epochs under candidate plans, on a single device without them."""
-    L.seed_everything(SEED, verbose=False)
-    module = Module()
     callbacks: list[L.Callback] = [Saves(*save)] if save else []
     options: dict[str, Any] = {"devices": world_size}
     if plans:
         callbacks.append(Candidates(plans))
         options["strategy"] = HeteroStrategy(plan=ParallelPlan.from_dict(plans[0]))
+    return fit(callbacks, options, resume)
+
+
+def train_automatically(
+    rank: int, slowdowns: tuple[float, ...], cache: str
+) -> tuple[Outcome, AutoPlanned]:
+    """Train under whatever plans are proposed for emulated devices."""
+    os.environ["LIGHTNING_HETERO_CACHE"] = cache
+    strategy = HeteroStrategy(AutoPlan(tp_degrees=(1, 2)), num_candidate_plans=4)
+    options = {"devices": len(slowdowns), "strategy": strategy}
+    outcome = fit([EmulatedDevices(slowdowns)], options)
+    assert strategy.auto_planned is not None
+    return outcome, strategy.auto_planned
+
+
+def fit(callbacks: list[L.Callback], options: dict[str, Any], resume: str | None = None) -> Outcome:
+    L.seed_everything(SEED, verbose=False)
+    module = Module()
     data = HeteroDataModule(
         Rows(LENGTHS),
         Rows(LENGTHS[:20]),
@@ -127,7 +146,7 @@ def train(
         def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
             trainer.strategy.barrier()
             store = data._planner._store  # type: ignore[union-attr]
-            if world_size > 1:
+            if trainer.world_size > 1:
                 left.append(sum("train/" in key for key in store._store.list_keys()))
 
     trainer = L.Trainer(

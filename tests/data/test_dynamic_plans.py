@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.data.order import EpochOrder
-from tests.data.dynamic_runs import LENGTHS, SHORT, Outcome, train
+from tests.data.dynamic_runs import LENGTHS, SHORT, Outcome, train, train_automatically
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 
@@ -50,3 +50,18 @@ def test_a_plan_for_each_iteration_trains_as_one_device_does_and_resumes_on_othe
     resumed = pool.run(train, 2, TWO, 2, None, path)
     assert len(resumed[0].losses) == 2 * steps - steps // 2
     assert_same_training(resumed[0], single)
+
+
+def test_plans_proposed_from_the_datas_lengths_train_as_one_device_does(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    (single,) = pool.run(train, 1, [], 1)
+    ranks = pool.run(train_automatically, 2, (4.0, 1.0), str(tmp_path))
+    outcome, planned = ranks[0]
+    assert planned.candidates is not None
+    assert planned.plan == planned.candidates.plans[0]
+    assert f"60 tokens an iteration in samples of up to {max(LENGTHS)}" in planned.summary
+    assert all(other.candidates == planned.candidates for _, other in ranks)
+    proposed = [plan.to_dict() for plan in planned.candidates.plans]
+    assert all(plan in proposed for plan in outcome.plans)
+    assert_same_training(outcome, single)

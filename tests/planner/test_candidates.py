@@ -56,15 +56,22 @@ def test_the_first_holds_the_longest_sample_and_is_the_best_alone() -> None:
 
 def test_a_given_plan_is_tried_too() -> None:
     given = ParallelPlan.even(world_size=8, num_layers=6, num_stages=4)
+    best = found().plans[0]
     cost = RooflineCost(UNEQUAL, MODEL)
     options = CandidateOptions(num_candidate_plans=20, tp_degrees=(1, 2))
     candidates = propose_plans(
         lengths(), cost, tokens_per_step=60_000, options=options, given=[given]
     )
-    assert given in candidates.plans
-    alone = found(num_candidate_plans=1)
-    assert len(alone.plans) == 1
-    assert alone.static_s == alone.dynamic_s
+    assert candidates.static_s <= found(num_candidate_plans=20).static_s
+    only = propose_plans(
+        lengths(),
+        cost,
+        tokens_per_step=60_000,
+        options=CandidateOptions(tp_degrees=(8,)),
+        given=[best],
+    )
+    assert only.plans == (best,)
+    assert only.static_s == only.dynamic_s
 
 
 def test_samples_that_no_plan_holds_are_refused() -> None:
