@@ -221,6 +221,7 @@ class RunWatch:
             self._first_step = step
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
+        self._note_rank_change(step, notes)
         if self._transition is not None:
             # What it takes to change the plan isn't what the plan takes.
             self._detector.update(math.nan)
@@ -229,7 +230,7 @@ class RunWatch:
             return Order.GO_ON
         self._kept.append((step, iteration_s, value))
         change = self._detector.update(value)
-        event = self._event_of(step, change) if change else self._rank_event(step, notes)
+        event = self._event_of(step, change) if change else self._take_rank_change(step)
         if event is not None:
             return self._changed(event)
         if self._recheck_is_due():
@@ -241,32 +242,44 @@ class RunWatch:
         onset_step = (self._first_step or 0) + change.onset_step
         return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
 
-    def _rank_event(self, step: int, notes: Sequence[RankNote]) -> ChangeEvent | None:
+    def _note_rank_change(self, step: int, notes: Sequence[RankNote]) -> None:
+        """Keep the largest change of a rank's pace, until it matters."""
+        changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
+        if not changed:
+            return
+        rank, note = max(changed, key=lambda item: abs(math.log(item[1].after / item[1].before)))
+        self._rank_change = ChangeEvent(
+            step=step,
+            onset_step=int(note.onset_step),
+            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
+            ratio=note.after / note.before,
+            before=note.before,
+            after=note.after,
+            confidence=self._config.detector.change_probability,
+            where=f"rank {rank}",
+        )
+
+    def _take_rank_change(self, step: int) -> ChangeEvent | None:
         """Return the change of a rank's pace if it matters: a fault is known, or iterations are up.
 
         A rank's own pace shows a change before the run does, and shows that a slow rank recovered
-        when others have long taken its work over. One that doesn't matter yet may do so soon.
+        when others have long taken its work over.
         """
-        changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
-        if changed:
-            rank, note = max(
-                changed, key=lambda item: abs(math.log(item[1].after / item[1].before))
-            )
-            self._rank_change = ChangeEvent(
-                step=step,
-                onset_step=int(note.onset_step),
-                kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-                ratio=note.after / note.before,
-                before=note.before,
-                after=note.after,
-                confidence=self._config.detector.change_probability,
-                where=f"rank {rank}",
-            )
         event = self._rank_change
         if event is None or not (self.known or self._is_up()):
             return None
         self._rank_change = None
-        return replace(event, step=step) if step - event.step < _PATIENCE else None
+        is_late = step - event.step >= _PATIENCE and not self.known
+        return None if is_late or self._was_looked_at(event) else replace(event, step=step)
+
+    def _was_looked_at(self, event: ChangeEvent) -> bool:
+        """Tell whether a change is the one that the run itself has shown already."""
+        last = self._change
+        return (
+            last is not None
+            and event.kind is last.kind
+            and abs(event.onset_step - last.onset_step) < _RECENT
+        )
 
     def _is_up(self) -> bool:
         values = [value for _, _, value in self._kept if math.isfinite(value)]

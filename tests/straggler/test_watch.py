@@ -162,6 +162,15 @@ def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():
     assert len(run.looks) <= looks + 1
 
 
+def test_a_rank_that_recovers_while_the_plan_changes_is_seen_when_it_has_changed():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(4, 2.0, rank_3=2.0, findings=[DEVICE])
+    assert len(run.acts) == 1
+    run.run(20, 1.2, rank_3=1.0)
+    assert [act.kind for act in run.acts] == [DecisionKind.APPLY, DecisionKind.UNDO]
+
+
 def test_another_fault_begins_another_episode():
     run = Simulated(config())
     run.run(20, 1.0)
