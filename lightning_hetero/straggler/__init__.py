@@ -14,6 +14,7 @@ from lightning_hetero.straggler.events import (
     read_events,
 )
 from lightning_hetero.straggler.history import Observation, RankHistory, RankReport
+from lightning_hetero.straggler.levels import LevelWatch, RankNote
 from lightning_hetero.straggler.locate import (
     Finding,
     FindingKind,
@@ -52,7 +53,7 @@ from lightning_hetero.straggler.swap import (
     swap_ranks,
 )
 from lightning_hetero.straggler.traces import read_flight_recorder, read_profiler_trace
-from lightning_hetero.straggler.watch import Order, RankNote, RunWatch, WatchConfig
+from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 __all__ = [
     "Act",
@@ -71,6 +72,7 @@ __all__ = [
     "FindingEvent",
     "FindingKind",
     "IterationEvent",
+    "LevelWatch",
     "Measure",
     "MeasuredRun",
     "Mitigation",

@@ -24,13 +24,15 @@ from lightning_hetero.straggler.locate import (
     ring_rounds,
 )
 
-__all__ = ["Probes", "Suspicion", "conclude", "probe_rounds", "suspect"]
+__all__ = ["Probes", "Suspicion", "are_alike", "conclude", "probe_rounds", "suspect"]
 
 _LEAST_RATIO = 1.1
 _LEAST_LINK_RATIO = 1.5
 """A message between two ranks varies more than a matrix product does."""
 _LEAST_EXCESS = 0.05
 """Share of an iteration by which waiting for a peer must have grown."""
+_ALIKE = 1.3
+"""Ratio up to which two findings about the same device or link are the same."""
 _MOST_PAIRS = 8
 _MOST_MEMBERS = 16
 """Ranks whose links are probed beside a suspect's, so that there is something to compare with."""
@@ -179,3 +181,17 @@ def conclude(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
         or any(set(finding.ranks) <= set(pair) for pair in suspicion.pairs)
     ]
     return tuple(sorted(findings, key=lambda finding: -finding.ratio))
+
+
+def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
+    """Tell whether a look found what was known: the same culprits, about as slow."""
+    ratios, before = _by_culprit(found), _by_culprit(known)
+    return ratios.keys() == before.keys() and all(
+        max(ratios[key] / before[key], before[key] / ratios[key]) < _ALIKE for key in ratios
+    )
+
+
+def _by_culprit(findings: Sequence[Finding]) -> dict[tuple[FindingKind, tuple[int, ...]], float]:
+    # One probe more or less tells whether it is a slow rank's device: the culprit is the same.
+    kinds = {FindingKind.HOST: FindingKind.DEVICE}
+    return {(kinds.get(f.kind, f.kind), f.ranks): f.ratio for f in findings}

@@ -12,14 +12,11 @@ is probed again whenever that costs less than its share of the time since the la
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Self
 
-from lightning_hetero.straggler.bocd import BocdDetector
-from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
+from lightning_hetero.straggler.change import BocdConfig, ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,
@@ -28,7 +25,9 @@ from lightning_hetero.straggler.events import (
     IterationEvent,
     format_message,
 )
+from lightning_hetero.straggler.levels import LevelWatch, RankNote
 from lightning_hetero.straggler.locate import Finding, FindingKind
+from lightning_hetero.straggler.look import are_alike
 from lightning_hetero.straggler.measures import Act, Measure
 from lightning_hetero.straggler.mitigation import (
     Decision,
@@ -39,19 +38,12 @@ from lightning_hetero.straggler.mitigation import (
     PolicyConfig,
 )
 
-__all__ = ["Order", "RankNote", "RunWatch", "WatchConfig"]
+__all__ = ["Order", "RunWatch", "WatchConfig"]
 
-_KEPT = 128
 _SETTLING = 3
 """Iterations of a new plan, after its first, whose median is its iteration time."""
-_UP = 1.05
-"""How much longer iterations must have become for a slower rank to matter."""
-_PATIENCE = 8
-"""Steps for which a slower rank may begin to matter."""
 _RECENT = 4
 """Newest iterations that a look goes by where no change says since when."""
-_ALIKE = 1.3
-"""Ratio up to which two findings about the same device or link are the same."""
 
 
 class Order(IntEnum):
@@ -74,61 +66,6 @@ class WatchConfig:
     """What steps cost, and which are allowed."""
     recheck_share: float = 0.002
     """Share of the time that probing a known slow link again may take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankNote:
-    """What one rank says about one iteration; travels as a row of floats."""
-
-    iteration_s: float
-    load_s: float
-    """Seconds of computing that its work should be; NaN if unknown, 0 of a rank without work."""
-    change: int = 0
-    """Whether a change of this rank's pace has just been found: 1 slower, -1 faster, else 0."""
-    onset_step: float = 0.0
-    before: float = 0.0
-    """Pace before."""
-    after: float = 0.0
-
-    @classmethod
-    def of(
-        cls, iteration_s: float, load_s: float, change: ChangePoint | None, onset_step: int
-    ) -> Self:
-        """Return the note of an iteration and of what the rank's own detector said."""
-        if change is None:
-            return cls(iteration_s=iteration_s, load_s=load_s)
-        return cls(
-            iteration_s=iteration_s,
-            load_s=load_s,
-            change=1 if change.kind is ChangeKind.SLOWDOWN else -1,
-            onset_step=float(onset_step),
-            before=change.before,
-            after=change.after,
-        )
-
-    def to_row(self) -> list[float]:
-        """Return the note as numbers."""
-        return [
-            self.iteration_s,
-            self.load_s,
-            float(self.change),
-            self.onset_step,
-            self.before,
-            self.after,
-        ]
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> Self:
-        """Return the note that gave these numbers."""
-        iteration_s, load_s, change, onset_step, before, after = row
-        return cls(
-            iteration_s=iteration_s,
-            load_s=load_s,
-            change=int(change),
-            onset_step=onset_step,
-            before=before,
-            after=after,
-        )
 
 
 @dataclass
@@ -164,14 +101,12 @@ class RunWatch:
         self._config = config
         self._report = report
         self._say = say
-        self._detector = BocdDetector(config.detector)
+        self._levels = LevelWatch(config.detector)
         self._policy = MitigationPolicy(config.policy)
-        self._first_step: int | None = None
-        self._kept: deque[tuple[int, float, float]] = deque(maxlen=_KEPT)
+        self._step = 0
         self._since_look_s = 0.0
         self._look_s = math.inf
         self._change: ChangeEvent | None = None
-        self._rank_change: ChangeEvent | None = None
         self._healthy_s = math.nan
         self._slow_s = math.nan
         self._measures: tuple[Measure, ...] = ()
@@ -190,10 +125,8 @@ class RunWatch:
 
     def base_s(self) -> float:
         """Return the median iteration time before the fault, seconds; NaN if it isn't known."""
-        if math.isfinite(self._healthy_s):
-            return self._healthy_s
-        before = [seconds for step, seconds, _ in self._kept if step < self.since_step]
-        return statistics.median(before) if before else math.nan
+        known = math.isfinite(self._healthy_s)
+        return self._healthy_s if known else self._levels.before_s(self.since_step)
 
     # -- every iteration ------------------------------------------------------------------------
 
@@ -214,77 +147,22 @@ class RunWatch:
             is_changing: Whether it still ran under the plan of before the last act.
         """
         iteration_s = max(note.iteration_s for note in notes)
-        loads_s = [note.load_s for note in notes]
-        load_s = math.nan if any(map(math.isnan, loads_s)) else max(loads_s)
-        value = iteration_s / load_s if load_s > 0.0 else math.nan
-        if self._first_step is None:
-            self._first_step = step
+        self._step = step
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
-        self._note_rank_change(step, notes)
         if self._transition is not None:
             # What it takes to change the plan isn't what the plan takes.
-            self._detector.update(math.nan)
+            self._levels.skip(step, notes)
             if not is_changing:
                 self._follow(step, iteration_s)
             return Order.GO_ON
-        self._kept.append((step, iteration_s, value))
-        change = self._detector.update(value)
-        event = self._event_of(step, change) if change else self._take_rank_change(step)
+        event = self._levels.see(step, notes, last=self._change, is_known=bool(self.known))
         if event is not None:
             return self._changed(event)
         if self._recheck_is_due():
             self.since_step = step - _RECENT + 1
             return Order.LOOK
         return Order.ACT if self.known and self._decide(step) else Order.GO_ON
-
-    def _event_of(self, step: int, change: ChangePoint) -> ChangeEvent:
-        onset_step = (self._first_step or 0) + change.onset_step
-        return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
-
-    def _note_rank_change(self, step: int, notes: Sequence[RankNote]) -> None:
-        """Keep the largest change of a rank's pace, until it matters."""
-        changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
-        if not changed:
-            return
-        rank, note = max(changed, key=lambda item: abs(math.log(item[1].after / item[1].before)))
-        self._rank_change = ChangeEvent(
-            step=step,
-            onset_step=int(note.onset_step),
-            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-            ratio=note.after / note.before,
-            before=note.before,
-            after=note.after,
-            confidence=self._config.detector.change_probability,
-            where=f"rank {rank}",
-        )
-
-    def _take_rank_change(self, step: int) -> ChangeEvent | None:
-        """Return the change of a rank's pace if it matters: a fault is known, or iterations are up.
-
-        A rank's own pace shows a change before the run does, and shows that a slow rank recovered
-        when others have long taken its work over.
-        """
-        event = self._rank_change
-        if event is None or not (self.known or self._is_up()):
-            return None
-        self._rank_change = None
-        is_late = step - event.step >= _PATIENCE and not self.known
-        return None if is_late or self._was_looked_at(event) else replace(event, step=step)
-
-    def _was_looked_at(self, event: ChangeEvent) -> bool:
-        """Tell whether a change is the one that the run itself has shown already."""
-        last = self._change
-        return (
-            last is not None
-            and event.kind is last.kind
-            and abs(event.onset_step - last.onset_step) < _RECENT
-        )
-
-    def _is_up(self) -> bool:
-        values = [value for _, _, value in self._kept if math.isfinite(value)]
-        before, recent = values[:-_RECENT], values[-_RECENT:]
-        return bool(before) and statistics.median(recent) > _UP * statistics.median(before)
 
     def _changed(self, event: ChangeEvent) -> Order:
         self._report(event)
@@ -321,7 +199,7 @@ class RunWatch:
         """
         self._look_s, self._since_look_s = look_s, 0.0
         assert self._change is not None
-        if _are_alike(findings, self.known):
+        if are_alike(findings, self.known):
             if not findings:
                 self._say(f"{format_message(self._change)}; no rank and no link stands out")
             return
@@ -338,10 +216,8 @@ class RunWatch:
         for finding in self.known:
             self._report(FindingEvent.from_finding(finding, step=step))
         self._say(format_message(self._change, self.known))
-        if math.isnan(self._healthy_s):
-            self._healthy_s = self.base_s()
-        slow = [s for at, s, _ in self._kept if at >= onset_step]
-        self._slow_s = statistics.median(slow or [self._kept[-1][1]])
+        self._healthy_s = self.base_s()
+        self._slow_s = self._levels.since_s(onset_step)
         self._measures = measures
         self._said_why = False
         self._policy.begin(healthy_s=self._healthy_s)
@@ -414,7 +290,7 @@ class RunWatch:
             return None
         act, decision = self._act
         self._act = None
-        self._transition = _Transition(act, decision, before_s=self._kept[-1][1])
+        self._transition = _Transition(act, decision, before_s=self._levels.last_s)
         return act
 
     def began(self, call_s: float, *, refusal: str | None = None) -> None:
@@ -430,7 +306,7 @@ class RunWatch:
         if refusal is not None:
             self._transition = None
             self._measures = tuple(m for m in self._measures if m.plan is None)
-            self._report(ActionEvent.from_decision(change.decision, step=self._kept[-1][0]))
+            self._report(ActionEvent.from_decision(change.decision, step=self._step))
             self._say(f"{change.decision.mitigation.value} can't be done here. {refusal}")
 
     def _follow(self, step: int, iteration_s: float) -> None:
@@ -446,9 +322,9 @@ class RunWatch:
         cost_s = change.call_s + max(0.0, first_s - after_s)
         if change.decision.mitigation is not Mitigation.IGNORE and cost_s > 0.0:
             self._policy.record_cost(change.decision.mitigation, cost_s)
-        self._detector.reset()
+        self._levels.settle()
         if not self.known:
-            self._kept.clear()
+            self._levels.forget()
             self._healthy_s = math.nan
         self._finish(
             ActionEvent.from_decision(
@@ -465,17 +341,3 @@ class RunWatch:
         self._report(event)
         assert self._change is not None
         self._say(format_message(replace(self._change, step=event.step), self.known, event))
-
-
-def _are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
-    """Tell whether a look found what was known: the same culprits, about as slow."""
-    ratios, before = _by_culprit(found), _by_culprit(known)
-    return ratios.keys() == before.keys() and all(
-        max(ratios[key] / before[key], before[key] / ratios[key]) < _ALIKE for key in ratios
-    )
-
-
-def _by_culprit(findings: Sequence[Finding]) -> dict[tuple[FindingKind, tuple[int, ...]], float]:
-    # One probe more or less tells whether it is a slow rank's device: the culprit is the same.
-    kinds = {FindingKind.HOST: FindingKind.DEVICE}
-    return {(kinds.get(f.kind, f.kind), f.ranks): f.ratio for f in findings}

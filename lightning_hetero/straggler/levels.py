@@ -1,0 +1,188 @@
+"""Watch the level of a run: its iteration times over what their work should take, and its ranks.
+
+The run's level is watched by one detector; each rank watches its own pace and says in its note of
+an iteration when that has changed. A rank's pace shows a change before the run does, and it alone
+shows that a slow rank recovered when others have long taken its work over.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from lightning_hetero.straggler.bocd import BocdDetector
+from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
+from lightning_hetero.straggler.events import ChangeEvent
+
+__all__ = ["LevelWatch", "RankNote"]
+
+_KEPT = 128
+_UP = 1.05
+"""How much longer iterations must have become for a slower rank to matter."""
+_PATIENCE = 8
+"""Steps for which a slower rank may begin to matter."""
+_RECENT = 4
+"""Iterations that tell whether they are up, and steps between two dates of one change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNote:
+    """What one rank says about one iteration; travels as a row of floats."""
+
+    iteration_s: float
+    load_s: float
+    """Seconds of computing that its work should be; NaN if unknown, 0 of a rank without work."""
+    change: int = 0
+    """Whether a change of this rank's pace has just been found: 1 slower, -1 faster, else 0."""
+    onset_step: float = 0.0
+    before: float = 0.0
+    """Pace before."""
+    after: float = 0.0
+
+    @classmethod
+    def of(
+        cls, iteration_s: float, load_s: float, change: ChangePoint | None, onset_step: int
+    ) -> Self:
+        """Return the note of an iteration and of what the rank's own detector said."""
+        if change is None:
+            return cls(iteration_s=iteration_s, load_s=load_s)
+        return cls(
+            iteration_s=iteration_s,
+            load_s=load_s,
+            change=1 if change.kind is ChangeKind.SLOWDOWN else -1,
+            onset_step=float(onset_step),
+            before=change.before,
+            after=change.after,
+        )
+
+    def to_row(self) -> list[float]:
+        """Return the note as numbers."""
+        return [
+            self.iteration_s,
+            self.load_s,
+            float(self.change),
+            self.onset_step,
+            self.before,
+            self.after,
+        ]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Self:
+        """Return the note that gave these numbers."""
+        iteration_s, load_s, change, onset_step, before, after = row
+        return cls(
+            iteration_s=iteration_s,
+            load_s=load_s,
+            change=int(change),
+            onset_step=onset_step,
+            before=before,
+            after=after,
+        )
+
+
+class LevelWatch:
+    """What one rank remembers of all ranks' notes."""
+
+    def __init__(self, config: BocdConfig) -> None:
+        self._config = config
+        self._detector = BocdDetector(config)
+        self._first_step: int | None = None
+        self._kept: deque[tuple[int, float, float]] = deque(maxlen=_KEPT)
+        self._rank_change: ChangeEvent | None = None
+
+    @property
+    def last_s(self) -> float:
+        """The last iteration's seconds."""
+        return self._kept[-1][1]
+
+    def before_s(self, step: int) -> float:
+        """Return the median iteration time before a step, seconds; NaN if none is known."""
+        return self._median(step, is_before=True)
+
+    def since_s(self, step: int) -> float:
+        """Return the median iteration time from a step on, seconds."""
+        return self._median(step, is_before=False)
+
+    def _median(self, step: int, *, is_before: bool) -> float:
+        values = [seconds for at, seconds, _ in self._kept if (at < step) is is_before]
+        return statistics.median(values) if values else math.nan
+
+    def skip(self, step: int, notes: Sequence[RankNote]) -> None:
+        """Leave an iteration out whose time says nothing, but not what ranks say of their pace."""
+        self._count(step, math.nan)
+        self._note_rank_change(step, notes)
+
+    def see(
+        self, step: int, notes: Sequence[RankNote], *, last: ChangeEvent | None, is_known: bool
+    ) -> ChangeEvent | None:
+        """Take in an iteration; return the change that it completes and that matters, if any.
+
+        Args:
+            step: The iteration.
+            notes: One of each rank.
+            last: The change before.
+            is_known: Whether a fault is known; else a rank's change matters if iterations are up.
+        """
+        iteration_s = max(note.iteration_s for note in notes)
+        loads_s = [note.load_s for note in notes]
+        load_s = math.nan if any(map(math.isnan, loads_s)) else max(loads_s)
+        value = iteration_s / load_s if load_s > 0.0 else math.nan
+        self._kept.append((step, iteration_s, value))
+        self._note_rank_change(step, notes)
+        change = self._count(step, value)
+        if change is None:
+            return self._take_rank_change(step, last, is_known=is_known)
+        onset_step = (self._first_step or 0) + change.onset_step
+        return ChangeEvent.from_change(change, step=step, onset_step=onset_step)
+
+    def settle(self) -> None:
+        """Take what comes next for a level of its own."""
+        self._detector.reset()
+
+    def forget(self) -> None:
+        """Forget the iterations that were seen."""
+        self._kept.clear()
+
+    def _count(self, step: int, value: float) -> ChangePoint | None:
+        if self._first_step is None:
+            self._first_step = step
+        return self._detector.update(value)
+
+    def _note_rank_change(self, step: int, notes: Sequence[RankNote]) -> None:
+        """Keep the largest change of a rank's pace, until it matters."""
+        changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
+        if not changed:
+            return
+        rank, note = max(changed, key=lambda item: abs(math.log(item[1].after / item[1].before)))
+        self._rank_change = ChangeEvent(
+            step=step,
+            onset_step=int(note.onset_step),
+            kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
+            ratio=note.after / note.before,
+            before=note.before,
+            after=note.after,
+            confidence=self._config.change_probability,
+            where=f"rank {rank}",
+        )
+
+    def _take_rank_change(
+        self, step: int, last: ChangeEvent | None, *, is_known: bool
+    ) -> ChangeEvent | None:
+        event = self._rank_change
+        if event is None or not (is_known or self._is_up()):
+            return None
+        self._rank_change = None
+        is_late = step - event.step >= _PATIENCE and not is_known
+        is_same = (
+            last is not None
+            and event.kind is last.kind
+            and abs(event.onset_step - last.onset_step) < _RECENT
+        )
+        return None if is_late or is_same else replace(event, step=step)
+
+    def _is_up(self) -> bool:
+        values = [value for _, _, value in self._kept if math.isfinite(value)]
+        before, recent = values[:-_RECENT], values[-_RECENT:]
+        return bool(before) and statistics.median(recent) > _UP * statistics.median(before)
