@@ -450,7 +450,7 @@ class HeteroStrategy(ProcessesStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         return self._dealer.deal(
-            dataloader, is_training=trainer.training, epoch=trainer.current_epoch
+            dataloader, is_training=trainer.training, epoch=_epoch_to_load(trainer)
         )
 
     @override
@@ -668,6 +668,18 @@ def _plan_source(
     if plan == "auto":
         return AutoPlan() if num_stages is None else None
     return ParallelPlan.load(plan) if isinstance(plan, str | Path) else plan
+
+
+def _epoch_to_load(trainer: pl.Trainer) -> int:
+    """Return the epoch that a new loader is for: the next one if a run resumes where one ended."""
+    loop: Any = trainer.fit_loop
+    counted = loop.epoch_progress.total
+    has_ended = (
+        loop.restarting
+        and loop.epoch_loop.batch_progress.is_last_batch
+        and counted.processed < counted.started
+    )
+    return int(trainer.current_epoch + has_ended)
 
 
 def _check_trainable(module: pl.LightningModule) -> None:

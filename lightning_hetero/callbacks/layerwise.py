@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -61,7 +62,8 @@ class LayerwiseCheckpoint(Checkpoint):
     """Save every n optimizer steps, layer by layer and slice by slice; resume by itself.
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
-    holds; delete the folders to start anew. Works under `HeteroStrategy`, for any plan before and
+    holds, also where a `ckpt_path` is given, which is for the first start. Delete the folders to
+    start anew. Works under `HeteroStrategy`, for any plan before and
     after, and on a single device.
 
     Args:
@@ -120,8 +122,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._transport: Transport = SoloTransport()
         self._attempt = 0
         self._last_step = 0
-        self._restored = False
-        self._random_state: Mapping[str, Any] | None = None
+        self._recovered: Recovered | None = None
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
         self._set_up_at_s = 0.0
@@ -157,9 +158,8 @@ class LayerwiseCheckpoint(Checkpoint):
             self._attempt, self._last_step = recovered.report.attempt, recovered.id.step
             fetched_s = time.time()
             restore(trainer, owned, recovered)
-            self._random_state = recovered.rank_metadata
             self._report(trainer, recovered, progress, (start_s, fetched_s))
-        self._restored = recovered is not None
+        self._recovered = recovered
         self._writer = CheckpointWriter(
             tiers,
             node_of_rank=self.node_of_rank,
@@ -171,11 +171,12 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._restored:
-            raise ConfigurationError(
-                "Trainer.fit was given a ckpt_path, but LayerwiseCheckpoint has step "
-                f"{self._last_step} to go on from. Leave ckpt_path out, or delete the checkpoints."
-            )
+        # Lightning loads the file of `ckpt_path` now, which was for the first start.
+        recovered, self._recovered = self._recovered, None
+        if recovered is not None:
+            checkpoint.clear()
+            restore(trainer, OwnedState(trainer), recovered)
+            self._recovered = recovered
 
     def _newest_progress(self) -> Progress | None:
         """Return how far any node that is left saw training come."""
@@ -212,10 +213,13 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Not earlier: making the loader's iterator draws a number.
-        if self._random_state is not None:
-            restore_random_state(self._random_state)
-            self._random_state = None
+        recovered, self._recovered = self._recovered, None
+        if recovered is not None:
+            # Not earlier, because making the loader's iterator has drawn a number.
+            restore_random_state(recovered.rank_metadata)
+            if _has_finished_epoch(trainer):
+                # That of the next epoch would have been drawn now.
+                torch.empty((), dtype=torch.int64).random_()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -249,6 +253,9 @@ class LayerwiseCheckpoint(Checkpoint):
             leaving.then(self._save(trainer, leaving.nodes))
         elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
             self._save(trainer)
+            if step == trainer.max_steps or _has_finished_epoch(trainer):
+                # What other callbacks do now, such as weight averaging, may change the slices.
+                self._wait_for_snapshot()
 
     def _save(self, trainer: pl.Trainer, leaving: Collection[str] = ()) -> SavedCheckpoint:
         assert self._writer is not None
@@ -290,3 +297,7 @@ class LayerwiseCheckpoint(Checkpoint):
     ) -> None:
         # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
         self._writer = None
+
+
+def _has_finished_epoch(trainer: pl.Trainer) -> bool:
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -33,7 +33,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "pytorch-lightning_version": version("lightning"),
         "state_dict": _buffers(module, owned),
-        "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+        "loops": _loops(trainer),
         "callbacks": call._call_callbacks_state_dict(trainer),
         "optimizer_states": owned.optimizer_groups(),
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
@@ -112,8 +112,10 @@ def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put this rank's random number generators back."""
+def restore_random_state(state: Mapping[str, Any] | None) -> None:
+    """Put this rank's random number generators back, if as many ranks have saved theirs."""
+    if state is None:
+        return
     torch.set_rng_state(state["torch"])
     kind, numbers, gauss = state["python"]
     random.setstate((kind, tuple(numbers), gauss))
@@ -126,6 +128,14 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
     state = module.state_dict()
     return {name: value for name, value in state.items() if name not in owned.names_of_slots}
+
+
+def _loops(trainer: pl.Trainer) -> dict[str, Any]:
+    loops: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
+    if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        # Wound forward to the end of this epoch, a loader would make the next one an empty one.
+        loops["fit_loop"]["state_dict"].pop("combined_loader", None)
+    return loops
 
 
 def _seed_of(trainer: pl.Trainer) -> int:

@@ -1,0 +1,132 @@
+"""A checkpoint goes on under any plan, ownership and number of ranks, and on a single device."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from tests.callbacks.layerwise_runs import Leg, export, fit
+from tests.processes import ProcessPool
+from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ASYMMETRIC = {
+    "pipelines": [
+        {"stages": [{"ranks": [0], "layers": [0, 3]}]},
+        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 3]}]},
+    ]
+}
+TENSOR_PARALLEL = {
+    "pipelines": [
+        {"stages": [{"ranks": [0, 1], "layers": [0, 3]}]},
+        {"stages": [{"ranks": [2], "layers": [0, 3]}]},
+    ]
+}
+TWO_STAGES = {
+    "pipelines": [{"stages": [{"ranks": [1], "layers": [0, 2]}, {"ranks": [0], "layers": [2, 3]}]}]
+}
+ALONE = {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 3]}]}]}
+LEGS = [
+    Leg(until=2, plan=ASYMMETRIC, world_size=3),
+    Leg(until=4, plan=TENSOR_PARALLEL, world_size=3, ownership="even"),
+    Leg(until=6, plan=TWO_STAGES, world_size=2, ownership="parameter"),
+    Leg(until=8),
+    Leg(until=10, plan=TENSOR_PARALLEL, world_size=3),
+    Leg(until=12, plan=ALONE),
+]
+
+
+@pytest.mark.dist
+def test_each_leg_of_a_run_may_have_another_plan_and_other_owners(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    whole = fit(0, Leg(until=12))
+    losses: list[float] = []
+    for leg in LEGS:
+        results = pool.run(fit, leg.world_size, leg, str(tmp_path / "run"))
+        for result in results:
+            assert result["losses"] == results[0]["losses"]
+        losses += results[0]["losses"]
+    np.testing.assert_allclose(losses, whole["losses"], rtol=1e-5)
+    assert (results[0]["num_steps"], results[0]["lr"]) == (12, whole["lr"])
+    for name, averaged in whole["weights"].items():
+        np.testing.assert_allclose(results[0]["weights"][name], averaged, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.dist
+def test_an_exported_checkpoint_of_slices_goes_on_in_plain_lightning(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    leg = Leg(until=6, plan=ASYMMETRIC, world_size=3)
+    begun = pool.run(fit, 3, leg, str(tmp_path / "run"))[0]["losses"]
+    export(tmp_path / "run", tmp_path / "whole.ckpt")
+    gone_on = fit(0, Leg(until=10), None, str(tmp_path / "whole.ckpt"))["losses"]
+    np.testing.assert_allclose(begun + gone_on, fit(0, Leg(until=10))["losses"], rtol=1e-5)
+
+
+class Drops(ToyModule):
+    """Draws random numbers in each step."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * torch.nn.functional.dropout(torch.ones(8)).mean()
+
+
+def train(folder: Path, num_steps: int, *callbacks: L.Callback, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    checkpoint = LayerwiseCheckpoint(folder, every_n_train_steps=2, shared_memory=False)
+    module = Drops(ToyOptions())
+    settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
+    trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
+    torch.manual_seed(1)
+    trainer.fit(module, StatefulDataLoader(TokenRows(8), batch_size=4), **options)
+    return module.losses
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 4])
+def test_random_numbers_go_on_where_they_were(tmp_path: Path, num_steps: int) -> None:
+    begun = train(tmp_path / "run", num_steps)
+    assert begun + train(tmp_path / "run", 6) == train(tmp_path / "whole", 6)
+
+
+def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:
+    assert len(train(tmp_path, 4)) == 4
+    assert train(tmp_path, 4) == []
+
+
+def test_a_file_to_resume_from_is_taken_only_while_there_is_no_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path / "run", 4)
+    export(tmp_path / "run", tmp_path / "whole.ckpt")
+    options = {"ckpt_path": tmp_path / "whole.ckpt", "weights_only": True}
+    gone_on = train(tmp_path / "other", 6, **options)
+    assert len(gone_on) == 2
+    assert len(train(tmp_path / "other", 8, **options)) == 2
+
+
+def test_the_only_lasting_place_must_be_writable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        train(tmp_path / "file", 8)
+
+
+def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="every_n_train_steps is 0"):
+        LayerwiseCheckpoint(tmp_path, every_n_train_steps=0)
+    with pytest.raises(ConfigurationError, match="outlives"):
+        LayerwiseCheckpoint()
+    with pytest.raises(ConfigurationError, match="drain_timeout_s is 0"):
+        ElasticRestart(drain_timeout_s=0)
+    trainer = L.Trainer(callbacks=[ElasticRestart()], **quiet(max_steps=1, devices=1))
+    with pytest.raises(ConfigurationError, match="needs one LayerwiseCheckpoint"):
+        trainer.fit(ToyModule(ToyOptions()), loader(8, 4))
+    checkpoint = LayerwiseCheckpoint(tmp_path)
+    settings = {**quiet(max_steps=1, devices=1), "enable_checkpointing": True}
+    trainer = L.Trainer(strategy="ddp", callbacks=[checkpoint], **settings)
+    with pytest.raises(ConfigurationError, match="how DDPStrategy spreads a model"):
+        trainer.fit(ToyModule(ToyOptions()), loader(8, 4))
