@@ -11,14 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_hetero.autoplan import AutoPlan
+    from lightning_hetero.callbacks.elastic import ElasticRestart
+    from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
     from lightning_hetero.strategy import HeteroStrategy
 
-__all__ = ["AutoPlan", "HeteroStrategy", "ParallelPlan", "PipelinePlan", "StagePlan"]
+__all__ = [
+    "AutoPlan",
+    "ElasticRestart",
+    "HeteroStrategy",
+    "LayerwiseCheckpoint",
+    "ParallelPlan",
+    "PipelinePlan",
+    "StagePlan",
+]
 
 _HOMES = {
     "AutoPlan": "lightning_hetero.autoplan",
+    "ElasticRestart": "lightning_hetero.callbacks.elastic",
     "HeteroStrategy": "lightning_hetero.strategy",
+    "LayerwiseCheckpoint": "lightning_hetero.callbacks.layerwise",
     "ParallelPlan": "lightning_hetero.core.plan",
     "PipelinePlan": "lightning_hetero.core.plan",
     "StagePlan": "lightning_hetero.core.plan",

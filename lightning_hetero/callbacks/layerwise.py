@@ -257,6 +257,12 @@ class LayerwiseCheckpoint(Checkpoint):
                 # What other callbacks do now, such as weight averaging, may change the slices.
                 self._wait_for_snapshot()
 
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        if is_last and self._last_step != trainer.global_step:
+            self._save(trainer).wait_for_snapshot()
+
     def _save(self, trainer: pl.Trainer, leaving: Collection[str] = ()) -> SavedCheckpoint:
         assert self._writer is not None
         owned = OwnedState(trainer)
@@ -282,8 +288,6 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._last_step != trainer.global_step:
-            self._save(trainer)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

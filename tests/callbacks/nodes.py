@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.processes import clean_environment, free_port
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0
+PATIENCE_S = 1500.0
 
 
 class Nodes:

@@ -78,9 +78,11 @@ class Drops(ToyModule):
         return super().loss(batch) * torch.nn.functional.dropout(torch.ones(8)).mean()
 
 
-def train(folder: Path, num_steps: int, *callbacks: L.Callback, **options: Any) -> list[float]:
+def train(
+    folder: Path, num_steps: int, *callbacks: L.Callback, every: int = 2, **options: Any
+) -> list[float]:
     torch.manual_seed(0)
-    checkpoint = LayerwiseCheckpoint(folder, every_n_train_steps=2, shared_memory=False)
+    checkpoint = LayerwiseCheckpoint(folder, every_n_train_steps=every, shared_memory=False)
     module = Drops(ToyOptions())
     settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
     trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
@@ -93,6 +95,18 @@ def train(folder: Path, num_steps: int, *callbacks: L.Callback, **options: Any) 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path, num_steps: int) -> None:
     begun = train(tmp_path / "run", num_steps)
     assert begun + train(tmp_path / "run", 6) == train(tmp_path / "whole", 6)
+
+
+class Stops(L.Callback):
+    """Ends training as EarlyStopping does."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.should_stop = True
+
+
+def test_the_last_step_of_a_run_that_stops_early_is_saved(tmp_path: Path) -> None:
+    assert len(train(tmp_path, 12, Stops(), every=100)) == 2
+    assert train(tmp_path, 2) == []
 
 
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Three nodes on this machine, each a torchrun agent with a disk (a folder) of its own. After a while
+# the third one is killed, loses its disk, and comes back empty.
+#   bash examples/elastic.sh [FOLDER] [STEPS]
+set -euo pipefail
+out=$(realpath -m "${1:-elastic-run}")
+steps=${2:-300}
+here=$(dirname "$(realpath "$0")")
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+export OMP_NUM_THREADS=1
+# Without it torchrun sends restarted processes to the store of the first start.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+mkdir -p "$out"
+declare -A agents
+trap 'for node in "${!agents[@]}"; do lose "$node"; done' EXIT
+
+start() {
+    python -m torch.distributed.run --nnodes=1:3 --nproc-per-node=1 --max-restarts=100 \
+        --rdzv-backend=c10d --rdzv-endpoint="localhost:$port" --local-addr=127.0.0.1 \
+        --rdzv-conf=last_call_timeout=5,keep_alive_interval=1 --monitor-interval=0.5 \
+        "$here/elastic.py" --steps "$steps" --out "$out/remote" --local "$out/$1" \
+        >>"$out/$1.log" 2>&1 &
+    agents[$1]=$!
+}
+
+lose() {
+    local workers
+    workers=$(ps -o pid= --ppid "${agents[$1]}" || true)
+    # shellcheck disable=SC2086
+    kill -9 "${agents[$1]}" $workers 2>/dev/null || true
+    unset "agents[$1]"
+}
+
+wait_for_step() {
+    echo "waiting for step $1"
+    until grep -qh "^step $1:" "$out"/*.log 2>/dev/null; do sleep 0.5; done
+}
+
+for node in node0 node1 node2; do start "$node"; done
+wait_for_step $((steps / 5 / 10 * 10))
+echo "killing node2"
+lose node2
+rm -rf "$out/node2"
+wait_for_step $((steps / 2 / 10 * 10))
+echo "starting node2 again"
+start node2
+wait "${agents[node0]}" "${agents[node1]}"
+trap - EXIT
+echo
+grep -h "LayerwiseCheckpoint: \|ElasticRestart: " "$out"/*.log
+grep -h "^step" "$out"/*.log | sort -t' ' -k2n -u | tail -3
