@@ -41,14 +41,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="elastic-run/remote", help="folder or URL all nodes reach")
-    parser.add_argument("--local", type=Path, help="folder on this node's own disk")
+    parser.add_argument("--disk", type=Path, help="folder on this node's own disk")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*(LeafSpec|set_vital).*")
     L.seed_everything(0, verbose=False)
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
     model = TextLM(model=sizes, learning_rate=3e-3, warmup_steps=20, num_steps=arguments.steps)
     checkpoint = LayerwiseCheckpoint(
-        arguments.out, every_n_train_steps=20, local_dir=arguments.local, replicas=2
+        arguments.out, every_n_train_steps=20, local_dir=arguments.disk, replicas=2
     )
     trainer = L.Trainer(
         strategy=HeteroStrategy(),

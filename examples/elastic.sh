@@ -18,7 +18,7 @@ start() {
     python -m torch.distributed.run --nnodes=1:3 --nproc-per-node=1 --max-restarts=100 \
         --rdzv-backend=c10d --rdzv-endpoint="localhost:$port" --local-addr=127.0.0.1 \
         --rdzv-conf=last_call_timeout=5,keep_alive_interval=1 --monitor-interval=0.5 \
-        "$here/elastic.py" --steps "$steps" --out "$out/remote" --local "$out/$1" \
+        "$here/elastic.py" --steps "$steps" --out "$out/remote" --disk "$out/$1" \
         >>"$out/$1.log" 2>&1 &
     agents[$1]=$!
 }
@@ -33,7 +33,10 @@ lose() {
 
 wait_for_step() {
     echo "waiting for step $1"
-    until grep -qh "^step $1:" "$out"/*.log 2>/dev/null; do sleep 0.5; done
+    until grep -qh "^step $1:" "$out"/*.log 2>/dev/null; do
+        kill -0 "${agents[node0]}" 2>/dev/null || { tail -n 20 "$out/node0.log"; exit 1; }
+        sleep 0.5
+    done
 }
 
 for node in node0 node1 node2; do start "$node"; done
