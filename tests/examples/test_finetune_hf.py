@@ -34,7 +34,7 @@ def fine_tune(folder, **options):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
