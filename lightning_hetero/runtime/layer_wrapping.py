@@ -26,6 +26,9 @@ ActivationCheckpointing = Literal["none", "full"] | int
 
 _Forward = Callable[..., Any]
 
+_COMPILED_FORMS = 4
+"""Of one layer: for fixed and for varying numbers of tokens, first and later micro-batches."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
@@ -70,6 +73,9 @@ class _WrappedForward:
         self._training = forward
         if options.compile_layers:
             self._training = torch.compile(forward)
+            # Sharded layers don't share their code; beyond the limit they would run uncompiled.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, _COMPILED_FORMS * (index + 1))
         self._checkpoints = options.checkpoints(index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -88,6 +88,14 @@ def test_wrapped_layers_are_pickled_as_they_were() -> None:
     boundary.remove()
 
 
+def test_every_layer_of_a_deep_model_may_be_compiled_by_itself() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        layers = [nn.Linear(2, 2) for _ in range(12)]
+        options = LayerOptions(compile_layers=True)
+        StageBoundary(layers, wrap_layer=options.wrap_layer).remove()
+        assert torch._dynamo.config.recompile_limit >= len(layers)
+
+
 PLAN = plan_of(
     pipeline(stage(2, 0, 2), stage(0, 2, 3), num_microbatches=3),
     pipeline(stage(1, 0, 3), num_microbatches=1),
