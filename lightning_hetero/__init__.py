@@ -10,30 +10,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_hetero.autoplan import AutoPlan
     from lightning_hetero.callbacks.elastic import ElasticRestart
     from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+    from lightning_hetero.data.module import HeteroDataModule
+    from lightning_hetero.data.sampler import TwoStageBatchSampler
+    from lightning_hetero.plan_facts import AutoPlan
     from lightning_hetero.strategy import HeteroStrategy
 
 __all__ = [
     "AutoPlan",
     "ElasticRestart",
+    "HeteroDataModule",
     "HeteroStrategy",
     "LayerwiseCheckpoint",
     "ParallelPlan",
     "PipelinePlan",
     "StagePlan",
+    "TwoStageBatchSampler",
 ]
 
 _HOMES = {
-    "AutoPlan": "lightning_hetero.autoplan",
+    "AutoPlan": "lightning_hetero.plan_facts",
     "ElasticRestart": "lightning_hetero.callbacks.elastic",
+    "HeteroDataModule": "lightning_hetero.data.module",
     "HeteroStrategy": "lightning_hetero.strategy",
     "LayerwiseCheckpoint": "lightning_hetero.callbacks.layerwise",
     "ParallelPlan": "lightning_hetero.core.plan",
     "PipelinePlan": "lightning_hetero.core.plan",
     "StagePlan": "lightning_hetero.core.plan",
+    "TwoStageBatchSampler": "lightning_hetero.data.sampler",
 }
 
 

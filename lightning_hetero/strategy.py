@@ -36,7 +36,7 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.autoplan import AutoPlan, AutoPlanned, DataFacts, RunFacts, make_plan
+from lightning_hetero.autoplan import make_plan
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
@@ -44,6 +44,7 @@ from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.plan_facts import AutoPlan, AutoPlanned, DataFacts, RunFacts
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from lightning_hetero import autoplan
-from lightning_hetero.autoplan import AutoPlan, RunFacts, make_plan
+from lightning_hetero.autoplan import make_plan
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.plan_facts import AutoPlan, RunFacts
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.detect import Seat
 from lightning_hetero.runtime.layout import ModelLayout

@@ -7,7 +7,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.data.dealing import deal_out
 from lightning_hetero.data.sampler import TwoStageBatchSampler
+from lightning_hetero.data.schedule import Deal
 from tests.data.rows import Rows, indices, lengths_of
 from tests.processes import ProcessPool
 from tests.toy import quiet
@@ -114,3 +116,14 @@ def test_ddp_trains_every_sample_once_an_epoch(pool: ProcessPool) -> None:
     for epoch in range(2):
         seen = [i for steps_of in ranks for s in steps_of[epoch * steps :][:steps] for i in s]
         assert sorted(seen) == list(range(120))
+
+
+def test_a_strategy_that_deals_by_pipeline_refuses_a_sampler_that_deals_by_rank() -> None:
+    def deal(ranks: int) -> Any:
+        loader = DataLoader(Rows(LENGTHS), batch_sampler=sampler(0, ranks), collate_fn=indices)
+        deal_one = Deal(shares=(1,), pipeline_index=0)
+        return deal_out(loader, deal_at=lambda _: deal_one, num_batches=1, seed=0)
+
+    assert len(deal(1)) == len(sampler())
+    with pytest.raises(ConfigurationError, match="HeteroDataModule"):
+        deal(2)
