@@ -88,6 +88,7 @@ def test_wrapped_layers_are_pickled_as_they_were() -> None:
     boundary.remove()
 
 
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
 def test_every_layer_of_a_deep_model_may_be_compiled_by_itself() -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         layers = [nn.Linear(2, 2) for _ in range(12)]
