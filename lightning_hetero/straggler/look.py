@@ -29,6 +29,8 @@ __all__ = ["Probes", "Suspicion", "are_alike", "conclude", "probe_rounds", "susp
 _LEAST_RATIO = 1.1
 _LEAST_LINK_RATIO = 1.5
 """A message between two ranks varies more than a matrix product does."""
+_LEAST_HOST_RATIO = 1.25
+"""What no probe confirms must be clearer."""
 _LEAST_EXCESS = 0.05
 """Share of an iteration by which waiting for a peer must have grown."""
 _ALIKE = 1.3
@@ -163,6 +165,7 @@ def conclude(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
                 ratio=s.ratio,
             )
             for s in suspicion.ranks
+            if s.key in slow_devices or s.ratio >= _LEAST_HOST_RATIO
         ]
     else:
         findings = [

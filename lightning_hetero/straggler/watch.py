@@ -42,6 +42,8 @@ __all__ = ["Order", "RunWatch", "WatchConfig"]
 
 _SETTLING = 3
 """Iterations of a new plan, after its first, whose median is its iteration time."""
+_LOOK_AGAIN = (8, 24)
+"""Iterations after a look that found no culprit until the next one."""
 _RECENT = 4
 """Newest iterations that a look goes by where no change says since when."""
 
@@ -113,6 +115,7 @@ class RunWatch:
         self._act: tuple[Act, Decision] | None = None
         self._transition: _Transition | None = None
         self._said_why = False
+        self._next_looks: tuple[int, ...] = ()
         self.since_step = 0
         """Since when the run is as it is now: what a look goes by."""
         self.known: tuple[Finding, ...] = ()
@@ -159,6 +162,8 @@ class RunWatch:
         event = self._levels.see(step, notes, last=self._change, is_known=bool(self.known))
         if event is not None:
             return self._changed(event)
+        if step in self._next_looks and not self.known:
+            return Order.LOOK
         if self._recheck_is_due():
             self.since_step = step - _RECENT + 1
             return Order.LOOK
@@ -168,6 +173,7 @@ class RunWatch:
         self._report(event)
         self._change = event
         self.since_step = event.onset_step
+        self._next_looks = ()
         if event.kind is ChangeKind.SLOWDOWN or self.known:
             return Order.LOOK
         self._say(format_message(event))
@@ -200,7 +206,8 @@ class RunWatch:
         self._look_s, self._since_look_s = look_s, 0.0
         assert self._change is not None
         if are_alike(findings, self.known):
-            if not findings:
+            if not findings and not self._next_looks:
+                self._next_looks = tuple(step + after for after in _LOOK_AGAIN)
                 self._say(f"{format_message(self._change)}; no rank and no link stands out")
             return
         if self.known:

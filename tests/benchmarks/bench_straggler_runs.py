@@ -20,7 +20,6 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import StragglerMonitor
 from lightning_hetero.straggler import (
     ActionEvent,
-    ChangeEvent,
     DecisionKind,
     FindingEvent,
     Mitigation,
@@ -119,7 +118,17 @@ def _rank_rows(pool: ProcessPool, case: Case, best: Case) -> list[Row]:
     after_s = _after(seconds, events, Mitigation.REBALANCE)
     share = statistics.median(own_s[:START]) / statistics.median(seconds[2:START])
     return [
-        _found_row(events, "slow rank"),
+        Row(
+            name="iterations until a slow rank was named",
+            ours=_named_after(events),
+            peer=None,
+            unit="iterations",
+            target=5,
+            better="lower",
+            kind="measured",
+            value=_named_after(events),
+            note=f"slow from step {START + 1} on",
+        ),
         Row(
             name="iteration under S2, rank 3 of 4 slowed 1.9x",
             ours=after_s,
@@ -150,7 +159,6 @@ def _link_rows(pool: ProcessPool, case: Case) -> list[Row]:
     left_s = statistics.median(_run(pool, replace(case, is_watched=False))[0][START:])
     after_s = _after(seconds, events, Mitigation.SWAP)
     return [
-        _found_row(events, "throttled link"),
         Row(
             name="iteration under S3, link 0-2 throttled to 20 kB/s",
             ours=after_s,
@@ -160,7 +168,7 @@ def _link_rows(pool: ProcessPool, case: Case) -> list[Row]:
             better="higher",
             kind="measured",
             value=left_s / after_s,
-            note="doing nothing",
+            note=f"doing nothing; named after {_named_after(events):g} iterations",
         ),
     ]
 
@@ -189,18 +197,7 @@ def _after(seconds: list[float], events: tuple[Any, ...], step: Mitigation) -> f
     return statistics.median(seconds[done[0] :]) if done else float("nan")
 
 
-def _found_row(events: tuple[Any, ...], what: str) -> Row:
+def _named_after(events: tuple[Any, ...]) -> float:
+    """Return the slow iterations until the first finding."""
     found = [event.step for event in events if isinstance(event, FindingEvent)]
-    changes = [event.step for event in events if isinstance(event, ChangeEvent)]
-    steps = float(found[0] - START) if found else float("inf")
-    return Row(
-        name=f"iterations until a {what} was named",
-        ours=steps,
-        peer=None,
-        unit="iterations",
-        target=5,
-        better="lower",
-        kind="measured",
-        value=steps,
-        note=f"changes found at steps {changes}, fault from step {START + 1}",
-    )
+    return float(found[0] - START) if found else float("inf")

@@ -47,6 +47,8 @@ def test_a_rank_behind_its_peers_is_suspected_and_a_slow_probe_blames_its_device
     (found,) = conclude(suspicion, probes(fine), HEALTHY)
     assert found.kind is HOST
     assert "device is as fast as ever" in str(found)
+    little = suspect([report(0), report(1), report(2, 1.15), report(3)], iteration_s=1.0)
+    assert conclude(little, probes(fine), HEALTHY) == ()
 
 
 def test_devices_that_are_unequal_by_nature_are_not_slow():

@@ -198,7 +198,19 @@ def test_a_slowdown_without_a_culprit_changes_nothing():
     run.run(30, 2.0)
     assert run.acts == []
     assert run.watch.known == ()
-    assert "no rank and no link stands out" in run.said[0]
+    (said,) = run.said
+    assert "no rank and no link stands out" in said
+
+
+def test_a_culprit_that_no_look_finds_at_first_is_looked_for_again():
+    run = Simulated(config())
+    run.run(20, 1.0)
+    run.run(6, 2.0, rank_3=2.0)
+    assert len(run.looks) == 1
+    run.run(10, 2.0, rank_3=2.0, findings=[DEVICE])
+    assert len(run.looks) == 2
+    assert run.watch.known == (DEVICE,)
+    assert len(run.acts) == 1
 
 
 def test_a_rank_that_slows_while_iterations_do_not_is_left_alone():
