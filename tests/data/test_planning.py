@@ -203,13 +203,11 @@ def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_no
     assert store.wait("later/19", 200.0) is not None
     left = [key for key in store.texts if not key.startswith("later")]
     assert all(key.startswith("train/1/1/") for key in left), "a used key came back"
-    found += deal_all_again(dealer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A slow machine may be late again.
+        found += dealer.deal(Cursor(epoch=1))
     planner.close()
     assert found == expected
-
-
-def deal_all_again(dealer: TicketDealer) -> list[Ticket]:
-    return list(dealer.deal(Cursor(epoch=1)))
 
 
 def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> None:
