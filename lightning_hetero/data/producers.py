@@ -1,7 +1,8 @@
 """Plan iterations in the background: a process that assigns and a thread that talks to it.
 
-Packing and dispatching hold Python's lock for most of their time, which in a thread would stall the
-one that launches the training's kernels; in a process of its own the trainer loses nothing.
+Planning in a thread would take Python's lock from the one that launches the training's kernels. A
+process doesn't, and it may die without harm. It imports neither torch nor Lightning, so it starts
+quickly and is small.
 """
 
 import os
