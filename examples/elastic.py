@@ -48,7 +48,7 @@ def main() -> None:
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
     model = TextLM(model=sizes, learning_rate=3e-3, warmup_steps=20, num_steps=arguments.steps)
     checkpoint = LayerwiseCheckpoint(
-        arguments.out, every_n_train_steps=20, local_dir=arguments.disk, replicas=2
+        arguments.out, every_n_train_steps=10, local_dir=arguments.disk, replicas=2
     )
     trainer = L.Trainer(
         strategy=HeteroStrategy(),

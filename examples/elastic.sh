@@ -15,9 +15,14 @@ declare -A agents
 trap 'for node in "${!agents[@]}"; do lose "$node"; done' EXIT
 
 start() {
+    # The first node serves the rendezvous, so it has to stay.
+    local is_host=false
+    if [[ $1 == node0 ]]; then is_host=true; fi
+    local rendezvous="is_host=$is_host,last_call_timeout=5"
+    rendezvous+=",keep_alive_interval=1,keep_alive_max_attempt=15"
     python -m torch.distributed.run --nnodes=1:3 --nproc-per-node=1 --max-restarts=100 \
         --rdzv-backend=c10d --rdzv-endpoint="localhost:$port" --local-addr=127.0.0.1 \
-        --rdzv-conf=last_call_timeout=5,keep_alive_interval=1 --monitor-interval=0.5 \
+        --rdzv-conf="$rendezvous" --monitor-interval=0.5 \
         "$here/elastic.py" --steps "$steps" --out "$out/remote" --disk "$out/$1" \
         >>"$out/$1.log" 2>&1 &
     agents[$1]=$!
@@ -47,7 +52,7 @@ rm -rf "$out/node2"
 wait_for_step $((steps / 2 / 10 * 10))
 echo "starting node2 again"
 start node2
-wait "${agents[node0]}" "${agents[node1]}"
+wait "${agents[node0]}"
 trap - EXIT
 echo
 grep -h "LayerwiseCheckpoint: \|ElasticRestart: " "$out"/*.log
