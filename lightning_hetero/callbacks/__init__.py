@@ -2,6 +2,7 @@
 
 from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.run_metrics import RunMetrics
 from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
 
-__all__ = ["ElasticRestart", "LayerwiseCheckpoint", "StragglerMonitor"]
+__all__ = ["ElasticRestart", "LayerwiseCheckpoint", "RunMetrics", "StragglerMonitor"]

@@ -1,0 +1,169 @@
+"""`RunMetrics`: scalars for any logger on how fast a run is and where its time goes.
+
+Every rank sums what its clock says of the iterations since the last row of the log; then one small
+all-gather on CPU makes the scalars, the same on every rank:
+
+- `run/tokens_per_s`: tokens of all pipelines per second of iterations, validation left out,
+- `run/mfu`: FLOPs of the model (see `models.flops`) over the devices' peak; on CUDA,
+- `run/bubble_share`: share of the ranks' time in which they compute nothing (AutoHet's bubbles,
+  with all other waits),
+- `run/imbalance`: (max - min) / max of the ranks' computing (Hydraulis, Figure 12b),
+- `run/exchange_wait_s`: longest wait of a rank for weights and gradients, per iteration,
+- `run/planning_stall_s`: longest wait for an assignment, per iteration; with a data module that
+  assigns samples,
+- `run/checkpoint_stall_s`: what the last checkpoint of `LayerwiseCheckpoint` kept training waiting.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from typing_extensions import override
+
+from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.straggler_session import Ranks
+from lightning_hetero.core.batches import AssignedBatch
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.data import HeteroDataModule
+from lightning_hetero.runtime.detect import describe_device
+from lightning_hetero.runtime.sizes import infer_model_spec
+from lightning_hetero.strategy import HeteroStrategy
+
+__all__ = ["RunMetrics"]
+
+
+class RunMetrics(Callback):
+    """Log throughput, MFU, bubbles, imbalance and stalls every `log_every_n_steps` steps.
+
+    Raises:
+        ConfigurationError: In `setup`: the strategy isn't `HeteroStrategy`.
+    """
+
+    def __init__(self) -> None:
+        self._total = _Sums()
+        self._start_s = 0.0
+        self._spec: ModelSpec | None = None
+        self._peak_flops_per_s = 0.0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, HeteroStrategy):
+            raise ConfigurationError(
+                f"RunMetrics reads HeteroStrategy's clock, but the strategy is "
+                f"{type(trainer.strategy).__name__}. Leave the callback out."
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = _strategy_of(trainer)
+        self._total = _Sums()
+        if strategy.root_device.type == "cuda":
+            self._spec = infer_model_spec(pl_module, strategy.engine.layout)
+        if self._spec is not None:
+            self._peak_flops_per_s = describe_device(strategy.root_device).peak_flops_per_s
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._start_s = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        strategy = _strategy_of(trainer)
+        times, place = strategy.engine.clock.last, strategy.engine.place
+        assert times is not None
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        total = self._total
+        total.num_iterations += 1
+        total.wall_s += time.perf_counter() - self._start_s
+        total.compute_s += times.compute_s()
+        total.exchange_wait_s += sum(m.wait_s for m in times.messages if m.is_exchange)
+        total.planning_stall_s += data.planning_stall_s if isinstance(data, HeteroDataModule) else 0
+        if place is not None and place.stage_index == place.tp_rank == 0:
+            lengths = _lengths(batch)
+            total.num_tokens += sum(lengths)
+            total.flops += 0.0 if self._spec is None else _flops_of_step(self._spec, lengths)
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._log(trainer, strategy)
+
+    def _log(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
+        self._total.peak_flops_per_s = self._peak_flops_per_s
+        scalars = _scalars(Ranks(strategy.engine.comms.control).gather(self._total))
+        self._total = _Sums()
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, LayerwiseCheckpoint) and callback.saved is not None:
+                scalars["run/checkpoint_stall_s"] = callback.saved.stall_s
+        if not isinstance(trainer.datamodule, HeteroDataModule):  # type: ignore[attr-defined]
+            del scalars["run/planning_stall_s"]
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=trainer.global_step)
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    """What one rank adds up between two rows of the log."""
+
+    num_iterations: int = 0
+    wall_s: float = 0.0
+    compute_s: float = 0.0
+    exchange_wait_s: float = 0.0
+    planning_stall_s: float = 0.0
+    num_tokens: int = 0
+    flops: float = 0.0
+    peak_flops_per_s: float = 0.0
+    """What the device could do; 0 where that isn't known."""
+
+
+def _flops_of_step(spec: ModelSpec, lengths: Sequence[int]) -> float:
+    """Return FLOPs of forward and backward over samples of these lengths."""
+    return 3 * (spec.num_layers * spec.flops_per_layer(lengths) + spec.head_flops(sum(lengths)))
+
+
+def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
+    wall_s = max(row.wall_s for row in rows)
+    busy = [row.compute_s for row in rows]
+    count = rows[0].num_iterations
+    scalars = {
+        "run/tokens_per_s": sum(row.num_tokens for row in rows) / wall_s,
+        "run/bubble_share": 1.0 - sum(busy) / (len(rows) * wall_s),
+        "run/imbalance": (max(busy) - min(busy)) / max(busy) if max(busy) else 0.0,
+        "run/exchange_wait_s": max(row.exchange_wait_s for row in rows) / count,
+        "run/planning_stall_s": max(row.planning_stall_s for row in rows) / count,
+    }
+    peaks = [row.peak_flops_per_s for row in rows]
+    if all(peaks):
+        scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)
+    return scalars
+
+
+def _lengths(batch: Any) -> list[int]:
+    """Return the tokens of each sample of a batch, padding included; none if it holds none."""
+    if isinstance(batch, AssignedBatch):
+        return [length for item in batch.micro_batches for length in _lengths(item)]
+    lengths = getattr(batch, "lengths", None)
+    if lengths is not None:
+        return [int(length) for length in lengths]
+    leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim >= 2]
+    tokens = [leaf for leaf in tensors if not leaf.is_floating_point()] or tensors
+    return [] if not tokens else [tokens[0].shape[1]] * len(tokens[0])
+
+
+def _strategy_of(trainer: pl.Trainer) -> HeteroStrategy:
+    assert isinstance(trainer.strategy, HeteroStrategy)
+    return trainer.strategy
