@@ -1,0 +1,67 @@
+import csv
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import clean_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "--trainer.val_check_interval": 3,
+    "--trainer.limit_val_batches": 1,
+    "--trainer.log_every_n_steps": 1,
+    "--trainer.enable_progress_bar": "false",
+    "--model.model.hidden_size": 32,
+    "--data.train_dataset.init_args.max_files": 8,
+    "--data.val_dataset.init_args.max_files": 40,
+    "--data.train_dataset.init_args.context_length": 128,
+    "--data.val_dataset.init_args.context_length": 128,
+    "--data.tokens_per_step": 512,
+    "--data.context_length": 128,
+}
+
+
+def fit(folder, **options):
+    command = [sys.executable, ROOT / "examples/hetero.py", "fit"]
+    command += ["--config", ROOT / "examples/hetero.yaml"]
+    return subprocess.run(
+        [*command, *(f"{name}={value}" for name, value in {**SMALL, **options}.items())],
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
+    for steps in (6, 8):
+        done = fit(tmp_path, **{"--trainer.max_steps": steps})
+        assert done.returncode == 0, done.stdout + done.stderr
+    logs = sorted((tmp_path / "outputs/hetero/logs").iterdir())
+    rows = [list(csv.DictReader((folder / "metrics.csv").open())) for folder in logs]
+    measured = [row for row in rows[0] if row["run/tokens_per_s"]]
+    assert len(measured) == 6
+    for row in measured:
+        assert float(row["run/tokens_per_s"]) > 0
+        assert 0 <= float(row["run/bubble_share"]) <= 1
+        assert 0 <= float(row["run/imbalance"]) <= 1
+        assert float(row["run/exchange_wait_s"]) >= 0
+        assert float(row["run/planning_stall_s"]) >= 0
+    # The second run went on where the first had saved.
+    assert [int(row["step"]) for row in rows[1] if row["run/tokens_per_s"]] == [7, 8]
+    assert all(math.isfinite(float(row["val_loss"])) for row in rows[0] if row["val_loss"])
+    assert (tmp_path / "outputs/hetero/stragglers.jsonl").is_file()
+    assert any((tmp_path / "outputs/hetero/checkpoints").glob("step-*8-*"))
+
+
+def test_a_wrong_option_is_refused_when_it_is_parsed(tmp_path):
+    done = fit(tmp_path, **{"--trainer.strategy.init_args.num_candidate_plan": 2})
+    assert done.returncode == 2
+    assert "num_candidate_plan" in done.stderr
