@@ -27,8 +27,9 @@ def plan_costs(
     Raises:
         AssignmentError: A stage has no memory for tokens.
     """
-    count = max(1, (max(context_length, 2 * _SHORTEST) // _SHORTEST).bit_length())
-    lengths = sorted({*(min(_SHORTEST << i, context_length) for i in range(count)), _SHORTEST})
+    longest = max(context_length, 2 * _SHORTEST)  # A fit needs two lengths.
+    count = (longest // _SHORTEST).bit_length()
+    lengths = sorted({*(_SHORTEST << i for i in range(count)), longest})
     return tuple(
         _pipeline_cost(pipeline, model, lengths, plan.num_pipelines) for pipeline in plan.pipelines
     )

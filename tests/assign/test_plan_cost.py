@@ -67,3 +67,10 @@ def test_the_faster_device_gets_more_tokens() -> None:
         sum(lengths[i] for batch in batches for i in batch) for batches in found.micro_batches
     )
     assert fast > 1.2 * slow
+
+
+@pytest.mark.parametrize("context_length", [16, 128, 129, 1000])
+def test_short_contexts_are_costed_too(context_length: int) -> None:
+    for cost in plan_costs(two_pipelines(), MODEL, context_length=context_length):
+        assert cost.max_len >= context_length
+        assert sequence_times_s(np.array([context_length]), cost)[0] + cost.c > 0

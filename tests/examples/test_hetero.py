@@ -15,10 +15,7 @@ SMALL = {
     "--trainer.log_every_n_steps": 1,
     "--trainer.enable_progress_bar": "false",
     "--model.model.hidden_size": 32,
-    "--data.train_dataset.init_args.max_files": 8,
-    "--data.val_dataset.init_args.max_files": 40,
-    "--data.train_dataset.init_args.context_length": 128,
-    "--data.val_dataset.init_args.context_length": 128,
+    "--data.max_files": 20,
     "--data.tokens_per_step": 512,
     "--data.context_length": 128,
 }
@@ -45,7 +42,9 @@ def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
         done = fit(tmp_path, **{"--trainer.max_steps": steps})
         assert done.returncode == 0, done.stdout + done.stderr
     logs = sorted((tmp_path / "outputs/hetero/logs").iterdir())
-    rows = [list(csv.DictReader((folder / "metrics.csv").open())) for folder in logs]
+    rows = [
+        list(csv.DictReader((folder / "metrics.csv").read_text().splitlines())) for folder in logs
+    ]
     measured = [row for row in rows[0] if row["run/tokens_per_s"]]
     assert len(measured) == 6
     for row in measured:
