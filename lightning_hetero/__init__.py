@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_hetero.callbacks.elastic import ElasticRestart
     from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+    from lightning_hetero.callbacks.run_metrics import RunMetrics
+    from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
     from lightning_hetero.data.module import HeteroDataModule
     from lightning_hetero.data.sampler import TwoStageBatchSampler
@@ -26,7 +28,9 @@ __all__ = [
     "LayerwiseCheckpoint",
     "ParallelPlan",
     "PipelinePlan",
+    "RunMetrics",
     "StagePlan",
+    "StragglerMonitor",
     "TwoStageBatchSampler",
 ]
 
@@ -38,7 +42,9 @@ _HOMES = {
     "LayerwiseCheckpoint": "lightning_hetero.callbacks.layerwise",
     "ParallelPlan": "lightning_hetero.core.plan",
     "PipelinePlan": "lightning_hetero.core.plan",
+    "RunMetrics": "lightning_hetero.callbacks.run_metrics",
     "StagePlan": "lightning_hetero.core.plan",
+    "StragglerMonitor": "lightning_hetero.callbacks.straggler_monitor",
     "TwoStageBatchSampler": "lightning_hetero.data.sampler",
 }
 
