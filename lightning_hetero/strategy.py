@@ -356,6 +356,9 @@ class HeteroStrategy(ProcessesStrategy):
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
+        for candidate in self.candidate_plans:
+            # Made now, by all ranks together, so that no iteration waits for a group.
+            self._communicators.tensor_parallel_group(candidate)
         engine.clock.slowdown = self.slowdown
         why = "" if self.auto_planned is None else f"\n{self.auto_planned.summary}"
         rank_zero_info(f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plan}{why}")

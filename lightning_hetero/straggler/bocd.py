@@ -126,14 +126,12 @@ class BocdDetector:
         num_before = self._num_in_regime - run
         if run < config.min_run or num_before < 1:
             return None
-        if self._in_first_regime and num_before < config.min_history:
-            self._settle(run)
-            return None
         before, after = self._before(run), self._logs[-run:]
-        shift = median(after) - median(before)
         if not self._differs(before, after):
             return None
-        if self._is_still_unfolding(shift, num_before):
+        shift = median(after) - median(before)
+        too_early = self._in_first_regime and num_before < config.min_history
+        if too_early or self._is_still_unfolding(shift, num_before):
             self._settle(run)
             return None
         return self._report(run, step, confidence, before)

@@ -40,6 +40,12 @@ def test_a_slowdown_of_a_fifth_is_reported_within_five_iterations(jitter, seed):
     assert change.is_slow
 
 
+@pytest.mark.parametrize("num_before", range(8, 40, 3))
+def test_a_jump_of_a_perfectly_even_stream_is_reported_however_early(num_before):
+    (change,) = changes(noisy([(0.168, num_before), (0.319, 26)], jitter=0.0))
+    assert (change.onset_step, change.step) == (num_before, num_before + 3)
+
+
 @pytest.mark.parametrize("ratio", [1.15, 1.5, 2.0, 4.0, 10.0])
 def test_onset_and_end_are_reported(ratio):
     found = changes(noisy([(1.0, 120), (ratio, 60), (1.0, 60)]))
