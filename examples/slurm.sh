@@ -15,7 +15,8 @@ set -euo pipefail
 
 MIN_NODES=${MIN_NODES:-2}
 CHECKPOINTS=${CHECKPOINTS:-s3://bucket/hetero}
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Not `| head`: with pipefail, a reader that ends first would end this script.
+read -r head_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # Without it restarted processes would look for each other in the store of the first start.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
