@@ -40,6 +40,7 @@ class Dealer:
         self._num_batches = num_batches
         self._seed = seed
         self._schedules: list[PlanSchedule] = []
+        self._plans_come_with_batches = False
 
     def deal(self, dataloader: object, *, is_training: bool, epoch: int) -> object:
         """Return a loader of this rank's part of each iteration.
@@ -60,8 +61,10 @@ class Dealer:
         dealt = deal_out(
             dataloader, deal_at=deal_at, num_batches=self._num_batches, seed=self._seed
         )
-        if is_training and dealt is not dataloader:
-            self._schedules.append(schedule)
+        if is_training:
+            self._plans_come_with_batches = dealt is dataloader
+            if dealt is not dataloader:
+                self._schedules.append(schedule)
         sampler = getattr(dealt, "batch_sampler", None)
         if isinstance(dealt, DataLoader) and isinstance(sampler, DealtBatchSampler):
             # A resumed loader's workers draw before Lightning says which epoch it is.
@@ -92,8 +95,14 @@ class Dealer:
             Iterations that were dealt for the plan of before and are still to be trained on.
 
         Raises:
-            ConfigurationError: Training reads several loaders, and the plan would deal otherwise.
+            ConfigurationError: Training reads several loaders, and the plan would deal otherwise;
+                or its batches bring their plans.
         """
+        if self._plans_come_with_batches:
+            raise ConfigurationError(
+                "The data module names the plan of each iteration, so the strategy's can't be "
+                "changed. Give the data module other plans: HeteroDataModule.set_candidates."
+            )
         if len(self._schedules) == 1:
             schedule = self._schedules[0]
             dealt = most_of_ranks(schedule.num_dealt)

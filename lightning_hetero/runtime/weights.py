@@ -219,14 +219,6 @@ class ComputeWeights:
             master.data = master.data.clone(memory_format=torch.contiguous_format)
         self.shared.clear()
 
-    def name_of_stub(self, tensor: object) -> str | None:
-        """Return the name of the parameter that a stub stands for."""
-        return next((name for name, stub in self._stubs.items() if stub is tensor), None)
-
-    def name_of_shard(self, tensor: object) -> str | None:
-        """Return the name of the parameter that a compute weight belongs to."""
-        return next((name for name, shard in self.shards.items() if shard is tensor), None)
-
     def num_bytes(self) -> int:
         """Return the bytes of the compute weights that are not shared with slices."""
         return sum(

@@ -1,0 +1,47 @@
+"""Laws of who names the plan of an iteration: the loaders' schedule or the batches themselves."""
+
+from typing import Any
+
+import pytest
+
+from lightning_hetero.core.batches import AssignedBatch
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data.dealer import Dealer
+
+TWO, ONE = (
+    ParallelPlan.even(world_size=2, num_layers=2, num_stages=num_stages) for num_stages in (1, 2)
+)
+
+
+class Assigning:
+    deals_by_pipeline = True
+
+
+def make_dealer() -> Dealer:
+    return Dealer(TWO, global_rank=0, num_microbatches=1, num_batches=2, seed=0)
+
+
+def most(number: int) -> int:
+    return number
+
+
+def test_a_change_holds_from_the_first_iteration_that_was_not_dealt() -> None:
+    dealer = make_dealer()
+    batches: Any = iter(dealer.deal([1, 2, 3, 4, 5, 6], is_training=True, epoch=0))
+    assert [next(batches), next(batches)] == [1, 3]
+    assert dealer.plan_to_run(1, 0) is TWO
+    assert dealer.change_plan(ONE, most_of_ranks=most) == 1
+    assert dealer.plan_to_run(3, 1) is TWO
+    assert next(batches) == 5
+    assert dealer.plan_to_run(5, 2) is ONE
+    assert dealer.plan_to_evaluate(0) is ONE
+
+
+def test_batches_that_bring_their_plan_run_under_it_and_it_is_not_changed_elsewhere() -> None:
+    dealer = make_dealer()
+    dealer.deal(Assigning(), is_training=True, epoch=0)
+    batch = AssignedBatch(plan=ONE, micro_batches=(), first_index=0)
+    assert dealer.plan_to_run(batch, 0) is ONE
+    with pytest.raises(ConfigurationError, match="set_candidates"):
+        dealer.change_plan(TWO, most_of_ranks=most)
