@@ -1,6 +1,7 @@
 """`HeteroStrategy`: a Lightning strategy that runs a `ParallelPlan`.
 
-A thin adapter on Lightning's public hooks. What it calls, in order:
+A thin adapter on Lightning's public hooks, in three classes: `processes` starts and connects ranks,
+`sliced` saves and loads what is in slices, and this one brings plan, data and steps. In order:
 
 1. `setup_environment`: processes meet, communicators are made,
 2. `setup`: layers are found, the plan is checked or made, the module's parameters become slices,
@@ -12,71 +13,49 @@ A thin adapter on Lightning's public hooks. What it calls, in order:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.autoplan import make_plan
 from lightning_hetero.core.batches import AssignedBatch
-from lightning_hetero.core.errors import ConfigurationError, PeerError, PlanError
+from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
-from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
 from lightning_hetero.data.dealer import Dealer
-from lightning_hetero.data.module import HeteroDataModule
-from lightning_hetero.plan_facts import AutoPlan, AutoPlanned, DataFacts, RunFacts
+from lightning_hetero.plan_facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.precision import HeteroPrecision
-from lightning_hetero.processes import ProcessesStrategy
-from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
-from lightning_hetero.runtime.boundary import preserved_random_state
+from lightning_hetero.run_plans import PlanRequest, RunPlans, find_data, find_sizes
 from lightning_hetero.runtime.engine import Engine, EngineConfig
 from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.microbatches import join_outputs
 from lightning_hetero.runtime.propagation import IterationKey
-from lightning_hetero.runtime.state import (
-    gather_optimizer_state,
-    load_module_state,
-    scatter_optimizer_state,
-    spread_whole,
-    whole_module_state,
-)
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.whole_matrices import check_optimizers
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from lightning_hetero.runtime.weights import SliceStore
+from lightning_hetero.sliced import SlicesStrategy
 
 __all__ = ["HeteroStrategy"]
 
-_T = TypeVar("_T")
 _STAGES = {"train": 0, "validate": 1, "sanity_check": 1, "test": 2, "predict": 3}
 
 
-class HeteroStrategy(ProcessesStrategy):
+class HeteroStrategy(SlicesStrategy):
     """Train one model across unequal pipelines.
 
     Args:
@@ -152,17 +131,13 @@ class HeteroStrategy(ProcessesStrategy):
             raise ConfigurationError(
                 f"num_microbatches is {num_microbatches}; it must be 1 or more."
             )
-        self._plan_source = _plan_source(plan, num_stages)
-        if num_candidate_plans < 1:
-            raise ConfigurationError(
-                f"num_candidate_plans is {num_candidate_plans}; it must be 1 or more."
-            )
-        self._num_candidate_plans = num_candidate_plans
+        self._request = PlanRequest.of(
+            plan, num_stages=num_stages, num_candidate_plans=num_candidate_plans
+        )
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
         """Plans among which a data module may choose; there from `setup` on."""
         self.candidate_costs: tuple[tuple[PipelineCost, ...], ...] | None = None
         """What their pipelines cost; None where nobody has measured it."""
-        self._num_stages = num_stages or 1
         self.slowdown = 1.0
         """How many times slower this rank computes than it could; set before `setup`."""
         self.auto_planned: AutoPlanned | None = None
@@ -175,11 +150,7 @@ class HeteroStrategy(ProcessesStrategy):
         self._layer_options = LayerOptions(
             activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
         )
-        self._engine: Engine | None = None
         self._dealer: Dealer | None = None
-        self._trained: SliceStore | None = None
-        """What the optimizers hold, also after the run that trained."""
-        self._cut_when_loading: RemovableHandle | None = None
         self._failed = False
 
     # -- plan and data --------------------------------------------------------------------------
@@ -191,12 +162,6 @@ class HeteroStrategy(ProcessesStrategy):
         place = self.engine.place
         index = 0 if place is None else place.pipeline_index
         return {"num_replicas": self.plan.num_pipelines, "rank": index}
-
-    @property
-    def engine(self) -> Engine:
-        """What runs the plan; there from `setup` to `teardown`."""
-        assert self._engine is not None, "the strategy has not been set up"
-        return self._engine
 
     @property
     def plan(self) -> ParallelPlan:
@@ -301,48 +266,13 @@ class HeteroStrategy(ProcessesStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _cut_copies(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Let whole state dicts be loaded into slices, and cut what callbacks have copied."""
-        assert self._communicators is not None
-        store = self.engine.store
-        self._cut_when_loading = cut_when_loading(module, store)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if not isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                continue
-            copy = callback._average_model
-            if copy is not None:
-                whole = copy.module if isinstance(copy, AveragedModel) else copy
-                cut_copy(whole, store, self._communicators)
-
     def _make_engine(self, module: pl.LightningModule) -> Engine:
         assert self._communicators is not None
         layout = ModelLayout.of(module, layers=self._layers)
-        self.candidate_plans, self.candidate_costs = (), None
-        plan = self._make_plan(layout)
-        self.candidate_plans = self.candidate_plans or (plan,)
-        staged = plan.max_stages > 1
-        if staged:
-            layout.require_layers()
-        elif not layout.layers:
-            rank_zero_warn(
-                "The module has no list of layers, so it is trained data parallel, one whole model "
-                "a rank. To cut it into stages, keep its repeated blocks in one nn.ModuleList or "
-                'name it: HeteroStrategy(layers="model.blocks").'
-            )
-        num_microbatches = self._num_microbatches or (4 * plan.max_stages if staged else 1)
-        precision = self.precision_plugin
-        config = EngineConfig(
-            num_microbatches=num_microbatches,
-            ownership=self._ownership,
-            propagation_dtype=precision.propagation_dtype,
-            master_dtype=precision.master_dtype,
-            seed=self.broadcast(torch.initial_seed() % 2**31),
-            layer_options=self._layer_options,
-        )
-        self._check_layer_options(layout)
+        plans = self._find_plans(module, layout)
+        config = self._configure_engine(layout, plans.first)
         tensor_parallel = None
-        every = (pipeline for item in self.candidate_plans for pipeline in item.pipelines)
-        if self._tp_plan is not None or any(p.tp_degree > 1 for p in every):
+        if self._tp_plan is not None or plans.may_use_tensor_parallelism:
             tensor_parallel = TensorParallel(
                 module, layout, option=self._tp_plan, sequence_parallel=self._sequence_parallel
             )
@@ -350,103 +280,70 @@ class HeteroStrategy(ProcessesStrategy):
         engine = Engine(
             module,
             layout,
-            plan,
+            plans.first,
             self._communicators,
             config=config,
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
-        for candidate in self.candidate_plans:
+        for candidate in plans.candidates:
             # Made now, by all ranks together, so that no iteration waits for a group.
             self._communicators.tensor_parallel_group(candidate)
         engine.clock.slowdown = self.slowdown
-        why = "" if self.auto_planned is None else f"\n{self.auto_planned.summary}"
-        rank_zero_info(f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plan}{why}")
+        why = "" if plans.auto is None else f"\n{plans.auto.summary}"
+        rank_zero_info(
+            f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plans.first}{why}"
+        )
         return engine
 
-    def _check_layer_options(self, layout: ModelLayout) -> None:
-        if self._layer_options.change_layers and not layout.layers:
-            raise ConfigurationError(
-                "activation_checkpointing and compile_layers work layer by layer, but the module "
-                'has no list of layers. Name it: HeteroStrategy(layers="model.blocks").'
-            )
-
-    def _make_plan(self, layout: ModelLayout) -> ParallelPlan:
-        plan = self._plan_source
-        if isinstance(plan, AutoPlan):
-            plan = self._plan_automatically(plan, layout)
-        elif plan is None:
-            plan = ParallelPlan.even(
-                world_size=self.world_size,
-                num_layers=layout.num_layers,
-                num_stages=self._num_stages,
-            )
-        plan.check_world_size(self.world_size)
-        if layout.layers or plan.max_stages > 1:
-            layout.require_layers()
-            plan.check_num_layers(layout.num_layers)
-        elif plan.num_layers != 1:
-            raise PlanError(
-                f"The plan covers {plan.num_layers} layers but the module has no list of layers. "
-                'Name it: HeteroStrategy(layers="model.blocks").'
-            )
-        return plan
-
-    def _plan_automatically(self, options: AutoPlan, layout: ModelLayout) -> ParallelPlan:
+    def _find_plans(self, module: pl.LightningModule, layout: ModelLayout) -> RunPlans:
         assert self._communicators is not None
-        assert self.lightning_module is not None
-        precision = self.precision_plugin
+        trainer, precision = module.trainer, self.precision_plugin
         master = precision.master_dtype or precision.propagation_dtype
-        self.auto_planned = make_plan(
-            options,
+        plans = self._request.answer(
             RunFacts(
-                module=self.lightning_module,
+                module=module,
                 layout=layout,
                 comms=self._communicators,
                 device=self.root_device,
-                sizes=self._find_batch_sizes,
+                sizes=lambda: find_sizes(trainer),
                 slowdown=self.slowdown,
                 propagation_bytes=precision.propagation_dtype.itemsize,
                 master_bytes=master.itemsize,
-                data=self._find_data(),
-                num_candidate_plans=self._num_candidate_plans,
-            ),
+                data=find_data(trainer),
+                num_candidate_plans=self._request.num_candidate_plans,
+            )
         )
-        if self.auto_planned.warning is not None:
-            rank_zero_warn(self.auto_planned.warning)
-        found = self.auto_planned.candidates
-        if found is not None:
-            self.candidate_plans, self.candidate_costs = found.plans, found.costs
-        return self.auto_planned.plan
+        self.auto_planned = plans.auto
+        self.candidate_plans, self.candidate_costs = plans.candidates, plans.costs
+        return plans
 
-    def _find_data(self) -> Callable[[], DataFacts] | None:
-        """Return what tells of the samples that a data module assigns to plans."""
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        datamodule = trainer.datamodule
-        if not isinstance(datamodule, HeteroDataModule):
-            return None
-        return lambda: DataFacts(
-            lengths=datamodule.sample_lengths(), tokens_per_step=datamodule.tokens_per_step
+    def _configure_engine(self, layout: ModelLayout, plan: ParallelPlan) -> EngineConfig:
+        if not layout.layers:
+            self._warn_of_no_layers()
+        precision = self.precision_plugin
+        several = 4 * plan.max_stages if plan.max_stages > 1 else 1
+        return EngineConfig(
+            num_microbatches=self._num_microbatches or several,
+            ownership=self._ownership,
+            propagation_dtype=precision.propagation_dtype,
+            master_dtype=precision.master_dtype,
+            seed=self.broadcast(torch.initial_seed() % 2**31),
+            layer_options=self._layer_options,
         )
 
-    def _find_batch_sizes(self) -> BatchSizes:
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        # Nothing public holds the loader before the first epoch.
-        loader = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
-        with preserved_random_state():
-            return find_batch_sizes([loader, trainer.datamodule, self.lightning_module])
-
-    @override
-    def model_to_device(self) -> None:
-        # Parameters are slices on the device already; what is left are buffers.
-        module = self.lightning_module
-        assert module is not None
-        for owner in module.modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = buffer.to(self.root_device)
+    def _warn_of_no_layers(self) -> None:
+        remedy = 'name it: HeteroStrategy(layers="model.blocks").'
+        if self._layer_options.change_layers:
+            raise ConfigurationError(
+                "activation_checkpointing and compile_layers work layer by layer, but the module "
+                f"has no list of layers. Keep its repeated blocks in one nn.ModuleList or {remedy}"
+            )
+        rank_zero_warn(
+            "The module has no list of layers, so it is trained data parallel, one whole model a "
+            "rank. To cut it into stages, keep its repeated blocks in one nn.ModuleList or "
+            f"{remedy}"
+        )
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -549,87 +446,6 @@ class HeteroStrategy(ProcessesStrategy):
                 master.grad += gradient
         self.engine.gradients = {}
 
-    @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.engine.mark_weights_stale(only_trainable=True)
-        return output
-
-    @override
-    def on_train_start(self) -> None:
-        self.engine.mark_weights_stale()
-
-    @override
-    def on_validation_start(self) -> None:
-        # Callbacks such as weight averaging may swap weights in before and out after validation.
-        self.engine.mark_weights_stale()
-
-    @override
-    def on_validation_end(self) -> None:
-        self.engine.mark_weights_stale()
-
-    @override
-    def on_test_start(self) -> None:
-        self.engine.mark_weights_stale()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.engine.mark_weights_stale()
-
-    # -- checkpoints ----------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if self._engine is None:
-            # Saved after the run: parameters are whole on every rank.
-            return self.lightning_module.state_dict()
-        assert self._communicators is not None
-        return whole_module_state(self.engine.store, self._communicators, self.lightning_module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self._communicators is not None
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        assert self._trained is not None, "nothing was trained"
-        return gather_optimizer_state(self._trained, self._communicators, optimizer)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        path = Path(str(checkpoint_path))
-        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
-            # Every rank reads only the pages of its slices.
-            with suppress(RuntimeError):
-                loaded: dict[str, Any] = torch.load(
-                    path, map_location="cpu", mmap=True, weights_only=bool(weights_only)
-                )
-                return loaded
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_module_state(
-            self.engine.store, self.lightning_module, checkpoint["state_dict"], strict=strict
-        )
-        self.engine.mark_weights_stale()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            scatter_optimizer_state(self.engine.store, optimizer, state)
-            _optimizer_to_device(optimizer, self.root_device)
-
     # -- the end --------------------------------------------------------------------------------
 
     @override
@@ -640,15 +456,7 @@ class HeteroStrategy(ProcessesStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._engine is not None:
-            if not self._failed:
-                assert self._communicators is not None
-                spread_whole(self._engine.store, self._communicators)
-            self._engine.remove()
-            self._engine = None
-        if self._cut_when_loading is not None:
-            self._cut_when_loading.remove()
-            self._cut_when_loading = None
+        self._remove_engine(keep_weights=not self._failed)
         if self._detector is not None:
             self._detector.stop()
         if self._failed and self._lightning_module is not None:
@@ -664,14 +472,6 @@ class HeteroStrategy(ProcessesStrategy):
         strategy_registry.register(
             cls.strategy_name, cls, description="Unequal pipelines on unequal devices"
         )
-
-
-def _plan_source(
-    plan: ParallelPlan | AutoPlan | str | Path | None, num_stages: int | None
-) -> ParallelPlan | AutoPlan | None:
-    if plan == "auto":
-        return AutoPlan() if num_stages is None else None
-    return ParallelPlan.load(plan) if isinstance(plan, str | Path) else plan
 
 
 def _epoch_to_load(trainer: pl.Trainer) -> int:

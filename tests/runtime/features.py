@@ -78,14 +78,13 @@ def use_every_entry_point(
         "tested": tested,
         "predictions": [None if p is None else p.numpy() for p in predictions],
         "weights_again": as_arrays(module),
-        "num_stages": getattr(trainer.strategy, "_num_stages", None),
     }
 
 
 def _fresh(options: dict[str, Any]) -> dict[str, Any]:
     strategy = options.get("strategy")
     if isinstance(strategy, HeteroStrategy):
-        return {**options, "strategy": HeteroStrategy(num_stages=strategy._num_stages)}
+        return {**options, "strategy": HeteroStrategy(strategy.candidate_plans[0])}
     return options
 
 

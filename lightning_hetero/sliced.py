@@ -1,0 +1,177 @@
+"""What Lightning does with a module's weights while they are slices.
+
+It saves and loads them whole (files that plain Lightning reads), copies them for averages, swaps
+them around validation. `HeteroStrategy` adds the plan and the steps.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import TorchCheckpointIO
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
+
+from lightning_hetero.processes import ProcessesStrategy
+from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
+from lightning_hetero.runtime.engine import Engine
+from lightning_hetero.runtime.state import (
+    gather_optimizer_state,
+    load_module_state,
+    scatter_optimizer_state,
+    spread_whole,
+    whole_module_state,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_hetero.runtime.weights import SliceStore
+
+__all__ = ["SlicesStrategy"]
+
+
+class SlicesStrategy(ProcessesStrategy):
+    """Keeps a module's parameters as slices; how they are trained is a subclass's.
+
+    Args:
+        **options: See `ProcessesStrategy`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._engine: Engine | None = None
+        self._trained: SliceStore | None = None
+        """What the optimizers hold, also after the run that trained."""
+        self._cut_when_loading: RemovableHandle | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the plan; there from `setup` to `teardown`."""
+        assert self._engine is not None, "the strategy has not been set up"
+        return self._engine
+
+    def _cut_copies(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Let whole state dicts be loaded into slices, and cut what callbacks have copied."""
+        assert self._communicators is not None
+        store = self.engine.store
+        self._cut_when_loading = cut_when_loading(module, store)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if not isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                continue
+            copy = callback._average_model
+            if copy is not None:
+                whole = copy.module if isinstance(copy, AveragedModel) else copy
+                cut_copy(whole, store, self._communicators)
+
+    @override
+    def model_to_device(self) -> None:
+        # Parameters are slices on the device already; what is left are buffers.
+        module = self.lightning_module
+        assert module is not None
+        for owner in module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(self.root_device)
+
+    # -- weights that the engine must pull again -------------------------------------------------
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.engine.mark_weights_stale(only_trainable=True)
+        return output
+
+    @override
+    def on_train_start(self) -> None:
+        self.engine.mark_weights_stale()
+
+    @override
+    def on_validation_start(self) -> None:
+        # Callbacks such as weight averaging may swap weights in before and out after validation.
+        self.engine.mark_weights_stale()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.mark_weights_stale()
+
+    @override
+    def on_test_start(self) -> None:
+        self.engine.mark_weights_stale()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.engine.mark_weights_stale()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._engine is None:
+            # Saved after the run: parameters are whole on every rank.
+            return self.lightning_module.state_dict()
+        assert self._communicators is not None
+        return whole_module_state(self.engine.store, self._communicators, self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._communicators is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        assert self._trained is not None, "nothing was trained"
+        return gather_optimizer_state(self._trained, self._communicators, optimizer)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(str(checkpoint_path))
+        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
+            # Every rank reads only the pages of its slices.
+            with suppress(RuntimeError):
+                loaded: dict[str, Any] = torch.load(
+                    path, map_location="cpu", mmap=True, weights_only=bool(weights_only)
+                )
+                return loaded
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_module_state(
+            self.engine.store, self.lightning_module, checkpoint["state_dict"], strict=strict
+        )
+        self.engine.mark_weights_stale()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            scatter_optimizer_state(self.engine.store, optimizer, state)
+            _optimizer_to_device(optimizer, self.root_device)
+
+    def _remove_engine(self, *, keep_weights: bool) -> None:
+        """Put whole parameters back into the module; collective if they are to be kept."""
+        if self._engine is not None:
+            if keep_weights:
+                assert self._communicators is not None
+                spread_whole(self._engine.store, self._communicators)
+            self._engine.remove()
+            self._engine = None
+        if self._cut_when_loading is not None:
+            self._cut_when_loading.remove()
+            self._cut_when_loading = None
