@@ -2,33 +2,43 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_hetero.cli.simulate import add_workload_arguments, cost_of
+from lightning_hetero.cli.simulate import (
+    add_workload_arguments,
+    as_rich,
+    cost_of,
+    output_console,
+    print_plan,
+)
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     Objective,
-    PlannedCandidate,
     PlanningOptions,
     PlanningResult,
     Workload,
     plan,
 )
 from lightning_hetero.planner.search import ProgressCallback
-from lightning_hetero.simulator import CostModel, Simulation, plot_timeline, simulate
+from lightning_hetero.simulator import (
+    CostModel,
+    bound_line,
+    plan_table,
+    plot_timeline,
+    prediction_lines,
+    simulate,
+    simulated_facts,
+)
 
 __all__ = ["add_parser", "run_plan"]
-
-_GIB = 2**30
 
 
 def add_parser(subparsers: Any) -> None:
@@ -79,10 +89,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     )
     with _progress() as progress:
         result = plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
-    console = Console()
-    console.print(_plan_table(result.best, cost))
-    for line in _summary(result, cost):
-        console.print(line, highlight=False)
+    console = output_console()
+    best = result.best
+    counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
+    table = plan_table(best.plan, simulated_facts(best.plan, cost, best.simulation), counts)
+    print_plan(console, cost, table, _summary(result, cost))
     if len(result.candidates) > 1:
         console.print()
         console.print(_candidates_table(result, cost))
@@ -102,45 +113,10 @@ def _progress() -> Iterator[ProgressCallback]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def _plan_table(candidate: PlannedCandidate, cost: CostModel) -> Table:
-    """Return one line per stage; pipelines that are alike share their lines."""
-    found, simulation = candidate.plan, candidate.simulation
-    title = f"{cost.model.name} on {cost.cluster.num_ranks} devices"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("pipeline", "stage", "device"):
-        table.add_column(column, no_wrap=True)
-    for column in ("TP", "layers", "micro-\nbatches", "memory used/\navailable GiB", "busy"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for members in _alike(found, simulation, cost):
-        first = members[0]
-        pipeline = found.pipelines[first]
-        for stage_index, stage in enumerate(pipeline.stages):
-            shape = cost.shape_of(stage)
-            used = simulation.stage_memory_bytes[first][stage_index]
-            available = cost.usable_bytes(shape.device)
-            busy = max(simulation.stage_busy[member][stage_index] for member in members)
-            table.add_row(
-                _ranges(members) if stage_index == 0 else "",
-                str(stage_index),
-                shape.device,
-                str(stage.tp_degree),
-                f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
-                str(pipeline.num_microbatches) if stage_index == 0 else "",
-                f"{used / _GIB:.1f}/{available / _GIB:.1f}",
-                f"{busy:.0%}",
-                end_section=stage_index == pipeline.num_stages - 1,
-            )
-    return table
-
-
 def _summary(result: PlanningResult, cost: CostModel) -> list[str]:
     best = result.best
-    time_s = best.simulation.iteration_time_s
-    exposed = best.simulation.exchange_s / time_s
     lines = [
-        f"iteration time  {time_s:.4g} s ({exposed:.1%} of it exposed exchange and optimizer step)",
-        f"throughput      {result.tokens_per_s:,.0f} tokens/s "
-        f"({result.workload.num_tokens:,} tokens an iteration)",
+        *prediction_lines(best.simulation, result.workload.num_tokens),
         _bound_line(result),
         f"limited by      {result.limit}",
     ]
@@ -162,16 +138,13 @@ def _bound_line(result: PlanningResult) -> str:
         least = f"cheaper than {price:,.2f} per 10⁹ tokens"
     else:
         least = f"faster than {result.lower_bound_s:.4g} s"
-    return f"bound           no plan can be {least}: this one is within {result.gap:.1%}"
+    return bound_line(least, result.gap)
 
 
 def _candidates_table(result: PlanningResult, cost: CostModel) -> Table:
     """Return one line per plan: how its pipelines are made and what it takes."""
-    table = Table(title="Best plans", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("rank", justify="right")
-    table.add_column("pipelines", overflow="fold")
-    for column in ("devices", "seconds", "tokens/s", "per 10⁹ tokens"):
-        table.add_column(column, justify="right", no_wrap=True)
+    header = ("place", "pipelines", "devices", "seconds", "tokens/s", "per 10⁹ tokens")
+    table = as_rich("Best plans", header)
     num_tokens = result.workload.num_tokens
     for rank, candidate in enumerate(result.candidates, start=1):
         money = candidate.money_per_token(num_tokens)
@@ -201,30 +174,6 @@ def _describe(found: ParallelPlan, cost: CostModel) -> str:
     return ", ".join(f"{count} × ({text})" for text, count in counts.items())
 
 
-def _alike(found: ParallelPlan, simulation: Simulation, cost: CostModel) -> list[list[int]]:
-    """Return indices of pipelines that the table would describe in the same words, grouped."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index, pipeline in enumerate(found.pipelines):
-        stages = tuple((cost.shape_of(stage), stage.layers) for stage in pipeline.stages)
-        memory = simulation.stage_memory_bytes[index]
-        groups.setdefault((stages, pipeline.num_microbatches, memory), []).append(index)
-    return list(groups.values())
-
-
-def _ranges(indices: Sequence[int]) -> str:
-    """Return `0-3, 7` for [0, 1, 2, 3, 7], with their number if there are several."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], index]
-        else:
-            runs.append([index])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:3])
-    if len(runs) > 3:
-        shown += ", ..."
-    return shown if len(indices) == 1 else f"{shown} ({len(indices)} ×)"
-
-
 def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostModel) -> None:
     found = result.best.plan
     if arguments.output:
@@ -238,12 +187,4 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
         microbatch = result.workload.microbatch
         batches = [[microbatch] * (p.num_microbatches or 0) for p in found.pipelines]
         simulation = simulate(found, cost, batches, record_events=True)
-        labels = [
-            [
-                f"pipeline {index}, stage {s}: {stage.tp_degree} × {cost.shape_of(stage).device}, "
-                f"layers {stage.layers.start}-{stage.layers.stop - 1}"
-                for s, stage in enumerate(pipeline.stages)
-            ]
-            for index, pipeline in enumerate(found.pipelines)
-        ]
-        plot_timeline(Path(arguments.plot), found, simulation, stage_labels=labels)
+        plot_timeline(Path(arguments.plot), found, cost, simulation)

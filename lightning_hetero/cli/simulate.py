@@ -2,6 +2,8 @@
 
 import argparse
 import datetime
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,27 +18,32 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.simulator import (
     CostModel,
-    MicroBatchShape,
+    PlanTable,
     ProfileCost,
     RooflineCost,
     Simulation,
+    devices_line,
+    plan_table,
     plot_timeline,
+    prediction_lines,
     save_trace,
     simulate,
+    simulated_facts,
     split_batch,
 )
 
 __all__ = [
     "add_parser",
     "add_workload_arguments",
+    "as_rich",
     "cost_of",
-    "plan_table",
+    "output_console",
+    "print_plan",
     "run_simulate",
-    "stage_labels",
-    "summary_lines",
 ]
 
 _GIB = 2**30
+_TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines")
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +99,14 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     simulation = simulate(
         plan, cost, microbatches, record_events=bool(arguments.trace or arguments.plot)
     )
-    console = Console()
-    console.print(plan_table(plan, cost, microbatches, simulation))
-    for line in summary_lines(plan, cost, microbatches, simulation):
-        console.print(line, highlight=False)
+    counts = [len(batches) for batches in microbatches]
+    num_tokens = sum(sum(batch) for batches in microbatches for batch in batches)
+    table = plan_table(plan, simulated_facts(plan, cost, simulation), counts)
+    print_plan(output_console(), cost, table, _summary(plan, cost, simulation, num_tokens))
     if arguments.trace:
         save_trace(arguments.trace, plan, simulation)
     if arguments.plot:
-        plot_timeline(arguments.plot, plan, simulation, stage_labels=stage_labels(plan, cost))
+        plot_timeline(arguments.plot, plan, cost, simulation)
     return 0
 
 
@@ -120,59 +127,50 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
     return ProfileCost(cluster, model, profile)
 
 
-def plan_table(
-    plan: ParallelPlan,
+def output_console() -> Console:
+    """Return where tables go: in files and pipes they are as wide as they need."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+def print_plan(
+    console: Console,
     cost: CostModel,
-    microbatches: Sequence[Sequence[MicroBatchShape]],
-    simulation: Simulation,
-) -> Table:
-    """Return one line per stage: who runs what, how full and how busy it is."""
-    title = f"{cost.model.name} on {cost.cluster.num_ranks} devices"
+    table: PlanTable,
+    lines: Sequence[str],
+) -> None:
+    """Print a plan's table and what is said of it, what is wrong in red."""
+    found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
+    for section in table.sections:
+        for index, row in enumerate(section):
+            found.add_row(*row, end_section=index == len(section) - 1)
+    console.print(found)
+    for line in lines:
+        style = "bold red" if line.startswith("does not fit") else None
+        console.print(line, style=style, highlight=False)
+
+
+def as_rich(title: str, header: Sequence[str]) -> Table:
+    """Return an empty table, numbers to the right; what doesn't fit is wrapped, never cut."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("pipe\nline", "stage", "device", "ranks", "TP", "layers"):
-        table.add_column(column, no_wrap=True)
-    for column in ("micro-\nbatches", "memory\nGiB", "busy"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for pipeline_index, stage_index, stage in plan.iter_stages():
-        shape = cost.shape_of(stage)
-        used = simulation.stage_memory_bytes[pipeline_index][stage_index]
-        available = cost.usable_bytes(shape.device)
-        memory = f"{used / _GIB:.1f}/{available / _GIB:.1f}"
-        layers = f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})"
-        table.add_row(
-            str(pipeline_index),
-            str(stage_index),
-            shape.device,
-            _ranges(stage.ranks),
-            str(stage.tp_degree),
-            layers,
-            str(len(microbatches[pipeline_index])),
-            memory if used <= available else f"[bold red]{memory}[/]",
-            f"{simulation.stage_busy[pipeline_index][stage_index]:.0%}",
-            end_section=stage_index == plan.pipelines[pipeline_index].num_stages - 1,
+    for column in header:
+        table.add_column(
+            column.replace("micro-", "micro-\n"),
+            justify="left" if column in _TEXT_COLUMNS else "right",
+            overflow="fold",
         )
     return table
 
 
-def summary_lines(
-    plan: ParallelPlan,
-    cost: CostModel,
-    microbatches: Sequence[Sequence[MicroBatchShape]],
-    simulation: Simulation,
+def _summary(
+    plan: ParallelPlan, cost: CostModel, simulation: Simulation, num_tokens: int
 ) -> list[str]:
     """Return iteration time, throughput, money, bottleneck and stages that don't fit."""
-    tokens = sum(sum(batch) for batches in microbatches for batch in batches)
-    tokens_per_s = simulation.tokens_per_s(tokens)
-    exposed = simulation.exchange_s / simulation.iteration_time_s
-    lines = [
-        f"iteration time  {simulation.iteration_time_s:.4g} s "
-        f"({exposed:.1%} of it exposed exchange and optimizer step)",
-        f"throughput      {tokens_per_s:,.0f} tokens/s ({tokens:,} tokens an iteration)",
-    ]
+    lines = prediction_lines(simulation, num_tokens)
+    lines.append(f"limited by      {simulation.bottleneck}")
     price = cost.cluster.price_per_hour
     if price is not None:
+        tokens_per_s = simulation.tokens_per_s(num_tokens)
         lines.append(f"price           {price / 3600 / tokens_per_s * 1e9:,.2f} per 10⁹ tokens")
-    lines.append(f"limited by      {simulation.bottleneck}")
     for pipeline_index, stage_index, stage in plan.iter_stages():
         device = cost.shape_of(stage).device
         over = simulation.stage_memory_bytes[pipeline_index][stage_index] - cost.usable_bytes(
@@ -184,21 +182,3 @@ def summary_lines(
                 f"{over / _GIB:.1f} GiB more than {device} has"
             )
     return lines
-
-
-def stage_labels(plan: ParallelPlan, cost: CostModel) -> list[list[str]]:
-    """Return a short label per stage for pictures."""
-    return [
-        [
-            f"pipeline {index}, stage {s}: {stage.tp_degree} × {cost.shape_of(stage).device}, "
-            f"layers {stage.layers.start}-{stage.layers.stop - 1}"
-            for s, stage in enumerate(pipeline.stages)
-        ]
-        for index, pipeline in enumerate(plan.pipelines)
-    ]
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))

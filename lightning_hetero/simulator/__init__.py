@@ -8,6 +8,15 @@ from lightning_hetero.simulator.cost import (
 )
 from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost
+from lightning_hetero.simulator.report import (
+    PlanTable,
+    StageFacts,
+    bound_line,
+    devices_line,
+    plan_table,
+    prediction_lines,
+    simulated_facts,
+)
 from lightning_hetero.simulator.roofline import RooflineCost
 from lightning_hetero.simulator.simulate import (
     Event,
@@ -22,15 +31,22 @@ __all__ = [
     "CostModel",
     "Event",
     "MicroBatchShape",
+    "PlanTable",
     "ProfileCost",
     "RooflineCost",
     "Simulation",
+    "StageFacts",
     "StageShape",
     "StateLayout",
+    "bound_line",
+    "devices_line",
     "iteration_time_closed_form",
+    "plan_table",
     "plot_timeline",
+    "prediction_lines",
     "save_trace",
     "simulate",
+    "simulated_facts",
     "split_batch",
     "trace_events",
 ]

@@ -1,6 +1,7 @@
 """Draw the timeline of a simulation: one lane per stage, forwards and backwards numbered.
 
-matplotlib is optional; without it a plot is refused with the command that installs it.
+Pipelines that only their ranks tell apart are drawn once. matplotlib is optional; without it a plot
+is refused with the command that installs it.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.report import alike_pipelines, simulated_facts, times
 from lightning_hetero.simulator.simulate import Event, Simulation
 
 __all__ = ["plot_timeline"]
@@ -30,25 +33,21 @@ _LABELS = {
 }
 _TEXT_COLOURS = {"F": "black", "B": "white"}
 _LANE_HEIGHT = 0.8
-_GAP_BETWEEN_PIPELINES = 0.6
+_HEAD_HEIGHT = 0.75
 _WIDTH_INCHES = 12.0
 _MAX_LANES = 64
 
 
 def plot_timeline(
-    path: str | Path,
-    plan: ParallelPlan,
-    simulation: Simulation,
-    *,
-    stage_labels: Sequence[Sequence[str]] | None = None,
+    path: str | Path, plan: ParallelPlan, cost: CostModel, simulation: Simulation
 ) -> None:
     """Draw the timeline into a file; its suffix (.svg, .png, .pdf) says the format.
 
     Args:
         path: The file to write.
         plan: The plan that was simulated.
+        cost: What it was simulated with.
         simulation: Its simulation, with events recorded.
-        stage_labels: [pipeline][stage] text left of the lanes; ranks and layers if None.
 
     Raises:
         ConfigurationError: matplotlib is missing, no events were recorded, or the suffix names no
@@ -65,17 +64,24 @@ def plot_timeline(
             "A picture needs matplotlib, which isn't installed. Run: "
             "pip install 'lightning-hetero[plot]'."
         ) from error
-    lanes = _lanes(plan)
-    height = max(position for position in lanes.values()) + 1
-    figure = Figure(figsize=(_WIDTH_INCHES, 1.3 + 0.36 * height), layout="constrained")
+    counts = _num_microbatches(plan, simulation)
+    groups = alike_pipelines(plan, simulated_facts(plan, cost, simulation), counts)
+    lanes = _lanes(plan, [members[0] for members in groups])
+    height = max(lanes.values()) + 1
+    figure = Figure(figsize=(_WIDTH_INCHES, 1.2 + 0.36 * height), layout="constrained")
     axes: Any = figure.subplots()
     _draw_bars(axes, lanes, simulation)
-    labels = stage_labels or _default_labels(plan)
     axes.set_yticks([position + _LANE_HEIGHT / 2 for position in lanes.values()])
-    axes.set_yticklabels([labels[pipeline][stage] for pipeline, stage in lanes])
-    axes.set_ylim(height, -0.2)
+    axes.set_yticklabels([_stage_label(plan, cost, *place) for place in lanes])
+    axes.set_ylim(height, 0)
     axes.set_xlim(0, simulation.iteration_time_s)
+    for members in groups:
+        if (members[0], 0) in lanes:
+            _head(axes, lanes[members[0], 0], members, counts[members[0]])
     _finish_axes(axes, lanes, simulation)
+    num_left_out = sum(plan.pipelines[m[0]].num_stages for m in groups) - len(lanes)
+    if num_left_out:
+        axes.text(0, height, f"{num_left_out} more stages are not drawn", va="top", fontsize=8)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -84,10 +90,47 @@ def plot_timeline(
         raise ConfigurationError(f"Can't write {path}: {error.strerror}.") from error
 
 
-def _lanes(plan: ParallelPlan) -> dict[tuple[int, int], float]:
+def _num_microbatches(plan: ParallelPlan, simulation: Simulation) -> list[int]:
+    counts = [0] * plan.num_pipelines
+    for event in simulation.events:
+        counts[event.pipeline_index] += event.kind == "F" and event.stage_index == 0
+    return counts
+
+
+def _lanes(plan: ParallelPlan, pipelines: Sequence[int]) -> dict[tuple[int, int], float]:
     """Return the upper edge of every stage's lane, at most the first `_MAX_LANES` of them."""
-    places = [(pipeline, stage) for pipeline, stage, _ in plan.iter_stages()][:_MAX_LANES]
-    return {place: index + _GAP_BETWEEN_PIPELINES * place[0] for index, place in enumerate(places)}
+    lanes: dict[tuple[int, int], float] = {}
+    position = 0.0
+    for pipeline in pipelines:
+        position += _HEAD_HEIGHT
+        for stage in range(plan.pipelines[pipeline].num_stages):
+            if len(lanes) < _MAX_LANES:
+                lanes[pipeline, stage] = position
+            position += 1
+    return lanes
+
+
+def _stage_label(plan: ParallelPlan, cost: CostModel, pipeline: int, stage: int) -> str:
+    found = plan.pipelines[pipeline].stages[stage]
+    return (
+        f"stage {stage}: {found.tp_degree} × {cost.shape_of(found).device}, "
+        f"layers {found.layers.start}-{found.layers.stop - 1}"
+    )
+
+
+def _head(axes: Any, top: float, members: Sequence[int], num_microbatches: int) -> None:
+    """Write above its first lane which pipelines a group is."""
+    name = "pipeline" if len(members) == 1 else "pipelines"
+    axes.annotate(
+        f"{name} {times(members)}, {num_microbatches} micro-batches"
+        f"{' each' if len(members) > 1 else ''}",
+        xy=(0, top),
+        xytext=(0, 2),
+        textcoords="offset points",
+        va="bottom",
+        fontsize=8,
+        fontweight="bold",
+    )
 
 
 def _draw_bars(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simulation) -> None:
@@ -105,30 +148,37 @@ def _draw_bars(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simul
             align="edge",
             color=colour,
             edgecolor="white",
-            linewidth=0.4,
+            linewidth=_edge_width(shown, end),
             label=_LABELS[kind],
         )
         if kind in _TEXT_COLOURS:
-            for event in shown:
-                _number(axes, lanes, event, end)
+            for place in lanes:
+                own = [e for e in shown if (e.pipeline_index, e.stage_index) == place]
+                _number(axes, lanes[place] + _LANE_HEIGHT / 2, own, end)
 
 
-def _number(axes: Any, lanes: dict[tuple[int, int], float], event: Event, end_s: float) -> None:
-    """Write the micro-batch's index into its bar if it fits: about 0.08 inches a digit."""
-    text = str(event.microbatch_index)
-    inches = (event.end_s - event.start_s) / end_s * _WIDTH_INCHES * 0.85
-    if inches < 0.09 * len(text) + 0.04:
+def _edge_width(events: Sequence[Event], end_s: float) -> float:
+    """Return the points of the white edge between bars, less where many bars stand close."""
+    share = sum(e.end_s - e.start_s for e in events) / len(events) / end_s
+    return min(0.4, share * _WIDTH_INCHES * 72 / 10)
+
+
+def _number(axes: Any, middle: float, events: Sequence[Event], end_s: float) -> None:
+    """Write the micro-batches' indices into a lane's bars if all fit: 0.09 inches a digit."""
+    inches_per_s = _WIDTH_INCHES * 0.75 / end_s
+    narrowest = min(((e.end_s - e.start_s) * inches_per_s for e in events), default=0.0)
+    if narrowest < 0.09 * len(str(len(events) - 1)) + 0.04:
         return
-    axes.text(
-        (event.start_s + event.end_s) / 2,
-        lanes[event.pipeline_index, event.stage_index] + _LANE_HEIGHT / 2,
-        text,
-        ha="center",
-        va="center",
-        fontsize=7,
-        color=_TEXT_COLOURS[event.kind],
-        clip_on=True,
-    )
+    for event in events:
+        axes.text(
+            (event.start_s + event.end_s) / 2,
+            middle,
+            str(event.microbatch_index),
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=_TEXT_COLOURS[event.kind],
+        )
 
 
 def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Simulation) -> None:
@@ -162,14 +212,3 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
         borderaxespad=0.1,
         handlelength=1.2,
     )
-
-
-def _default_labels(plan: ParallelPlan) -> list[list[str]]:
-    return [
-        [
-            f"pipeline {index} stage {s}: ranks {','.join(map(str, stage.ranks))}, "
-            f"layers {stage.layers.start}-{stage.layers.stop - 1}"
-            for s, stage in enumerate(pipeline.stages)
-        ]
-        for index, pipeline in enumerate(plan.pipelines)
-    ]

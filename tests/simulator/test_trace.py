@@ -19,12 +19,18 @@ from lightning_hetero.simulator import (
 PLAN = ParallelPlan.even(world_size=4, num_layers=24, num_stages=2)
 
 
+COST = RooflineCost(
+    Cluster(nodes=(Node(device="A100-80GB", count=4),)), ModelSpec.load("bert-large")
+)
+
+
 def run(*, record: bool = True):
-    cost = RooflineCost(
-        Cluster(nodes=(Node(device="A100-80GB", count=4),)), ModelSpec.load("bert-large")
-    )
     batches = split_batch(PLAN, global_batch_size=6, sequence_length=512)
-    return simulate(PLAN, cost, batches, record_events=record)
+    return simulate(PLAN, COST, batches, record_events=record)
+
+
+def draw(path, plan, simulation):
+    plot_timeline(path, plan, COST, simulation)
 
 
 def test_trace_holds_every_action_once_on_its_lane(tmp_path):
@@ -53,16 +59,31 @@ def test_no_lane_of_a_trace_overlaps_itself():
 def test_a_picture_is_drawn(tmp_path, suffix):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"timeline.{suffix}"
-    plot_timeline(path, PLAN, run())
+    draw(path, PLAN, run())
     assert path.stat().st_size > 5_000
 
 
 def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):
     pytest.importorskip("matplotlib")
-    for write in (save_trace, plot_timeline):
+    for write in (save_trace, draw):
         with pytest.raises(ConfigurationError, match="record_events"):
             write(tmp_path / "x.svg", PLAN, run(record=False))
         with pytest.raises(ConfigurationError, match="Can't write"):
             write(tmp_path / "missing" / "x.svg", PLAN, run())
     with pytest.raises(ConfigurationError, match="Can't draw"):
-        plot_timeline(tmp_path / "x.nothing", PLAN, run())
+        draw(tmp_path / "x.nothing", PLAN, run())
+
+
+def test_a_picture_draws_like_pipelines_once_and_says_so(tmp_path):
+    pytest.importorskip("matplotlib")
+    texts = []
+    for sizes in (6, 7):  # 7 micro-batches make the two pipelines unlike
+        path = tmp_path / f"{sizes}.svg"
+        batches = split_batch(PLAN, global_batch_size=sizes, sequence_length=512)
+        draw(path, PLAN, simulate(PLAN, COST, batches, record_events=True))
+        texts.append(path.read_text())
+    assert "pipelines 0-1 (2 ×), 3 micro-batches each" in texts[0]
+    assert "pipeline 0, 4 micro-batches" in texts[1]
+    assert "pipeline 1, 3 micro-batches" in texts[1]
+    for text, lanes in zip(texts, (1, 2), strict=True):
+        assert text.count("stage 0: 1 × A100-80GB, layers 0-11") == lanes

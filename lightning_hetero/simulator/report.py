@@ -1,0 +1,185 @@
+"""Say what a plan is and what it is predicted to take: one table and one set of words.
+
+The command line prints them, and so does `HeteroStrategy` when it starts. Pipelines that the same
+words describe share their lines.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.simulate import Simulation
+
+__all__ = [
+    "PlanTable",
+    "StageFacts",
+    "alike_pipelines",
+    "bound_line",
+    "devices_line",
+    "plan_table",
+    "prediction_lines",
+    "simulated_facts",
+    "times",
+]
+
+_GIB, _MIB = 2**30, 2**20
+
+
+class StageFacts(NamedTuple):
+    """What is known of one stage besides its place in the plan; None where nobody knows."""
+
+    device: str
+    """The type of its devices, the slowest if they differ."""
+    used_bytes: float | None = None
+    """Memory that each of its ranks needs."""
+    usable_bytes: float | None = None
+    """Memory that its device can give."""
+    busy: float | None = None
+    """Share of the iteration in which it computes, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTable:
+    """Cells of the table of a plan; columns of which nothing is known are left out."""
+
+    header: tuple[str, ...]
+    sections: tuple[tuple[tuple[str, ...], ...], ...]
+    """Rows of each group of like pipelines."""
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """All rows, one for each stage of each group."""
+        return [row for section in self.sections for row in section]
+
+
+def plan_table(
+    plan: ParallelPlan, facts: Sequence[Sequence[StageFacts]], counts: Sequence[int | None]
+) -> PlanTable:
+    """Return the table of a plan.
+
+    Args:
+        plan: The plan.
+        facts: [pipeline][stage] what is known of it.
+        counts: Micro-batches of each pipeline.
+    """
+    used = [stage.used_bytes or 0.0 for row in facts for stage in row]
+    unit, unit_bytes = ("GiB", _GIB) if max(used) >= 0.1 * _GIB else ("MiB", _MIB)
+    header = ("pipeline", "stage", "device", "ranks", "TP", "layers", "micro-batches")
+    header = (*header, f"memory {unit}", "busy")
+    sections = []
+    for members in alike_pipelines(plan, facts, counts):
+        section = []
+        for index, stage in enumerate(plan.pipelines[members[0]].stages):
+            known = facts[members[0]][index]
+            ranks = sorted(r for m in members for r in plan.pipelines[m].stages[index].ranks)
+            busy = [facts[m][index].busy for m in members]
+            section.append(
+                (
+                    times(members) if index == 0 else "",
+                    str(index),
+                    known.device,
+                    _ranges(ranks),
+                    str(stage.tp_degree),
+                    f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
+                    str(counts[members[0]] or "") if index == 0 else "",
+                    _memory(known, unit_bytes),
+                    "" if None in busy else f"{max(b for b in busy if b is not None):.0%}",
+                )
+            )
+        sections.append(section)
+    shown = [c for c in range(len(header)) if any(row[c] for rows in sections for row in rows)]
+    return PlanTable(
+        header=tuple(header[c] for c in shown),
+        sections=tuple(
+            tuple(tuple(row[c] for c in shown) for row in section) for section in sections
+        ),
+    )
+
+
+def simulated_facts(
+    plan: ParallelPlan, cost: CostModel, simulation: Simulation
+) -> list[list[StageFacts]]:
+    """Return what a simulation says of every stage."""
+    return [
+        [
+            StageFacts(
+                device=(device := cost.shape_of(stage).device),
+                used_bytes=simulation.stage_memory_bytes[p][s],
+                usable_bytes=cost.usable_bytes(device),
+                busy=simulation.stage_busy[p][s],
+            )
+            for s, stage in enumerate(pipeline.stages)
+        ]
+        for p, pipeline in enumerate(plan.pipelines)
+    ]
+
+
+def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
+    """Return the time of an iteration of so many tokens, and the throughput."""
+    time_s = simulation.iteration_time_s
+    return [
+        f"iteration time  {time_s:.4g} s "
+        f"({simulation.exchange_s / time_s:.1%} of it exposed exchange and optimizer step)",
+        f"throughput      {simulation.tokens_per_s(num_tokens):,.0f} tokens/s "
+        f"({num_tokens:,} tokens an iteration)",
+    ]
+
+
+def bound_line(least: str, gap: float) -> str:
+    """Return how near the plan is to the best there could be.
+
+    Args:
+        least: What no plan can be: "faster than 3 s".
+        gap: How much worse the plan is, as a share.
+    """
+    return f"bound           no plan can be {least}: this one is within {gap:.1%}"
+
+
+def devices_line(cluster: Cluster) -> str:
+    """Return the devices and their numbers, `4 × A100-80GB, 2 × H800-80GB`."""
+    counts: dict[str, int] = {}
+    for node in cluster.nodes:
+        counts[node.device] = counts.get(node.device, 0) + node.count
+    return ", ".join(f"{count} × {device}" for device, count in counts.items())
+
+
+def alike_pipelines(
+    plan: ParallelPlan, facts: Sequence[Sequence[StageFacts]], counts: Sequence[int | None]
+) -> list[list[int]]:
+    """Return indices of pipelines, those together that only their ranks tell apart."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, pipeline in enumerate(plan.pipelines):
+        stages = tuple(
+            (stage.tp_degree, stage.layers, known._replace(busy=None))
+            for stage, known in zip(pipeline.stages, facts[index], strict=True)
+        )
+        groups.setdefault((stages, counts[index]), []).append(index)
+    return list(groups.values())
+
+
+def _memory(known: StageFacts, unit_bytes: int) -> str:
+    if known.used_bytes is None:
+        return ""
+    used = f"{known.used_bytes / unit_bytes:,.1f}"
+    if known.usable_bytes is None:
+        return used
+    return f"{used} of {known.usable_bytes / unit_bytes:,.1f}"
+
+
+def times(indices: Sequence[int]) -> str:
+    """Return `0-3 (4 ×)` for four indices, `7` for one."""
+    return _ranges(indices) + (f" ({len(indices)} ×)" if len(indices) > 1 else "")
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return `0-3,7` for [0, 1, 2, 3, 7], the first three runs of them."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs[:3]) + (",…" if len(runs) > 3 else "")

@@ -1,0 +1,42 @@
+"""Laws of the table of a plan: nothing unknown is shown, like pipelines share their lines."""
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator.report import StageFacts, devices_line, plan_table
+
+PLAN = ParallelPlan.even(world_size=8, num_layers=6, num_stages=2)
+
+
+def facts_of(*devices, **known):
+    return [[StageFacts(device=device, **known)] * 2 for device in devices]
+
+
+def test_like_pipelines_share_their_lines_and_list_their_ranks():
+    known = {"used_bytes": 2**31, "usable_bytes": 2**35, "busy": 0.5}
+    facts = facts_of("A", "A", "B", "A", **known)
+    facts[1][1] = facts[1][1]._replace(busy=0.75)
+    table = plan_table(PLAN, facts, [4, 4, 4, 2])
+    cells = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    assert [row["pipeline"] for row in cells] == ["0-1 (2 ×)", "", "2", "", "3", ""]
+    assert [row["ranks"] for row in cells] == ["0,2", "1,3", "4", "5", "6", "7"]
+    assert cells[1]["busy"] == "75%"
+    assert cells[0]["memory GiB"] == "2.0 of 32.0"
+    assert [row["micro-batches"] for row in cells] == ["4", "", "4", "", "2", ""]
+    assert [len(section) for section in table.sections] == [2, 2, 2]
+
+
+def test_columns_of_which_nothing_is_known_are_left_out():
+    table = plan_table(PLAN, facts_of("A", "A", "A", "A"), [None] * 4)
+    assert table.header == ("pipeline", "stage", "device", "ranks", "TP", "layers")
+    assert table.rows[1] == ("", "1", "A", "1,3,5,…", "1", "3-5 (3)")
+
+
+def test_small_models_are_shown_in_mebibytes():
+    table = plan_table(PLAN, facts_of(*"AAAA", used_bytes=3 * 2**20), [1] * 4)
+    assert table.rows[0][table.header.index("memory MiB")] == "3.0"
+
+
+def test_devices_are_counted_over_nodes():
+    nodes = [Node(device="A100-80GB", count=n) for n in (4, 2)]
+    cluster = Cluster(nodes=(*nodes, Node(device="T4", count=1)))
+    assert devices_line(cluster) == "6 × A100-80GB, 1 × T4"
