@@ -8,6 +8,7 @@ simulating never load torch.
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 
@@ -48,10 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(words)
     assert run is not None, "argparse accepts only the chosen command here"
     try:
-        return int(run(parsed))
+        code = int(run(parsed))
+        sys.stdout.flush()
+        return code
     except HeteroError as error:
         message = " ".join(str(error).split())
         print(f"lightning-hetero {chosen}: error: {message}", file=sys.stderr)
         return _EXIT_BAD_INPUT
+    except BrokenPipeError:
+        # Who reads the output has seen enough; the interpreter must not flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     Objective,
+    PlannedCandidate,
     PlanningOptions,
     PlanningResult,
     Workload,
@@ -39,6 +41,9 @@ from lightning_hetero.simulator import (
 )
 
 __all__ = ["add_parser", "run_plan"]
+
+_CANDIDATES_PER_LINE = 8
+"""Plans to ask for, since several may differ only in what their line doesn't say."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -67,9 +72,13 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="give every pipeline the same number of micro-batches, as AutoHet does",
     )
-    parser.add_argument("--top", type=int, default=5, help="plans to list (default: 5)")
-    parser.add_argument("--output", help="write the best plan to this JSON file")
-    parser.add_argument("--plot", help="draw its timeline into this .svg, .png or .pdf file")
+    parser.add_argument(
+        "--top", type=int, default=5, metavar="NUMBER", help="kinds of plans to list (default: 5)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw its timeline into this .svg, .png or .pdf file"
+    )
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -85,7 +94,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         objective=Objective(arguments.objective),
         equal_microbatches=arguments.equal_microbatches,
         tp_degrees=None if degrees is None else tuple(degrees),
-        num_candidates=arguments.top,
+        num_candidates=_CANDIDATES_PER_LINE * arguments.top,
     )
     with _progress() as progress:
         result = plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
@@ -94,9 +103,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
     table = plan_table(best.plan, simulated_facts(best.plan, cost, best.simulation), counts)
     print_plan(console, cost, table, _summary(result, cost))
-    if len(result.candidates) > 1:
+    if arguments.top > 1:
         console.print()
-        console.print(_candidates_table(result, cost))
+        console.print(_candidates_table(result, cost, arguments.top))
     _write(arguments, result, cost)
     return 0
 
@@ -141,16 +150,19 @@ def _bound_line(result: PlanningResult) -> str:
     return bound_line(least, result.gap)
 
 
-def _candidates_table(result: PlanningResult, cost: CostModel) -> Table:
-    """Return one line per plan: how its pipelines are made and what it takes."""
+def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Table:
+    """Return one line per kind of plan: how its pipelines are made and what the best takes."""
+    kinds: dict[str, PlannedCandidate] = {}
+    for candidate in result.candidates:
+        kinds.setdefault(_describe(candidate.plan, cost), candidate)
     header = ("place", "pipelines", "devices", "seconds", "tokens/s", "per 10⁹ tokens")
     table = as_rich("Best plans", header)
     num_tokens = result.workload.num_tokens
-    for rank, candidate in enumerate(result.candidates, start=1):
+    for place, (kind, candidate) in enumerate(islice(kinds.items(), most), start=1):
         money = candidate.money_per_token(num_tokens)
         table.add_row(
-            str(rank),
-            _describe(candidate.plan, cost),
+            str(place),
+            kind,
             str(len(candidate.plan.ranks)),
             f"{candidate.simulation.iteration_time_s:.4g}",
             f"{candidate.simulation.tokens_per_s(num_tokens):,.0f}",

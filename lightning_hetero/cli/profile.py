@@ -25,34 +25,54 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--model",
+        metavar="NAME",
         required=True,
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes or a "
         "Hugging Face config folder",
     )
-    parser.add_argument("--output", required=True, help="JSON file to write")
+    parser.add_argument("--output", metavar="FILE", required=True, help="JSON file to write")
     parser.add_argument(
         "--device-name",
+        metavar="NAME",
         help="device type as cluster files name it (default: the name that CUDA reports)",
     )
-    parser.add_argument("--device", help="where to measure (default: cuda if there is one)")
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="where to measure (default: cuda if there is one)"
+    )
     parser.add_argument(
         "--sequence-lengths",
+        metavar="TOKENS",
         type=int,
         nargs="+",
         default=[512, 1024, 2048, 4096],
         help="micro-batches of one sequence each (default: 512 1024 2048 4096)",
     )
     parser.add_argument(
-        "--tp-degrees", type=int, nargs="+", default=[1], help="TP shards to measure (default: 1)"
+        "--tp-degrees",
+        metavar="DEGREE",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="TP shards to measure (default: 1)",
     )
     parser.add_argument(
-        "--max-block", type=int, default=8, help="largest block of layers (default: 8)"
+        "--max-block",
+        metavar="LAYERS",
+        type=int,
+        default=8,
+        help="largest block of layers (default: 8)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, help="repeats of which the median counts (default: 5)"
+        "--repeats",
+        metavar="NUMBER",
+        type=int,
+        default=5,
+        help="repeats of which the median counts (default: 5)",
     )
     parser.add_argument(
-        "--merge", help="a profile of other device types to write together with this one"
+        "--merge",
+        metavar="FILE",
+        help="a profile of other device types to write together with this one",
     )
 
 

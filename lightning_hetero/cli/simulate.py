@@ -48,25 +48,37 @@ _TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines")
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what planning and simulating both need: cluster, model, batch and profile."""
-    parser.add_argument("--cluster", required=True, help="YAML file of nodes, devices and links")
+    parser.add_argument(
+        "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
+    )
     parser.add_argument(
         "--model",
+        metavar="NAME",
         required=True,
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes or a "
         "Hugging Face config folder",
     )
+    for name, default, what in (
+        ("--sequence-length", None, "tokens of a sample, 1 or more"),
+        ("--global-batch-size", None, "samples of an iteration, 1 or more"),
+        ("--micro-batch-size", 1, "samples of a micro-batch (default: 1)"),
+    ):
+        parser.add_argument(
+            name,
+            metavar="NUMBER",
+            type=int,
+            default=default,
+            required=default is None,
+            help=what,
+        )
     parser.add_argument(
-        "--sequence-length", type=int, required=True, help="tokens of a sample, 1 or more"
+        "--profile",
+        metavar="FILE",
+        help="JSON file that `lightning-hetero profile` wrote (default: data sheets)",
     )
-    parser.add_argument(
-        "--global-batch-size", type=int, required=True, help="samples of an iteration, 1 or more"
-    )
-    parser.add_argument(
-        "--micro-batch-size", type=int, default=1, help="samples of a micro-batch (default: 1)"
-    )
-    parser.add_argument("--profile", help="JSON file that `lightning-hetero profile` wrote")
     parser.add_argument(
         "--max-profile-age-days",
+        metavar="DAYS",
         type=float,
         default=90.0,
         help="refuse an older profile (default: 90)",
@@ -80,10 +92,18 @@ def add_parser(subparsers: Any) -> None:
         help="predict the iteration time of a plan and draw its timeline",
         description="Predict what one iteration of a plan takes, and what limits it.",
     )
-    parser.add_argument("plan", help="JSON file of the plan")
+    parser.add_argument(
+        "plan",
+        metavar="PLAN",
+        help="JSON file of the plan, as `lightning-hetero plan --output` writes",
+    )
     add_workload_arguments(parser)
-    parser.add_argument("--trace", help="write a Perfetto/Chrome trace to this JSON file")
-    parser.add_argument("--plot", help="draw the timeline into this .svg, .png or .pdf file")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a Perfetto/Chrome trace to this JSON file"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw the timeline into this .svg, .png or .pdf file"
+    )
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:

@@ -5,10 +5,12 @@ and actions; with it, it also draws iteration time, change points and actions ov
 """
 
 import argparse
+import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.table import format_table
@@ -33,6 +35,10 @@ _COLOURS = {
     ChangeKind.RECOVERY: "#1e8449",
     ChangeKind.IMPROVEMENT: "#2471a3",
 }
+_ACTION = "#935116"
+_LEFT_INCHES, _PLOT_INCHES, _RIGHT_INCHES = 0.7, 10.0, 0.2
+_ROW_INCHES, _CHARACTER_INCHES = 0.2, 0.066
+_MAX_ROWS, _MAX_CHARACTERS = 8, 72
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,19 +70,21 @@ def run_stragglers(arguments: argparse.Namespace) -> int:
 def summarise(events: Sequence[Event]) -> str:
     """Return the run in one line and a table of all that happened."""
     iterations = [event for event in events if isinstance(event, IterationEvent)]
-    lines = []
-    if iterations:
-        median_s = statistics.median(event.iteration_s for event in iterations)
-        first, last = iterations[0].step, iterations[-1].step
-        lines.append(
-            f"{len(iterations)} iterations, steps {first} to {last}, median {median_s:.3g} s"
-        )
+    lines = [_headline(iterations)] if iterations else []
     rows = [_row(event) for event in events if not isinstance(event, IterationEvent)]
     if rows:
         lines.append(format_table(("step", "event", "what", "details"), rows))
     else:
         lines.append("No change was found.")
     return "\n".join(lines)
+
+
+def _headline(iterations: Sequence[IterationEvent]) -> str:
+    if not iterations:
+        return "No iteration was logged"
+    median_s = statistics.median(event.iteration_s for event in iterations)
+    first, last = iterations[0].step, iterations[-1].step
+    return f"{len(iterations)} iterations, steps {first} to {last}, median {median_s:.3g} s"
 
 
 def _row(event: ChangeEvent | FindingEvent | ActionEvent) -> tuple[str, str, str, str]:
@@ -97,7 +105,7 @@ def _row(event: ChangeEvent | FindingEvent | ActionEvent) -> tuple[str, str, str
 
 
 def plot_events(events: Sequence[Event], path: Path) -> None:
-    """Draw iteration time, change points and actions over steps into a file.
+    """Draw iteration time over steps, and above it what changed, was found and was done.
 
     Raises:
         ConfigurationError: matplotlib is missing, or can't write such a file.
@@ -106,22 +114,106 @@ def plot_events(events: Sequence[Event], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigurationError(
-            "Drawing needs matplotlib. Install it with `pip install lightning-hetero[plot]`."
+            "Drawing needs matplotlib. Install it with `pip install 'lightning-hetero[plot]'`."
         ) from error
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    _draw_iterations(axes, [event for event in events if isinstance(event, IterationEvent)])
-    _draw_changes(axes, [event for event in events if isinstance(event, ChangeEvent)])
-    _draw_actions(axes, [event for event in events if isinstance(event, ActionEvent)])
-    axes.set_xlabel("step")
+    iterations = [event for event in events if isinstance(event, IterationEvent)]
+    last = max(event.step for event in events)
+    first = min(event.step for event in events)
+    captions = _placed([c for c in map(_caption, events) if c is not None], first, last)
+    num_rows = max((row for row, _ in captions), default=-1) + 1
+    heights = [_ROW_INCHES * num_rows + 0.05, 3.4]
+    width, height = _LEFT_INCHES + _PLOT_INCHES + _RIGHT_INCHES, sum(heights) + 1.3
+    figure = Figure(figsize=(width, height))
+    above, axes = figure.subplots(2, sharex=True, height_ratios=heights)
+    figure.subplots_adjust(
+        left=_LEFT_INCHES / width,
+        right=1 - _RIGHT_INCHES / width,
+        bottom=0.9 / height,
+        top=1 - 0.4 / height,
+        hspace=0.0,
+    )
+    _draw_captions(above, axes, captions, num_rows)
+    _draw_iterations(axes, iterations)
+    _draw_detection(axes, [event for event in events if isinstance(event, ChangeEvent)])
+    axes.set_xlim(first, max(last, first + 1))
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel("iteration time (s)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    figure.suptitle(_headline(iterations), fontsize=10, x=0.01, ha="left", va="top", y=0.985)
+    figure.legend(loc="lower center", ncols=6, frameon=False, fontsize=8)
     try:
-        figure.savefig(path)
+        figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"Can't write {path}: {error}") from error
+
+
+class _Caption(NamedTuple):
+    """A mark over a step, and a few words on it."""
+
+    step: int
+    text: str
+    colour: str
+    is_left: bool = False
+    """Whether the words stand left of the mark."""
+
+
+def _caption(event: Event) -> _Caption | None:
+    """Return what the picture says of an event, None if it says nothing."""
+    if isinstance(event, ChangeEvent):
+        text = f"{event.kind.value} of {event.where}, {event.ratio:.2f}×"
+        return _Caption(event.onset_step, text, _COLOURS[event.kind])
+    if isinstance(event, FindingEvent):
+        return _Caption(event.step, f"found: {event.finding}", _COLOURS[ChangeKind.SLOWDOWN])
+    if isinstance(event, ActionEvent) and event.kind is not DecisionKind.KEEP:
+        done = "undone" if event.kind is DecisionKind.UNDO else "applied"
+        dry_run = " (dry run)" if event.dry_run else ""
+        effect = f": {event.effect}" if event.effect else ""
+        return _Caption(event.step, f"{event.mitigation.value} {done}{dry_run}{effect}", _ACTION)
+    return None
+
+
+def _placed(captions: Sequence[_Caption], first: int, last: int) -> list[tuple[int, _Caption]]:
+    """Return captions with the rows in which they don't overlap; without a row, without words."""
+    inches_per_step = _PLOT_INCHES / max(1, last - first)
+    free_from = [-math.inf] * _MAX_ROWS
+    placed = []
+    for caption in captions:
+        text = textwrap.shorten(caption.text, _MAX_CHARACTERS, placeholder=" …")
+        left = (caption.step - first) * inches_per_step
+        width = 0.08 + _CHARACTER_INCHES * len(text)
+        is_left = left + width > _PLOT_INCHES
+        left -= width if is_left else 0.0
+        row = next((row for row, free in enumerate(free_from) if free <= left), None)
+        if row is None:
+            placed.append((0, caption._replace(text="")))
+        else:
+            free_from[row] = left + width + 0.1
+            placed.append((row, caption._replace(text=text, is_left=is_left)))
+    return placed
+
+
+def _draw_captions(
+    above: "Axes", axes: "Axes", captions: Sequence[tuple[int, _Caption]], num_rows: int
+) -> None:
+    above.set_ylim(num_rows, 0)
+    above.axis("off")
+    for row, (step, text, colour, is_left) in captions:
+        axes.axvline(step, color=colour, linewidth=1.0, zorder=1)
+        above.plot([step, step], [row + 0.5, num_rows], color=colour, linewidth=1.0, clip_on=False)
+        above.annotate(
+            text,
+            xy=(step, row + 0.5),
+            xytext=(-4 if is_left else 4, 0),
+            textcoords="offset points",
+            ha="right" if is_left else "left",
+            va="center",
+            fontsize=8,
+            color=colour,
+            annotation_clip=False,
+            in_layout=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        )
 
 
 def _draw_iterations(axes: "Axes", events: Sequence[IterationEvent]) -> None:
@@ -137,35 +229,14 @@ def _draw_iterations(axes: "Axes", events: Sequence[IterationEvent]) -> None:
         # One stalled iteration must not press the rest of the run flat.
         ordered = sorted(times_s)
         top = ordered[int(0.995 * (len(ordered) - 1))]
-        axes.set_ylim(0.0, 1.35 * top)
+        axes.set_ylim(0.0, 1.1 * top)
 
 
-def _draw_changes(axes: "Axes", events: Sequence[ChangeEvent]) -> None:
+def _draw_detection(axes: "Axes", events: Sequence[ChangeEvent]) -> None:
+    """Shade the steps between a change and its detection."""
     labelled: set[ChangeKind] = set()
     for event in events:
-        label = None if event.kind in labelled else event.kind.value
+        label = None if event.kind in labelled else f"{event.kind.value}, until it was detected"
         labelled.add(event.kind)
-        axes.axvline(event.onset_step, color=_COLOURS[event.kind], linewidth=1.3, label=label)
-        axes.axvspan(event.onset_step, event.step, color=_COLOURS[event.kind], alpha=0.15, lw=0)
-
-
-def _draw_actions(axes: "Axes", events: Sequence[ActionEvent]) -> None:
-    shown = [event for event in events if event.kind is not DecisionKind.KEEP]
-    for index, event in enumerate(shown):
-        undone = event.kind is DecisionKind.UNDO
-        text = f"{event.mitigation.value} {'undone' if undone else 'applied'}"
-        if event.dry_run:
-            text += " (dry run)"
-        axes.axvline(event.step, color="#b9770e", linestyle="--", linewidth=1.1)
-        axes.annotate(
-            text,
-            xy=(event.step, 0.97 - 0.07 * (index % 3)),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color="#b9770e",
-        )
-    if shown:
-        axes.plot([], [], color="#b9770e", linestyle="--", label="mitigation")
+        colour = _COLOURS[event.kind]
+        axes.axvspan(event.onset_step, event.step, color=colour, alpha=0.2, lw=0, label=label)

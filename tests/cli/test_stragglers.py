@@ -1,8 +1,13 @@
 """Laws of `lightning-hetero stragglers`: every event shows, the picture is drawn."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from lightning_hetero.cli import main
+from lightning_hetero.cli.stragglers import plot_events
 from lightning_hetero.straggler import (
     ActionEvent,
     ChangeEvent,
@@ -64,7 +69,39 @@ def test_the_picture_holds_the_changes(log_path, tmp_path):
     assert main(["stragglers", str(log_path), "--plot", str(picture)]) == 0
     text = picture.read_text()
     assert text.lstrip().startswith("<?xml")
-    assert "S3 applied" in text
+    assert "slowdown of pipeline 1, 2.00×" in text
+    assert "found: the link between ranks 1 and 2 is 3.0× slower" in text
+    assert "S3 applied: swapped places of ranks 2 ↔ 3" in text
+
+
+def test_words_of_a_picture_never_overlap_and_stay_inside(monkeypatch, tmp_path):
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+
+    class Figure(figure_module.Figure):
+        def savefig(self, *_, **__):
+            self.draw_without_rendering()
+            drawn.append(self)
+
+    monkeypatch.setattr(figure_module, "Figure", Figure)
+    steps = (0, 3, 10, 400, 402, 404, 900, 990, 995, 998, 999)
+    findings = [FindingEvent(step=s, kind=FindingKind.DEVICE, ranks=(s,), ratio=2) for s in steps]
+    plot_events([IterationEvent(step=999, iteration_s=1.0), *findings], tmp_path / "x.png")
+    (figure,) = drawn
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == len(steps)
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert sum(box.overlaps(other) for other in boxes) == 1  # itself
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(log_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "lightning_hetero.cli", "stragglers", log_path]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=True)
+    os.close(writing)
+    assert done.stderr == b""
 
 
 def test_what_cannot_be_read_or_drawn_is_one_line_and_exit_code_2(log_path, tmp_path, capsys):
