@@ -67,8 +67,8 @@ def plan_table(
     """
     used = [stage.used_bytes or 0.0 for row in facts for stage in row]
     unit, unit_bytes = ("GiB", _GIB) if max(used) >= 0.1 * _GIB else ("MiB", _MIB)
-    header = ("pipeline", "stage", "device", "ranks", "TP", "layers", "micro-batches")
-    header = (*header, f"memory {unit}", "busy")
+    places = ("pipeline", "stage", "device", "ranks", "TP", "layers", "micro-batches")
+    header = (*places, f"memory {unit}", "busy")
     sections = []
     for members in alike_pipelines(plan, facts, counts):
         section = []
