@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch.optim import Optimizer
@@ -23,6 +27,7 @@ from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.engine import Engine
 from lightning_hetero.runtime.state import (
+    agree_on_groups,
     gather_optimizer_state,
     load_module_state,
     scatter_optimizer_state,
@@ -82,6 +87,28 @@ class SlicesStrategy(ProcessesStrategy):
                     owner._buffers[name] = buffer.to(self.root_device)
 
     # -- weights that the engine must pull again -------------------------------------------------
+
+    def _follow_freezing(self) -> None:
+        """Train what callbacks have frozen or thawed since; called by every rank."""
+        if not self.engine.follow_freezing():
+            return
+        assert self._communicators is not None
+        names = {master: name for name, master in self.engine.store.masters.items()}
+        for index, optimizer in enumerate(self.optimizers):
+            agree_on_groups(self.engine.store, self._communicators, optimizer)
+            for callback in self._finetuning_callbacks():
+                # What it wrote down to save is this rank's view before they agreed.
+                groups = callback._apply_mapping_to_param_groups(optimizer.param_groups, names)
+                callback._internal_optimizer_metadata[index] = groups
+
+    def _finetuning_callbacks(self) -> list[BaseFinetuning]:
+        callbacks: list[pl.Callback] = self._trainer.callbacks
+        return [item for item in callbacks if isinstance(item, BaseFinetuning)]
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @override
     def optimizer_step(
@@ -160,6 +187,10 @@ class SlicesStrategy(ProcessesStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for callback in self._finetuning_callbacks():
+            # It makes the groups that it added again, but Lightning has called it too early: this
+            # strategy restores callbacks after `on_fit_start`.
+            callback.on_fit_start(self._trainer, self._trainer.lightning_module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             scatter_optimizer_state(self.engine.store, optimizer, state)
             _optimizer_to_device(optimizer, self.root_device)

@@ -380,6 +380,7 @@ class HeteroStrategy(SlicesStrategy):
         batch_idx = module.trainer.fit_loop.batch_idx
         with self._watching():
             self.engine.change_plan(self._dealer.plan_to_run(batch, batch_idx))
+            self._follow_freezing()
             loss, outputs = self.engine.train(step, batch, self._key(args))
         return {"loss": loss, **(join_outputs(outputs) or {})}
 

@@ -99,11 +99,6 @@ class Engine:
         self.peak_in_flight = 0
         self.clock = ComputeClock(device)
         self._pulled: set[int] = set()
-        self._specs = tuple(
-            spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
-            for spec in layout.specs
-        )
-        self._roles_known = False
         self.tensor_parallel = tensor_parallel
         self.boundary = StageBoundary(
             layout.layers,
@@ -114,6 +109,7 @@ class Engine:
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}
         self.store = self._make_store(plan)
+        self._forget_roles()
         self._run = self._make_run(plan, share_memory=True)
         self._context = StepContext(
             module=module,
@@ -220,6 +216,25 @@ class Engine:
         self._run.weights.release()
         self._run = self._make_run(plan, share_memory=share_memory)
         self.mark_weights_stale()
+
+    def follow_freezing(self) -> bool:
+        """Move other gradients from now on if parameters were frozen or thawed since.
+
+        Called by every rank between iterations; returns whether there were any, the same on each.
+        """
+        changed = self.store.follow_freezing()
+        if changed:
+            self._forget_roles()
+            self._replace_run(self.plan, share_memory=self._run.share_memory)
+        return changed
+
+    def _forget_roles(self) -> None:
+        """Keep outer parameters at both ends until an iteration has shown where they are used."""
+        self._roles_known = False
+        self._specs = tuple(
+            spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
+            for spec in self.store.specs.values()
+        )
 
     def _learn_roles(self, reports: Sequence[Report]) -> None:
         """Drop outer weights from the end of the pipeline where no gradient reached them.

@@ -7,6 +7,7 @@ together only on the rank that writes them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 
 __all__ = [
+    "agree_on_groups",
     "gather_optimizer_state",
     "gather_rows",
     "load_module_state",
@@ -68,7 +70,7 @@ def _shape_of(store: SliceStore, name: str, item: Slice) -> tuple[int, ...]:
 def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Hold whole tensors in the module's slots, the slices again afterwards."""
     for name, tensor in tensors.items():
-        whole = nn.Parameter(tensor, requires_grad=store.specs[name].requires_grad)
+        whole = nn.Parameter(tensor, requires_grad=store.masters[name].requires_grad)
         for slot in store.layout.slots[name]:
             slot.put(whole)
     try:
@@ -124,7 +126,7 @@ def spread_whole(store: SliceStore, comms: Communicators) -> None:
     for name, master in store.masters.items():
         whole = gather_rows(store, comms, name, master, everywhere=True)
         assert whole is not None
-        parameter = nn.Parameter(whole, requires_grad=store.specs[name].requires_grad)
+        parameter = nn.Parameter(whole, requires_grad=master.requires_grad)
         for slot in store.layout.slots[name]:
             slot.put(parameter)
 
@@ -167,6 +169,26 @@ def gather_optimizer_state(
             if comms.global_rank == 0:
                 state.setdefault(index, {})[key] = whole
     return {"state": state, "param_groups": local["param_groups"]} if comms.global_rank == 0 else {}
+
+
+def agree_on_groups(
+    store: SliceStore, comms: Communicators, optimizer: torch.optim.Optimizer
+) -> None:
+    """Give each of the optimizer's groups the parameters that it has on any rank; collective.
+
+    Callbacks that thaw parameters leave out what equals a parameter in the optimizer already, and
+    all slices without rows are equal.
+    """
+    names = iter(_names_of(store, optimizer))
+    groups = [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
+    gathered: list[Any] = [groups]
+    if comms.world_size > 1:
+        gathered = [None] * comms.world_size
+        dist.all_gather_object(gathered, groups, group=comms.control)
+    for group, *found in zip(optimizer.param_groups, *gathered, strict=True):
+        if any(item != found[0] for item in found):
+            united = {name for item in found for name in item}
+            group["params"] = [store.masters[name] for name in store.masters if name in united]
 
 
 def _gather_kinds(

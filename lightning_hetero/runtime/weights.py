@@ -8,6 +8,7 @@ used only by other stages are *stubs*: zeros of the full shape that take no memo
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -103,6 +104,18 @@ class SliceStore:
         """Put this rank's slice into the parameter's slots."""
         for slot in self.layout.slots[name]:
             slot.put(self.masters[name])
+
+    def follow_freezing(self) -> bool:
+        """Take note of what the user has frozen or thawed since; returns whether there is any."""
+        changed = [
+            name
+            for name, master in self.masters.items()
+            if master.requires_grad != self.specs[name].requires_grad
+        ]
+        for name in changed:
+            flag = self.masters[name].requires_grad
+            self.specs[name] = replace(self.specs[name], requires_grad=flag)
+        return bool(changed)
 
     def num_bytes(self) -> int:
         """Return the bytes of the slices."""
