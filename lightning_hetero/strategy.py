@@ -37,6 +37,7 @@ from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.dealer import Dealer
+from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.plan_facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.run_plans import PlanRequest, RunPlans, find_data, find_sizes
@@ -173,7 +174,7 @@ class HeteroStrategy(SlicesStrategy):
 
         No optimizer state moves and nothing restarts: only the next iterations' weights travel
         elsewhere. Batches that were dealt already run under the plan they were dealt for. A data
-        module that assigns iterations ahead names each one's plan itself, so give it the plan.
+        module names each iteration's plan itself: see `set_candidate_plans`.
 
         Returns:
             Training iterations that still run under the plans of before.
@@ -194,8 +195,13 @@ class HeteroStrategy(SlicesStrategy):
         self,
         plans: Sequence[ParallelPlan],
         costs: Sequence[Sequence[PipelineCost]] | None = None,
-    ) -> None:
-        """Let data modules made from now on choose among other plans; the same on every rank.
+    ) -> int:
+        """Let data modules choose among other plans; called by every rank alike, between steps.
+
+        Iterations that are planned already run under the plans that they are planned for.
+
+        Returns:
+            The number of this run's training iterations, at most, that do so.
 
         Raises:
             PlanError: A plan is for another number of ranks or layers.
@@ -204,6 +210,17 @@ class HeteroStrategy(SlicesStrategy):
             self.engine.check_plan(plan)
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
+        self._make_candidate_groups()
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        datamodule = trainer.datamodule
+        return datamodule.refresh_plans() if isinstance(datamodule, HeteroDataModule) else 0
+
+    def _make_candidate_groups(self) -> None:
+        """Make tensor-parallel groups, all ranks together, so that no iteration waits for one."""
+        assert self._communicators is not None
+        for candidate in self.candidate_plans:
+            self._communicators.tensor_parallel_group(candidate)
 
     # -- set-up ---------------------------------------------------------------------------------
 
@@ -286,9 +303,7 @@ class HeteroStrategy(SlicesStrategy):
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
-        for candidate in plans.candidates:
-            # Made now, by all ranks together, so that no iteration waits for a group.
-            self._communicators.tensor_parallel_group(candidate)
+        self._make_candidate_groups()
         engine.clock.slowdown = self.slowdown
         why = "" if plans.auto is None else f"\n{plans.auto.summary}"
         rank_zero_info(

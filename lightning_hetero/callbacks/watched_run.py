@@ -2,13 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Act,
@@ -21,7 +23,7 @@ from lightning_hetero.straggler import (
     RankReport,
     RunModel,
     Slowness,
-    assigning_measure,
+    WatchedPlans,
     find_measures,
     restart_measure,
 )
@@ -96,10 +98,10 @@ class HeteroRun(PlainRun):
         self._strategy = strategy
         self._wanted = strategy.plan
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._datamodule = datamodule if hasattr(datamodule, "set_slowdowns") else None
+        self._datamodule = datamodule if isinstance(datamodule, HeteroDataModule) else None
         self._num_run_before = trainer.fit_loop.total_batch_idx + 1
         self._num_before = 0
-        self._measured: MeasuredRun | None = None
+        self._first_plans: tuple[ParallelPlan, ...] = ()
 
     @property
     def message_bytes(self) -> int:
@@ -131,62 +133,93 @@ class HeteroRun(PlainRun):
         """Return S2 and S3 where what was measured tells what they would give; and S4."""
         restarts = super().find_measures(reports, findings, healthy_s=healthy_s, probes=probes)
         slowness = Slowness.of(findings, self._world_size)
-        if self._datamodule is not None:
-            measure = assigning_measure(
-                self._strategy.plan, slowness, healthy_s=healthy_s, world_size=self._world_size
-            )
-            return restarts if measure is None else (measure, *restarts)
-        measured = self._measure(reports, healthy_s, probes)
-        if measured is None:
+        plans = self._plans_without_fault()
+        models = [
+            RunModel(measured, slowness)
+            for measured in self._measure(plans, reports, healthy_s, probes)
+        ]
+        if not models:
             return restarts
-        model = RunModel(measured, slowness)
-        return (*find_measures(model, measured.plan, slowness), *restarts)
+        models.sort(key=lambda model: -model.share)
+        return (
+            *find_measures(WatchedPlans(plans=plans, models=tuple(models)), slowness),
+            *restarts,
+        )
+
+    def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
+        """Return the plans that ran before the fault, whatever was done since."""
+        if self._first_plans:
+            return self._first_plans
+        return (self._strategy.plan,) if self._datamodule is None else self._datamodule.plans
 
     def _measure(
-        self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
-    ) -> MeasuredRun | None:
-        """Return what the run showed while nothing was slow; None if that isn't known."""
+        self,
+        plans: Sequence[ParallelPlan],
+        reports: Sequence[RankReport],
+        healthy_s: float,
+        probes: Probes,
+    ) -> Iterator[MeasuredRun]:
+        """Yield what the run showed of plans while nothing was slow, where it did."""
         engine = self._strategy.engine
-        # Baselines are of the plan that ran before the fault, whatever was done since.
-        plan = self._strategy.plan if self._measured is None else self._measured.plan
-        ranks = [rank for rank in plan.ranks if plan.place(rank) is not None]
-        if not math.isfinite(healthy_s) or not all(reports[r].pace > 0.0 for r in ranks):
-            return None
-        places = {}
-        for rank in ranks:
-            total_s, share = reports[rank].pace * reports[rank].work, reports[rank].forward_share
-            places[rank] = PlaceTimes(forward_s=total_s * share, backward_s=total_s * (1 - share))
         device_s = probes.device_s
         equal = not device_s or max(device_s.values()) < _EQUAL_DEVICES * min(device_s.values())
         link_s = statistics.median(probes.link_s.values()) if probes.link_s else 0.0
-        self._measured = MeasuredRun(
-            plan=plan,
-            counts=engine.num_microbatches if self._measured is None else self._measured.counts,
-            iteration_s=healthy_s,
-            places=places,
-            probe_s={} if equal else device_s,
-            link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
-            hidden_bytes=max(report.hidden_bytes for report in reports),
-            value_bytes=engine.config.propagation_dtype.itemsize,
-            table_of=engine.transfer_table,
+        for plan, share in self._shares(plans):
+            if not math.isfinite(healthy_s) or not all(reports[r].pace > 0.0 for r in plan.ranks):
+                continue
+            yield MeasuredRun(
+                plan=plan,
+                counts=self._counts(plan, reports),
+                iteration_s=healthy_s,
+                places={rank: _place_times(reports[rank]) for rank in plan.ranks},
+                probe_s={} if equal else device_s,
+                link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
+                hidden_bytes=max(report.hidden_bytes for report in reports),
+                value_bytes=engine.config.propagation_dtype.itemsize,
+                table_of=engine.transfer_table,
+                is_assigned=self._datamodule is not None,
+                share=share,
+            )
+
+    def _shares(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, float]]:
+        """Return those of the plans that ran, and the share of iterations that did."""
+        if self._datamodule is None:
+            return [(plan, 1.0) for plan in plans]
+        counts = {plan: self._datamodule.num_dealt[plan] for plan in plans}
+        total = sum(counts.values())
+        return [(plan, count / total) for plan, count in counts.items() if count]
+
+    def _counts(self, plan: ParallelPlan, reports: Sequence[RankReport]) -> tuple[int, ...]:
+        """Return the micro-batches of a plan's pipelines in an iteration."""
+        if self._datamodule is None:
+            usual = self._strategy.engine.config.num_microbatches
+            return tuple(p.num_microbatches or usual for p in plan.pipelines)
+        return tuple(
+            max(1, *(round(reports[rank].num_microbatches) for rank in pipeline.ranks))
+            for pipeline in plan.pipelines
         )
-        return self._measured
 
     def act(self, act: Act) -> str | None:
-        """Run the plan, or assign by the slowdowns, from now on; or ask for a restart."""
+        """Run other plans, or assign by other slowdowns, from now on; or ask for a restart."""
         measure, undoes = act.measure, act.kind is DecisionKind.UNDO
-        if measure.slowdowns and self._datamodule is not None:
-            slowdowns = [1.0] * len(measure.slowdowns) if undoes else measure.slowdowns
-            self._num_before = self._datamodule.set_slowdowns(slowdowns)
-            return None
-        if measure.plan is None or measure.first_plan is None:
+        if not measure.plans:
             return super().act(act)
-        plan = measure.first_plan if undoes else measure.plan
+        plans = measure.first_plans if undoes else measure.plans
+        slowdowns = {} if undoes else measure.slowdowns
         try:
-            self._strategy.change_plan(plan)
+            if self._datamodule is None:
+                self._strategy.change_plan(plans[0])
+            else:
+                self._datamodule.set_slowdowns(
+                    [slowdowns.get(rank, 1.0) for rank in range(self._world_size)]
+                )
+                self._num_before = self._strategy.set_candidate_plans(
+                    plans, self._strategy.candidate_costs
+                )
         except (PlanError, ConfigurationError) as error:
             return str(error)
-        self._wanted = plan
+        self._first_plans = () if undoes else measure.first_plans
+        self._wanted = plans[0]
         return None
 
     def is_changing(self) -> bool:
@@ -196,3 +229,8 @@ class HeteroRun(PlainRun):
             num_run = self._trainer.fit_loop.total_batch_idx + 1 - self._num_run_before
             return num_run <= self._num_before
         return self._strategy.plan != self._wanted
+
+
+def _place_times(report: RankReport) -> PlaceTimes:
+    total_s, share = report.pace * report.work, report.forward_share
+    return PlaceTimes(forward_s=total_s * share, backward_s=total_s * (1 - share), work=report.work)

@@ -101,7 +101,7 @@ class Dealer:
         if self._plans_come_with_batches:
             raise ConfigurationError(
                 "The data module names the plan of each iteration, so the strategy's can't be "
-                "changed. Give the data module other plans: HeteroDataModule.set_candidates."
+                "changed. Give the data module other plans: HeteroStrategy.set_candidate_plans."
             )
         if len(self._schedules) == 1:
             schedule = self._schedules[0]

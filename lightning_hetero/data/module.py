@@ -6,6 +6,7 @@ train. Under a strategy without plans (DDP, one device) each rank is a pipeline 
 """
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.lengths import cached_lengths
@@ -98,6 +100,7 @@ class HeteroDataModule(pl.LightningDataModule):
         self._progress: Progress | None = None
         self._planner: AheadPlanner | None = None
         self._train_loader: AssignedLoader | None = None
+        self._val_loader: AssignedLoader | None = None
         if val_dataset is None:
             # Lightning validates if the hook is overridden, and warns of an empty loader.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -132,7 +135,9 @@ class HeteroDataModule(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> AssignedLoader:
-        return self._make_loader("val", self._find_candidates().first(), Progress(), restarts=True)
+        first = self._find_candidates().first()
+        self._val_loader = self._make_loader("val", first, Progress(), restarts=True)
+        return self._val_loader
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +157,7 @@ class HeteroDataModule(pl.LightningDataModule):
             self._planner.close()
         if self._train_loader is not None:
             self._train_loader.dealer.close()
-        self._planner = self._train_loader = None
+        self._planner = self._train_loader = self._val_loader = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -165,13 +170,28 @@ class HeteroDataModule(pl.LightningDataModule):
         """Seconds that the trainer waited for the latest iteration to be drawn and planned."""
         return 0.0 if self._train_loader is None else self._train_loader.stall_s
 
+    @property
+    def plans(self) -> tuple[ParallelPlan, ...]:
+        """The plans among which each training iteration's is chosen; none without a strategy's."""
+        return self._training_dealer().candidates.plans or ()
+
+    @property
+    def num_dealt(self) -> Counter[ParallelPlan]:
+        """How many training iterations have been dealt for each plan."""
+        return self._training_dealer().num_dealt
+
     def set_slowdowns(self, by_rank: Sequence[float]) -> int:
         """Give less work to slow ranks; see `TicketDealer.set_slowdowns`."""
         return self._training_dealer().set_slowdowns(by_rank)
 
-    def set_candidates(self, candidates: Candidates) -> int:
-        """Assign under other plans; see `TicketDealer.set_slowdowns`."""
-        return self._training_dealer().set_candidates(candidates)
+    def refresh_plans(self) -> int:
+        """Choose among the strategy's present plans; see `TicketDealer.set_candidates`."""
+        candidates = self._find_candidates()
+        if self._val_loader is not None:
+            self._val_loader.dealer.set_candidates(candidates.first())
+        if self._train_loader is None:
+            return 0
+        return self._train_loader.dealer.set_candidates(candidates)
 
     def sample_lengths(self) -> NDArray[np.int64]:
         """Return the lengths of training samples as they will be, or of a fair part of them."""

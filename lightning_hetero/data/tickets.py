@@ -4,7 +4,7 @@ Every rank draws the same iterations in the same order, so all agree on keys, pr
 iteration from which new costs hold, without a message.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,10 @@ class TicketDealer:
         self._name = name
         self._source = source
         self._planner = planner
-        self._candidates = candidates
+        self.candidates = candidates
+        """The plans under which what is drawn next may run."""
+        self.num_dealt: Counter[ParallelPlan] = Counter()
+        """Iterations dealt for each plan."""
         self._slowdowns: tuple[float, ...] | None = None
         self._global_rank = global_rank
         self._seed = seed
@@ -79,7 +82,7 @@ class TicketDealer:
 
     def set_candidates(self, candidates: Candidates) -> int:
         """Assign under other plans; see `set_slowdowns`."""
-        self._candidates = candidates
+        self.candidates = candidates
         return self._serial
 
     def set_slowdowns(self, slowdowns: Sequence[float]) -> int:
@@ -88,7 +91,7 @@ class TicketDealer:
         All ranks call it with the same factors after the same iteration. What is planned already
         stays: return how many iterations were drawn before the first that it holds for.
         """
-        self._candidates.slowed(slowdowns)  # Refuses what doesn't fit.
+        self.candidates.slowed(slowdowns)  # Refuses what doesn't fit.
         self._slowdowns = tuple(slowdowns)
         return self._serial
 
@@ -133,7 +136,7 @@ class TicketDealer:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        candidates = self._candidates
+        candidates = self.candidates
         if self._slowdowns is not None:
             candidates = candidates.slowed(self._slowdowns)
         while len(self._ahead) <= self._planner.options.num_ahead:
@@ -159,10 +162,14 @@ class TicketDealer:
         assignment = self._planner.take(item.serial, item.key, item.request)
         if item.candidates.plans is None:
             assignment = fill_empty(assignment)
-        plans = item.candidates.plans
+        plan = (
+            None if item.candidates.plans is None else item.candidates.plans[assignment.plan_index]
+        )
+        if plan is not None:
+            self.num_dealt[plan] += 1
         index = item.candidates.pipeline_index(assignment.plan_index, self._global_rank)
         return Ticket(
-            plan=None if plans is None else plans[assignment.plan_index],
+            plan=plan,
             micro_batches=_samples(assignment, item.drawn, index),
             first_index=sum(len(batches) for batches in assignment.micro_batches[: index or 0]),
             after=item.drawn.after,

@@ -30,7 +30,7 @@ from lightning_hetero.straggler.look import Probes, Suspicion, conclude, probe_r
 from lightning_hetero.straggler.measures import (
     Act,
     Measure,
-    assigning_measure,
+    WatchedPlans,
     find_measures,
     restart_measure,
 )
@@ -49,6 +49,7 @@ from lightning_hetero.straggler.swap import (
     SwapConfig,
     SwapProposal,
     gradient_links,
+    move_ranks,
     propose_swap,
     swap_ranks,
 )
@@ -97,7 +98,7 @@ __all__ = [
     "SwapConfig",
     "SwapProposal",
     "WatchConfig",
-    "assigning_measure",
+    "WatchedPlans",
     "balance_microbatches",
     "conclude",
     "diagnose",
@@ -106,6 +107,7 @@ __all__ = [
     "format_message",
     "gradient_links",
     "infer_period",
+    "move_ranks",
     "probe_rounds",
     "propose_swap",
     "read_events",

@@ -59,6 +59,8 @@ class RankReport:
     """Share of forwards in it, 0 to 1."""
     work: float
     """Median work of a micro-batch."""
+    num_microbatches: float
+    """Median number of micro-batches of an iteration."""
     excess_wait_s: Mapping[int, float]
     """By peer how many seconds longer than before an iteration waits for its messages."""
     hidden_bytes: int
@@ -139,6 +141,7 @@ class RankHistory:
             pace=pace,
             forward_share=forward_s / (forward_s + backward_s) if pace > 0.0 else 1.0,
             work=median(self._baseline, lambda o: o.work),
+            num_microbatches=median(self._baseline, lambda o: o.num_microbatches),
             excess_wait_s={
                 peer: statistics.median(o.waits_s.get(peer, 0.0) for o, _ in recent)
                 - median(self._baseline, lambda o, peer=peer: o.waits_s.get(peer, 0.0), 0.0)  # type: ignore[misc]

@@ -98,16 +98,20 @@ class LevelWatch:
         return self._kept[-1][1]
 
     def before_s(self, step: int) -> float:
-        """Return the median iteration time before a step, seconds; NaN if none is known."""
-        return self._median(step, is_before=True)
+        """Return what an iteration of usual work took before a step, seconds; NaN if unknown."""
+        return self._usual_s([entry for entry in self._kept if entry[0] < step])
 
     def since_s(self, step: int) -> float:
-        """Return the median iteration time from a step on, seconds."""
-        return self._median(step, is_before=False)
+        """Return what an iteration of usual work takes from a step on, seconds."""
+        return self._usual_s([entry for entry in self._kept if entry[0] >= step])
 
-    def _median(self, step: int, *, is_before: bool) -> float:
-        values = [seconds for at, seconds, _ in self._kept if (at < step) is is_before]
-        return statistics.median(values) if values else math.nan
+    def _usual_s(self, entries: Sequence[tuple[int, float, float]]) -> float:
+        """Return a median that doesn't hang on which of the iterations had more work."""
+        loads_s = [s / value for _, s, value in self._kept if math.isfinite(value)]
+        values = [value for *_, value in entries if math.isfinite(value)]
+        if values:
+            return statistics.median(values) * statistics.median(loads_s)
+        return statistics.median(s for _, s, _ in entries) if entries else math.nan
 
     def skip(self, step: int, notes: Sequence[RankNote]) -> None:
         """Leave an iteration out whose time says nothing, but not what ranks say of their pace."""

@@ -1,15 +1,15 @@
 """Find what can be done about a fault: Greyhound's S2 to S4, each with its predicted time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler.locate import Finding
 from lightning_hetero.straggler.mitigation import DecisionKind, Mitigation
 from lightning_hetero.straggler.run_model import RunModel, Slowness
-from lightning_hetero.straggler.swap import SwapConfig, propose_swap
+from lightning_hetero.straggler.swap import SwapConfig, move_ranks, propose_swap, ranks_moved
 
-__all__ = ["Act", "Measure", "assigning_measure", "find_measures", "restart_measure"]
+__all__ = ["Act", "Measure", "WatchedPlans", "find_measures", "restart_measure"]
 
 _SEARCH = SwapConfig(max_swaps=4, predictions_per_swap=64)
 
@@ -23,14 +23,14 @@ class Measure:
     """Predicted iteration time while the fault lasts."""
     effect: str
     """What it does: "moved 5 of 32 micro-batches away"."""
-    plan: ParallelPlan | None = None
-    """The plan to run; None for a restart."""
-    first_plan: ParallelPlan | None = None
-    """The plan to return to."""
+    plans: tuple[ParallelPlan, ...] = ()
+    """The plans to run: one, or those among which a data module chooses; none for a restart."""
+    first_plans: tuple[ParallelPlan, ...] = ()
+    """The plans to return to."""
     factors: Mapping[int, float] = field(default_factory=dict)
-    """By rank its healthy time in the first plan's place over that in this plan's."""
-    slowdowns: tuple[float, ...] = ()
-    """How many times slower each rank is, for a data module that assigns the samples itself."""
+    """By rank its healthy pace in its first place over that in its new one."""
+    slowdowns: Mapping[int, float] = field(default_factory=dict)
+    """By rank how many times longer it takes in its place than whoever was first there."""
     exclude: tuple[int, ...] = ()
     """Ranks that a restart should leave out."""
 
@@ -44,51 +44,66 @@ class Act:
     """What to apply, or what to undo."""
 
 
-def find_measures(model: RunModel, plan: ParallelPlan, slowness: Slowness) -> tuple[Measure, ...]:
-    """Return S2 and S3 as plans where they change anything; the plan is the one without a fault.
+@dataclass(frozen=True, kw_only=True)
+class WatchedPlans:
+    """The plans of a run as they are without a fault, and what each takes under it."""
 
-    S3 moves micro-batches too, so it is never worse than S2 by prediction.
+    plans: tuple[ParallelPlan, ...]
+    """One, or those among which a data module chooses."""
+    models: tuple[RunModel, ...]
+    """Of those that ran, the one that ran most first."""
+
+    def predict_s(self, taken_by: Mapping[int, int]) -> float:
+        """Return the seconds of an iteration with ranks in others' places."""
+        return sum(
+            model.share * model.iteration_s(model.balanced(move_ranks(model.plan, taken_by)))
+            for model in self.models
+        )
+
+    def measure(self, step: Mitigation, taken_by: Mapping[int, int], effect: str) -> Measure:
+        """Return the step that puts ranks in others' places, in all plans alike."""
+        model = self.models[0]
+        place_of = {taker: rank for rank, taker in taken_by.items()}
+        before = model.paces(model.plan)
+        after = model.paces(move_ranks(model.plan, taken_by))
+        return Measure(
+            mitigation=step,
+            iteration_s=self.predict_s(taken_by),
+            effect=effect,
+            plans=tuple(model.balanced(move_ranks(plan, taken_by)) for plan in self.plans),
+            first_plans=self.plans,
+            factors={rank: before[rank] / after[rank] for rank in before.keys() & after.keys()},
+            slowdowns={
+                rank: model.slowdown(rank, place_of.get(rank, rank))
+                for plan in self.plans
+                for rank in plan.ranks
+            },
+        )
+
+
+def find_measures(run: WatchedPlans, slowness: Slowness) -> tuple[Measure, ...]:
+    """Return S2 and S3 where they change anything.
+
+    S3 moves the same ranks in all plans, so that each rank does the work of one other. It moves
+    micro-batches too, so it is never worse than S2 by prediction.
     """
-    measures = []
-    balanced = model.balanced(plan)
-    moved = _moved(model, plan, balanced)
-    if moved:
-        measures.append(_measure(Mitigation.REBALANCE, model, plan, balanced, f"{moved} away"))
+    model, measures = run.models[0], []
+    balancing = _balancing(model, slowness, model.plan)
+    if balancing:
+        measures.append(run.measure(Mitigation.REBALANCE, {}, balancing))
     proposal = propose_swap(
-        plan,
+        model.plan,
         slow_ranks=slowness.ranks,
         slow_links=list(slowness.links),
-        predict_s=lambda candidate: model.iteration_s(model.balanced(candidate)),
+        predict_s=lambda plan: run.predict_s(ranks_moved(model.plan, plan)),
         config=_SEARCH,
     )
     if proposal is not None:
-        swapped = model.balanced(proposal.plan)
-        moved = _moved(model, plan, swapped)
-        effect = f"{proposal}{' and ' + moved if moved else ''}"
-        measures.append(_measure(Mitigation.SWAP, model, plan, swapped, effect))
+        balancing = _balancing(model, slowness, proposal.plan)
+        effect = f"{proposal} and {balancing}" if balancing else str(proposal)
+        taken_by = ranks_moved(model.plan, proposal.plan)
+        measures.append(run.measure(Mitigation.SWAP, taken_by, effect))
     return tuple(measures)
-
-
-def assigning_measure(
-    plan: ParallelPlan, slowness: Slowness, *, healthy_s: float, world_size: int
-) -> Measure | None:
-    """Return S2 where a data module assigns samples by what each rank takes; None if none is slow.
-
-    Its pipelines end together, so with slow ones every pipeline takes D / Σ 1/slowdown times as
-    long.
-    """
-    if not slowness.ranks:
-        return None
-    slowdowns = [
-        max(slowness.ranks.get(rank, 1.0) for rank in pipeline.ranks) for pipeline in plan.pipelines
-    ]
-    named = ", ".join(map(str, sorted(slowness.ranks)))
-    return Measure(
-        mitigation=Mitigation.REBALANCE,
-        iteration_s=healthy_s * len(slowdowns) / sum(1 / slowdown for slowdown in slowdowns),
-        effect=f"assigns less to rank{'s' if len(slowness.ranks) > 1 else ''} {named}",
-        slowdowns=tuple(slowness.ranks.get(rank, 1.0) for rank in range(world_size)),
-    )
 
 
 def restart_measure(
@@ -112,31 +127,23 @@ def restart_measure(
     left = num_left(exclude)
     if not exclude or not left:
         return None
-    named = ", ".join(map(str, exclude))
     return Measure(
         mitigation=Mitigation.RESTART,
         iteration_s=healthy_s * world_size / left,
-        effect=f"asked for a restart without rank{'s' if len(exclude) > 1 else ''} {named}",
+        effect=f"asked for a restart without {_ranks(exclude)}",
         exclude=exclude,
     )
 
 
-def _measure(
-    step: Mitigation, model: RunModel, first: ParallelPlan, plan: ParallelPlan, effect: str
-) -> Measure:
-    before_s, after_s = model.places_s(first), model.places_s(plan)
-    return Measure(
-        mitigation=step,
-        iteration_s=model.iteration_s(plan),
-        effect=effect,
-        plan=plan,
-        first_plan=first,
-        factors={rank: before_s[rank] / after_s[rank] for rank in before_s.keys() & after_s.keys()},
-    )
-
-
-def _moved(model: RunModel, before: ParallelPlan, after: ParallelPlan) -> str:
-    """Say how many micro-batches another pipeline computes, "" if none."""
-    counts = model.counts(before), model.counts(after)
+def _balancing(model: RunModel, slowness: Slowness, plan: ParallelPlan) -> str:
+    """Say how a plan's pipelines are balanced, "" if nothing changes."""
+    if model.is_assigned:
+        return f"assigned less to {_ranks(slowness.ranks)}" if slowness.ranks else ""
+    counts = model.counts(plan), model.counts(model.balanced(plan))
     num_moved = sum(max(0, a - b) for a, b in zip(*counts, strict=True))
-    return f"moved {num_moved} of {sum(counts[0])} micro-batches" if num_moved else ""
+    return f"moved {num_moved} of {sum(counts[0])} micro-batches away" if num_moved else ""
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    found = sorted(ranks)
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

@@ -53,6 +53,8 @@ class PlaceTimes:
 
     forward_s: float
     backward_s: float
+    work: float = 1.0
+    """Work of a micro-batch, in any unit that is the same in all places."""
 
     @property
     def total_s(self) -> float:
@@ -81,6 +83,10 @@ class MeasuredRun:
     """Bytes of one value of weights and gradients on their way."""
     table_of: Callable[[ParallelPlan], TransferTable]
     """What a plan would move between which ranks."""
+    is_assigned: bool = False
+    """Whether samples are dealt by what each rank takes, so that the pipelines end together."""
+    share: float = 1.0
+    """Share of the iterations that ran the plan."""
 
 
 class RunModel:
@@ -97,12 +103,29 @@ class RunModel:
         self._exchange_s: dict[tuple[ParallelPlan, bool], float] = {}
         self._rest_s = facts.iteration_s - self._moving_s(facts.plan, healthy=True)
 
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that ran."""
+        return self._facts.plan
+
+    @property
+    def is_assigned(self) -> bool:
+        """Whether samples are dealt by what each rank takes."""
+        return self._facts.is_assigned
+
+    @property
+    def share(self) -> float:
+        """Share of the iterations that ran it."""
+        return self._facts.share
+
     def iteration_s(self, plan: ParallelPlan) -> float:
         """Return the seconds of an iteration of a plan."""
         return self._rest_s + self._moving_s(plan, healthy=False)
 
     def counts(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the numbers of micro-batches of a plan's pipelines, measured where not named."""
+        if self._facts.is_assigned:
+            return self._facts.counts
         return tuple(
             measured if pipeline.num_microbatches is None else pipeline.num_microbatches
             for measured, pipeline in zip(self._facts.counts, plan.pipelines, strict=True)
@@ -119,7 +142,12 @@ class RunModel:
         )
 
     def balanced(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return the plan with micro-batches moved away from slow pipelines: S2."""
+        """Return the plan with micro-batches moved away from slow pipelines: S2.
+
+        Where samples are assigned it is the plan as it is: every iteration is balanced anyway.
+        """
+        if self._facts.is_assigned:
+            return plan
         times = [self._pipeline_times(index, plan, 1) for index in range(plan.num_pipelines)]
         stages_s = [
             [f[0] + b[0] for f, b in zip(t.forward_s, t.backward_s, strict=True)] for t in times
@@ -141,23 +169,44 @@ class RunModel:
         )
         return self.with_counts(plan, counts)
 
-    def places_s(self, plan: ParallelPlan, *, healthy: bool = True) -> dict[int, float]:
-        """Return for each rank that computes what a micro-batch takes it in its place."""
-        return {
-            rank: self._place(p, s, rank, healthy=healthy).total_s
+    def paces(self, plan: ParallelPlan) -> dict[int, float]:
+        """Return for each rank that computes what a unit of work takes it without a fault."""
+        places = {
+            rank: self._place(p, s, rank, healthy=True)
             for p, s, stage in plan.iter_stages()
             for rank in stage.ranks
         }
+        return {rank: place.total_s / place.work for rank, place in places.items()}
+
+    def slowdown(self, rank: int, other: int, *, healthy: bool = False) -> float:
+        """Return how many times longer a rank takes in another's place than that one did there."""
+        factor = 1.0 if healthy else self._slow.ranks.get(rank, 1.0)
+        probe_s = self._facts.probe_s
+        return factor * probe_s[rank] / probe_s[other] if probe_s else factor
 
     def _moving_s(self, plan: ParallelPlan, *, healthy: bool) -> float:
         """Return the part of an iteration that depends on the plan."""
-        ends_s = [0.0]
-        for index, count in enumerate(self.counts(plan)):
-            if count:
-                times = self._pipeline_times(index, plan, count, healthy=healthy)
-                start_s = [0.0] * plan.pipelines[index].num_stages
-                ends_s.append(max(propagate(times, start_s).end_s))
-        return max(ends_s) + self._exchange(plan, healthy=healthy)
+        counts = self.counts(plan)
+        ends_s = {
+            index: self._pipeline_s(index, plan, count, healthy=healthy)
+            for index, count in enumerate(counts)
+            if count
+        }
+        moving_s = max(ends_s.values())
+        if self._facts.is_assigned:
+            # All end together: in a second each does what it did in a second alone.
+            first = [pipeline.stages[0].ranks[0] for pipeline in self.plan.pipelines]
+            works = {
+                index: counts[index] * self._facts.places[first[index]].work for index in ends_s
+            }
+            moving_s = sum(works.values()) / sum(works[index] / ends_s[index] for index in works)
+        return moving_s + self._exchange(plan, healthy=healthy)
+
+    def _pipeline_s(
+        self, index: int, plan: ParallelPlan, num_microbatches: int, *, healthy: bool
+    ) -> float:
+        times = self._pipeline_times(index, plan, num_microbatches, healthy=healthy)
+        return max(propagate(times, [0.0] * plan.pipelines[index].num_stages).end_s)
 
     def _pipeline_times(
         self, index: int, plan: ParallelPlan, num_microbatches: int, *, healthy: bool = False
@@ -183,13 +232,12 @@ class RunModel:
 
     def _place(self, pipeline: int, stage: int, rank: int, *, healthy: bool) -> PlaceTimes:
         """Return what a micro-batch takes a rank in a place of the plan that ran."""
-        facts = self._facts
-        measured = facts.plan.pipelines[pipeline].stages[stage].ranks[0]
-        factor = 1.0 if healthy else self._slow.ranks.get(rank, 1.0)
-        if facts.probe_s:
-            factor *= facts.probe_s[rank] / facts.probe_s[measured]
-        times = facts.places[measured]
-        return PlaceTimes(forward_s=times.forward_s * factor, backward_s=times.backward_s * factor)
+        measured = self.plan.pipelines[pipeline].stages[stage].ranks[0]
+        factor = self.slowdown(rank, measured, healthy=healthy)
+        times = self._facts.places[measured]
+        return replace(
+            times, forward_s=times.forward_s * factor, backward_s=times.backward_s * factor
+        )
 
     def _boundary_s_per_byte(self, pipeline: PipelinePlan, stage: int, *, healthy: bool) -> float:
         pairs = zip(pipeline.stages[stage].ranks, pipeline.stages[stage + 1].ranks, strict=True)

@@ -18,7 +18,15 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.straggler.locate import Pair
 
-__all__ = ["SwapConfig", "SwapProposal", "gradient_links", "propose_swap", "swap_ranks"]
+__all__ = [
+    "SwapConfig",
+    "SwapProposal",
+    "gradient_links",
+    "move_ranks",
+    "propose_swap",
+    "ranks_moved",
+    "swap_ranks",
+]
 
 Swap = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -115,18 +123,29 @@ def swap_ranks(plan: ParallelPlan, group_a: Sequence[int], group_b: Sequence[int
         raise ConfigurationError(
             f"Groups {list(group_a)} and {list(group_b)} differ in size; swap equal groups."
         )
-    target = dict(zip((*group_a, *group_b), (*group_b, *group_a), strict=True))
+    return move_ranks(plan, dict(zip((*group_a, *group_b), (*group_b, *group_a), strict=True)))
+
+
+def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
+    """Return the plan with each rank's place taken by another rank, its own where none is named."""
     pipelines = tuple(
         replace(
             pipeline,
             stages=tuple(
-                replace(stage, ranks=tuple(target.get(rank, rank) for rank in stage.ranks))
+                replace(stage, ranks=tuple(taken_by.get(rank, rank) for rank in stage.ranks))
                 for stage in pipeline.stages
             ),
         )
         for pipeline in plan.pipelines
     )
     return ParallelPlan(pipelines=pipelines)
+
+
+def ranks_moved(before: ParallelPlan, after: ParallelPlan) -> dict[int, int]:
+    """Return by rank who takes its place in a plan of the same places, where another one does."""
+    stages = zip(before.iter_stages(), after.iter_stages(), strict=True)
+    pairs = (pair for (*_, a), (*_, b) in stages for pair in zip(a.ranks, b.ranks, strict=True))
+    return {rank: taker for rank, taker in pairs if rank != taker}
 
 
 def gradient_links(plan: ParallelPlan, links: Collection[Pair]) -> tuple[Pair, ...]:

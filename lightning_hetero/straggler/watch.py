@@ -312,7 +312,7 @@ class RunWatch:
         change.call_s = call_s
         if refusal is not None:
             self._transition = None
-            self._measures = tuple(m for m in self._measures if m.plan is None)
+            self._measures = tuple(m for m in self._measures if not m.plans)
             self._report(ActionEvent.from_decision(change.decision, step=self._step))
             self._say(f"{change.decision.mitigation.value} can't be done here. {refusal}")
 

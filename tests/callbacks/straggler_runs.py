@@ -1,7 +1,7 @@
 """Runs with injected faults in virtual time, and what a monitor made of them."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
+from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
 from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
@@ -21,7 +23,6 @@ from tests.runtime.runs import Case, PackedModule
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 4
-SAMPLES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +35,29 @@ class Drill:
     num_steps: int = 60
     strategy: str = "hetero"
     world_size: int = WORLD_SIZE
+    batch_size: int = 8
     is_watched: bool = True
     is_packed: bool = False
+    """Whether a data module assigns samples, to two pipelines or to one with all stages."""
     policy: PolicyConfig = field(
         default_factory=lambda: PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=0.2)
     )
+
+    @property
+    def num_pipelines(self) -> int:
+        return self.world_size // self.num_stages
+
+    def on_single_device(self) -> "Drill":
+        """The same run on one device, with all pipelines' batches in one, and nobody watching."""
+        return replace(
+            self,
+            faults=(),
+            strategy="auto",
+            world_size=1,
+            num_stages=1,
+            batch_size=self.batch_size * self.num_pipelines,
+            is_watched=False,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +90,27 @@ class Notes(L.Callback):
             self.plans.append(tuple((p.ranks, p.num_microbatches) for p in pipelines))
 
 
+class Candidates(L.Callback):
+    """Lets the data module choose between pipelines, of which only longer ones take any sample."""
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, HeteroStrategy)
+        longer = ParallelPlan.even(world_size=4, num_layers=4, num_stages=4)
+        strategy.set_candidate_plans(
+            [strategy.plan, longer], [costs_of(strategy.plan, 28), costs_of(longer, 31)]
+        )
+
+
+def costs_of(plan: ParallelPlan, longest: int) -> list[PipelineCost]:
+    return [
+        PipelineCost(
+            a=0.0, b=1e-3, c=0.0, max_len=longest, util_len=longest, num_stages=item.num_stages
+        )
+        for item in plan.pipelines
+    ]
+
+
 class Timed(ToyModule):
     """A module whose step takes time also where no clock stretches it."""
 
@@ -88,6 +128,8 @@ class Packed(PackedModule):
     time: VirtualTime
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, AssignedBatch):
+            return
         sizes = [item.num_tokens for item in batch.micro_batches] or [0]
         self.time.action_s = 1e-4 * sum(sizes) / len(sizes)
 
@@ -102,6 +144,8 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
         callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
         if drill.strategy == "hetero":
             callbacks.append(EmulatedDevices((8.0,) * drill.world_size))
+        if drill.is_packed and drill.world_size > 1:
+            callbacks.append(Candidates())
         if drill.is_watched:
             callbacks.append(StragglerMonitor(policy=drill.policy, recheck_share=0.3))
         trainer = L.Trainer(
@@ -132,17 +176,18 @@ def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | Packed:
         packed = Packed(Case(model="packed", num_layers=4))
         packed.time = time
         rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
-        ahead = AheadOptions(num_producers=2, patience_s=300.0)
+        ahead = AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0)
         trainer.fit(
             packed,
             datamodule=HeteroDataModule(
-                rows, tokens_per_step=256, context_length=31, lengths=rows.lengths, ahead=ahead
+                rows, tokens_per_step=128, context_length=31, lengths=rows.lengths, ahead=ahead
             ),
         )
         return packed
     module = Timed(ToyOptions(num_layers=4))
     module.time = time
-    trainer.fit(module, loader(SAMPLES * drill.world_size * drill.num_steps, SAMPLES))
+    num_rows = drill.batch_size * drill.num_pipelines * drill.num_steps
+    trainer.fit(module, loader(num_rows, drill.batch_size))
     return module
 
 

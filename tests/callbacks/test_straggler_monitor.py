@@ -1,6 +1,8 @@
 """Faults are injected into real runs of four processes; the monitor must find and mend them."""
 
 import statistics
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from lightning_hetero.straggler import (
     FindingKind,
     IterationEvent,
     Mitigation,
+    PolicyConfig,
 )
 from lightning_hetero.testing import SlowLink, SlowRank
 from tests.callbacks.straggler_runs import Drill, Seen, run, step_of
@@ -38,8 +41,9 @@ def middle(seen: Seen, first: int, last: int) -> float:
     return statistics.median(seen.iteration_s[first:last])
 
 
-def check_losses(seen: Seen, other: Seen) -> None:
-    assert seen.losses == pytest.approx(other.losses, rel=1e-5)
+def check_losses(pool: ProcessPool, drill: Drill, folder: Path, seen: Seen) -> None:
+    expected = watch(pool, drill.on_single_device(), folder / "single")
+    assert seen.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 def test_a_throttled_link_is_named_and_relieved_until_it_recovers(
@@ -56,14 +60,14 @@ def test_a_throttled_link_is_named_and_relieved_until_it_recovers(
     slow_s = middle(seen, START, found[0].step)
     assert slow_s >= 1.2 * middle(seen, START + DURATION - 8, START + DURATION)
     assert seen.plans[-1] == seen.plans[0]
-    still = Drill(num_stages=2, num_microbatches=4, is_watched=False)
-    check_losses(seen, watch(pool, still, tmp_path / "still"))
+    check_losses(pool, drill, tmp_path, seen)
 
 
 def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    seen = watch(pool, Drill(faults=(SLOW_RANK,)), tmp_path / "watched")
+    drill = Drill(faults=(SLOW_RANK,))
+    seen = watch(pool, drill, tmp_path / "watched")
     found = [event for event in seen.events if isinstance(event, FindingEvent)]
     assert [(event.kind, event.ranks) for event in found] == [(FindingKind.DEVICE, (3,))]
     assert found[0].step <= START + 5
@@ -76,7 +80,7 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     healthy_s = middle(seen, 0, START)
     assert middle(seen, START + DURATION - 8, START + DURATION) <= 1.15 * healthy_s * (9.5 / 8)
     assert seen.plans[-1] == seen.plans[0]
-    check_losses(seen, watch(pool, Drill(is_watched=False), tmp_path / "still"))
+    check_losses(pool, drill, tmp_path, seen)
     named, moved, undone = seen.said
     assert step_of(named) <= START + 5
     assert "pipeline 3 slowed 1.9× (since step 15): rank 3 computes 1.9× slower" in moved
@@ -85,20 +89,39 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 was undone" in undone
 
 
-def test_a_data_module_assigns_less_to_a_slow_rank_until_it_recovers(
+def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_recover(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    drill = Drill(faults=(SLOW_RANK,), is_packed=True, num_steps=56)
+    rank, link = replace(SLOW_RANK, duration=16), replace(SLOW_LINK, start=48, bytes_per_s=2e5)
+    drill = Drill(
+        faults=(rank, link),
+        num_stages=2,
+        is_packed=True,
+        num_steps=88,
+        policy=PolicyConfig(rebalance_cost_s=0.05, swap_cost_s=1.0),
+    )
     seen = watch(pool, drill, tmp_path / "watched")
     found = [event for event in seen.events if isinstance(event, FindingEvent)]
-    assert [(event.kind, event.ranks) for event in found] == [(FindingKind.DEVICE, (3,))]
+    assert [(event.kind, event.ranks) for event in found] == [
+        (FindingKind.DEVICE, (3,)),
+        (FindingKind.LINK, (0, 2)),
+    ]
     assert found[0].step <= START + 5
+    assert found[1].step < link.start + DURATION
     assert actions(seen) == [
         (DecisionKind.APPLY, Mitigation.REBALANCE),
         (DecisionKind.UNDO, Mitigation.REBALANCE),
+        (DecisionKind.APPLY, Mitigation.SWAP),
+        (DecisionKind.UNDO, Mitigation.SWAP),
     ]
-    still = Drill(is_packed=True, is_watched=False, num_steps=56)
-    check_losses(seen, watch(pool, still, tmp_path / "still"))
+    # Both plans from which each iteration's is chosen are changed alike, and back.
+    first = {((0, 1), (2, 3)), ((0, 1, 2, 3),)}
+    swapped = {((1, 0), (3, 2)), ((1, 0, 3, 2),)}
+    ran = [tuple(ranks for ranks, _ in plan) for plan in seen.plans]
+    assert set(ran) == first | swapped
+    phases = [is_swapped for is_swapped, _ in groupby(plan in swapped for plan in ran)]
+    assert phases == [False, True, False]
+    check_losses(pool, drill, tmp_path, seen)
 
 
 def test_under_ddp_a_slow_rank_is_named_and_nothing_changes(

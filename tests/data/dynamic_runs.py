@@ -14,6 +14,7 @@ from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.loss import packed_cross_entropy
 from lightning_hetero.plan_facts import AutoPlanned
+from lightning_hetero.straggler import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import SEED, Case, PackedModule
@@ -21,7 +22,7 @@ from tests.toy import quiet
 
 LENGTHS = [length + 1 for length in lengths_of(40, longest=30)]
 SHORT = 16
-"""Most tokens of a micro-batch on a pipeline without stages."""
+"""Most tokens of a micro-batch on a single rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class Outcome:
     longest_microbatch: int
     num_left_in_store: int
     stalls_s: list[float]
+    num_before: list[int]
+    """Steps before those that ran under moved plans, and before those that ran under the first."""
 
 
 class Module(PackedModule):
@@ -73,6 +76,26 @@ class Candidates(L.Callback):
         trainer.strategy.set_candidate_plans(self.plans, [costs_of(plan) for plan in self.plans])
 
 
+class Moves(L.Callback):
+    """Puts the next rank in each rank's place, in all plans, after one step; and back later."""
+
+    def __init__(self, steps: tuple[int, int]) -> None:
+        self.steps = steps
+        self.num_before: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        if trainer.global_step not in self.steps:
+            return
+        assert isinstance(strategy, HeteroStrategy)
+        by, size = (-1 if self.num_before else 1), trainer.world_size
+        taken_by = {rank: (rank + by) % size for rank in range(size)}
+        plans = [move_ranks(plan, taken_by) for plan in strategy.candidate_plans]
+        self.num_before.append(strategy.set_candidate_plans(plans, strategy.candidate_costs))
+        groups = strategy.engine.comms._groups
+        assert all(s.ranks in groups for p in plans for *_, s in p.iter_stages() if s.tp_degree > 1)
+
+
 class Saves(L.Callback):
     """Saves a checkpoint after one step."""
 
@@ -85,13 +108,13 @@ class Saves(L.Callback):
 
 
 def costs_of(plan: ParallelPlan) -> list[PipelineCost]:
-    """Return costs by which short samples want pipelines without stages and long ones need them."""
+    """Return costs by which short samples want single ranks and long ones need several."""
     return [
         PipelineCost(
             a=0.0,
             b=1e-3 * max(len(stage.layers) for stage in pipeline.stages),
             c=1e-3,
-            max_len=SHORT if pipeline.num_stages == 1 else 40,
+            max_len=SHORT if len(pipeline.ranks) == 1 else 40,
             util_len=10,
             num_stages=pipeline.num_stages,
         )
@@ -105,9 +128,11 @@ def train(
     world_size: int,
     save: tuple[int, str] | None = None,
     resume: str | None = None,
+    moves: tuple[int, int] = (-1, -1),
 ) -> Outcome:
     """Train two epochs under candidate plans, on a single device without them."""
-    callbacks: list[L.Callback] = [Saves(*save)] if save else []
+    callbacks: list[L.Callback] = [Moves(moves)]
+    callbacks += [Saves(*save)] if save else []
     options: dict[str, Any] = {"devices": world_size}
     if plans:
         callbacks.append(Candidates(plans))
@@ -138,7 +163,7 @@ def fit(callbacks: list[L.Callback], options: dict[str, Any], resume: str | None
         lengths=LENGTHS,
         val_lengths=LENGTHS[:20],
         seed=2,
-        ahead=AheadOptions(num_producers=2, patience_s=300.0),
+        ahead=AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0),
     )
     left: list[int] = []
 
@@ -162,4 +187,5 @@ def fit(callbacks: list[L.Callback], options: dict[str, Any], resume: str | None
         longest_microbatch=module.longest,
         num_left_in_store=max(left, default=0),
         stalls_s=module.stalls_s,
+        num_before=[n for c in callbacks if isinstance(c, Moves) for n in c.num_before],
     )

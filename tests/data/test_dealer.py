@@ -43,5 +43,5 @@ def test_batches_that_bring_their_plan_run_under_it_and_it_is_not_changed_elsewh
     dealer.deal(Assigning(), is_training=True, epoch=0)
     batch = AssignedBatch(plan=ONE, micro_batches=(), first_index=0)
     assert dealer.plan_to_run(batch, 0) is ONE
-    with pytest.raises(ConfigurationError, match="set_candidates"):
+    with pytest.raises(ConfigurationError, match="set_candidate_plans"):
         dealer.change_plan(TWO, most_of_ranks=most)

@@ -12,7 +12,8 @@ from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = pytest.mark.dist
 
-THREE = [
+MIXED = [
+    plan_of(pipeline(stage(0, 0, 3)), pipeline(stage([1, 2], 0, 3))),
     plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3))),
     plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)), pipeline(stage(2, 0, 3))),
     plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(1, 2, 3))),
@@ -34,18 +35,25 @@ def assert_same_training(found: Outcome, expected: Outcome) -> None:
 def test_a_plan_for_each_iteration_trains_as_one_device_does_and_resumes_on_other_ranks(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
+    """In mid-run all plans get their ranks in other places, and back."""
     path = str(tmp_path / "mid-epoch.ckpt")
     steps = len(EpochOrder(LENGTHS, tokens_per_step=60))
     (single,) = pool.run(train, 1, [], 1)
-    ranks = pool.run(train, 3, THREE, 3, (steps // 2, path))
+    ranks = pool.run(train, 3, MIXED, 3, (steps // 2, path), None, (1, steps))
     assert all(outcome.losses == ranks[0].losses for outcome in ranks)
     assert len(ranks[0].losses) == 2 * steps
-    assert len({str(plan) for plan in ranks[0].plans}) >= 2, "no plan was changed"
     assert all(outcome.plans == ranks[0].plans for outcome in ranks)
+    start, stop = ranks[0].num_before
+    assert all(outcome.num_before == [start, stop] for outcome in ranks)
+    plans = ranks[0].plans
+    assert all(plan in MIXED for plan in plans[:start] + plans[stop:])
+    assert not any(plan in MIXED for plan in plans[start:stop])
+    for part in (plans[start:stop], plans[stop:]):
+        assert len({str(plan) for plan in part}) >= 2, "no plan was changed"
     assert max(outcome.longest_microbatch for outcome in ranks) > SHORT
     assert_same_training(ranks[0], single)
     # What was planned ahead of the last step is all that the store still has.
-    assert ranks[0].num_left_in_store <= 2 * 7
+    assert ranks[0].num_left_in_store <= 2 * 3
 
     resumed = pool.run(train, 2, TWO, 2, None, path)
     assert len(resumed[0].losses) == 2 * steps - steps // 2

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -30,6 +32,7 @@ from lightning_hetero.data.order import Cursor, EpochOrder
 from lightning_hetero.data.planning import AheadOptions, AheadPlanner
 from lightning_hetero.data.producers import PlanningProcess, Producer
 from lightning_hetero.data.tickets import Ticket, TicketDealer
+from lightning_hetero.straggler import move_ranks
 from tests.core.sample_plans import random_plan
 from tests.data.rows import dealers, equal_costs, lengths_of
 
@@ -99,6 +102,33 @@ def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
             seen += found
             cursor = tickets[0].after
     assert sorted(seen) == list(range(len(lengths)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(runs(), st.data())
+def test_other_plans_hold_for_all_ranks_from_the_first_iteration_that_was_not_drawn(
+    run, data
+) -> None:
+    candidates, world_size = run
+    taken_by = dict(enumerate(data.draw(st.permutations(range(world_size)))))
+    moved = replace(
+        candidates, plans=tuple(move_ranks(plan, taken_by) for plan in candidates.plans)
+    )
+    lengths = lengths_of(100, longest=40)
+    order = EpochOrder(lengths, tokens_per_step=150)
+    last_before = data.draw(st.integers(0, len(order) - 1))
+    ranks = dealers(order, candidates, world_size)
+    seen: list[int] = []
+    ran: Counter[Any] = Counter()
+    since = {len(order)}
+    for number, tickets in enumerate(zip(*(rank.deal(Cursor()) for rank in ranks), strict=True)):
+        seen += by_pipeline(moved if number >= max(since) else candidates, list(tickets))
+        ran[tickets[0].plan] += 1
+        if number == last_before:
+            since = {rank.set_candidates(moved) for rank in ranks}
+    assert len(since) == 1
+    assert sorted(seen) == list(range(len(lengths)))
+    assert all(rank.num_dealt == ran for rank in ranks)
 
 
 @pytest.mark.parametrize("kind", ["memory", "torch"])

@@ -20,6 +20,7 @@ def report(rank: int, slowness: float = 1.0, waits_s=None) -> RankReport:
         pace=1.0,
         forward_share=0.5,
         work=1.0,
+        num_microbatches=1,
         excess_wait_s=waits_s or {},
         hidden_bytes=0,
     )

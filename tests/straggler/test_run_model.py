@@ -13,7 +13,7 @@ from lightning_hetero.straggler import (
     PlaceTimes,
     RunModel,
     Slowness,
-    assigning_measure,
+    WatchedPlans,
     find_measures,
     restart_measure,
     swap_ranks,
@@ -46,6 +46,12 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
     return MeasuredRun(**{**facts, **options})
 
 
+def measures_of(ran, slowness, plans=()):
+    models = tuple(RunModel(facts, slowness) for facts in ran)
+    plans = plans or tuple(model.plan for model in models)
+    return find_measures(WatchedPlans(plans=plans, models=models), slowness)
+
+
 def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
     for num_stages in (1, 2, 4):
         plan = even(num_stages)
@@ -59,7 +65,7 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     balanced = model.balanced(plan)
     assert model.counts(balanced) == (9, 9, 9, 5)
     assert model.iteration_s(balanced) == pytest.approx(10.0 + 5 * 1.9 - 8)
-    (measure,) = find_measures(model, plan, slowness)
+    (measure,) = measures_of([measured(plan)], slowness)
     assert measure.mitigation is Mitigation.REBALANCE
     assert measure.effect == "moved 3 of 32 micro-batches away"
     assert measure.iteration_s == model.iteration_s(balanced)
@@ -68,10 +74,9 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
 def test_a_slow_gradient_link_is_left_by_both_its_ends():
     plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
     model = RunModel(measured(plan), slowness)
-    (measure,) = find_measures(model, plan, slowness)
+    (measure,) = measures_of([measured(plan)], slowness)
     assert measure.mitigation is Mitigation.SWAP
-    assert measure.plan is not None
-    assert [p.ranks for p in measure.plan.pipelines] == [(1, 0), (3, 2)]
+    assert [p.ranks for p in measure.plans[0].pipelines] == [(1, 0), (3, 2)]
     assert measure.iteration_s < 0.5 * model.iteration_s(plan)
     # Moving one end alone helps nothing: what the other end holds belongs half to the first.
     one = swap_ranks(plan, (0,), (1,))
@@ -91,7 +96,7 @@ def test_unequal_devices_take_their_own_time_in_another_place():
     places = {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(4)}
     probe_s = {0: 1.0, 1: 2.0, 2: 1.0, 3: 2.0}
     model = RunModel(measured(plan, places=places, probe_s=probe_s), Slowness())
-    before, after = (model.places_s(p) for p in (plan, swap_ranks(plan, (0,), (1,))))
+    before, after = (model.paces(p) for p in (plan, swap_ranks(plan, (0,), (1,))))
     assert before[0] == before[1] == pytest.approx(1.0)
     assert after[0] == pytest.approx(0.5)
     assert after[1] == pytest.approx(2.0)
@@ -127,11 +132,53 @@ def test_findings_become_slowness():
 
 
 def test_a_data_module_gives_every_pipeline_the_same_time():
-    measure = assigning_measure(even(1), Slowness(ranks={3: 2.0}), healthy_s=7.0, world_size=4)
-    assert measure is not None
-    assert measure.iteration_s == pytest.approx(7.0 * 4 / 3.5)
-    assert measure.slowdowns == (1.0, 1.0, 1.0, 2.0)
-    assert assigning_measure(even(1), Slowness(), healthy_s=7.0, world_size=4) is None
+    (measure,) = measures_of([measured(even(1), is_assigned=True)], Slowness(ranks={3: 2.0}))
+    assert measure.mitigation is Mitigation.REBALANCE
+    # Of the 10 s the pipelines take 8: four of them at speeds 1, 1, 1 and 1/2.
+    exchange_s = 10.0 - 8.0
+    assert measure.iteration_s == pytest.approx(exchange_s + 8.0 * 4 / 3.5)
+    assert measure.effect == "assigned less to rank 3"
+    assert measure.slowdowns == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
+    assert measure.plans == measure.first_plans == (even(1),)
+
+
+def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
+    plans = (even(2), even(4), even(1))
+    slowness = Slowness(links={(0, 2): 200.0})
+    ran = [
+        measured(plans[0], is_assigned=True, share=0.75),
+        measured(plans[1], is_assigned=True, share=0.25),
+    ]
+    (measure,) = measures_of(ran, slowness, plans)
+    assert measure.mitigation is Mitigation.SWAP
+    assert [[p.ranks for p in plan.pipelines] for plan in measure.plans] == [
+        [(1, 0), (3, 2)],
+        [(1, 0, 3, 2)],
+        [(1,), (0,), (3,), (2,)],
+    ]
+    models = [RunModel(facts, slowness) for facts in ran]
+    assert measure.iteration_s == pytest.approx(
+        sum(
+            model.share * model.iteration_s(plan)
+            for model, plan in zip(models, measure.plans, strict=False)
+        )
+    )
+    assert measure.first_plans == plans
+
+
+def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
+    """What micro-batches weigh in a place isn't the rank's doing."""
+    places = {
+        rank: PlaceTimes(forward_s=0.3 * work, backward_s=0.7 * work, work=work)
+        for rank, work in enumerate((1.0, 2.0, 1.0, 2.0))
+    }
+    probe_s = {0: 1.0, 1: 3.0, 2: 1.0, 3: 3.0}
+    facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
+    model = RunModel(facts, Slowness(ranks={1: 2.0}))
+    run = WatchedPlans(plans=(even(2),), models=(model,))
+    measure = run.measure(Mitigation.SWAP, {0: 1, 1: 0}, "")
+    assert measure.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
+    assert measure.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
 
 
 def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():

@@ -31,7 +31,11 @@ OTHER = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
 DEVICE = Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=2.0)
 LINK = Finding(kind=FindingKind.LINK, ranks=(0, 2), ratio=9.0)
 S2 = Measure(
-    mitigation=Mitigation.REBALANCE, iteration_s=1.2, effect="moved", plan=OTHER, first_plan=PLAN
+    mitigation=Mitigation.REBALANCE,
+    iteration_s=1.2,
+    effect="moved",
+    plans=(OTHER,),
+    first_plans=(PLAN,),
 )
 
 
