@@ -42,7 +42,7 @@ class StageEnd(BaseException):
 
 def seed_of(*parts: int) -> int:
     """Return a 63-bit seed that depends on every part and on their order."""
-    text = ",".join(str(part) for part in parts).encode()
+    text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 

@@ -404,8 +404,7 @@ class Engine:
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
-            totals = torch.stack([propagation.loss_sum, propagation.weight])
-            row = torch.cat([totals, self.logs.as_row(entries)])
+            row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
             return row if place is None or place.tp_rank == 0 else torch.zeros_like(row)
 

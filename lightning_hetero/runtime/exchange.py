@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from lightning_hetero.core.transfers import Message, Piece
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.side_stream import SideStream
+from lightning_hetero.runtime.trace import traced
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["ExchangeOptions", "Pull", "Push", "in_units"]
@@ -113,6 +113,11 @@ class _PullUnit:
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of what is owned and held here."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do, as slices and compute weights share their memory."""
+        return not (self.sending or self.receiving or self.copies)
+
 
 class Pull:
     """Bring the stage's weights up to date: posted at once, waited for unit by unit.
@@ -144,7 +149,7 @@ class Pull:
             prepared = units[unit] = _PullUnit({}, [], [])
             for message in items:
                 self._prepare_message(prepared, message)
-        return units
+        return {unit: prepared for unit, prepared in units.items() if not prepared.is_empty}
 
     def _prepare_message(self, unit: _PullUnit, message: Message) -> None:
         rank, rows = self._store.global_rank, self._weights.rows
@@ -174,7 +179,7 @@ class Pull:
         self._weights.take_back()
         with self._options.side_stream.behind_compute():
             for index, unit in (self._trainable if trainable_only else self._all).items():
-                with record_function(f"pull.post {index}"):
+                with traced(f"pull.post {index}"):
                     self._post(index, unit)
                 self._posted[index] = self._options.side_stream.mark()
 
@@ -205,7 +210,7 @@ class Pull:
             return
         self._options.side_stream.join(self._posted.pop(unit))
         if unit in self._arriving:
-            with record_function(f"pull.wait {unit}"):
+            with traced(f"pull.wait {unit}"):
                 self._unpack(*self._arriving.pop(unit))
 
     def _unpack(
@@ -249,13 +254,15 @@ class Push:
         self._store = store
         self._weights = weights
         self._options = options
-        self._units = in_units(weights.table.push(store.global_rank))
+        messages = weights.table.push(store.global_rank)
+        self._local = [item for item in messages if item.source == item.destination]
+        self._units = in_units([item for item in messages if item.source != item.destination])
         self._pipelines = {
             (name, holding.global_rank): holding.pipeline_index
             for name in store.specs
             for holding in weights.table.holdings(name)
         }
-        self._trainable_of_unit: dict[int, set[str]] = {
+        self.sent_by_unit: dict[int, set[str]] = {
             unit: {
                 piece.parameter
                 for message in messages
@@ -264,6 +271,7 @@ class Push:
             }
             for unit, messages in self._units.items()
         }
+        """The parameters of each unit whose gradients leave this rank."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._arriving: list[tuple[list[dist.Work], list[tuple[int, int]]]] = []
@@ -271,15 +279,10 @@ class Push:
         self._sent: list[Tensor] = []
         self._contributions: list[_Contribution] = []
 
-    @property
-    def names_by_unit(self) -> dict[int, set[str]]:
-        """The parameters of each unit whose gradients this rank sends or copies."""
-        return self._trainable_of_unit
-
     def start(self) -> None:
-        """Begin an iteration's push; units of which this rank computes nothing are ready."""
+        """Begin an iteration's push; units of which this rank sends nothing are ready."""
         self._waiting = list(self._units)
-        self._ready = {unit for unit, names in self._trainable_of_unit.items() if not names}
+        self._ready = {unit for unit, names in self.sent_by_unit.items() if not names}
 
     def unit_ready(self, unit: int) -> None:
         """Say that a unit's gradients are final here; posts whatever can go now, in order."""
@@ -292,12 +295,14 @@ class Push:
         self._ready.update(self._waiting)
         while self._waiting:
             self._post(self._waiting.pop(0))
-        with record_function("push.wait"):
+        with traced("push.wait"):
             for works, senders in self._arriving:
                 _wait_for_all(self._options.clock, works, senders)
             for work in self._works:
                 work.wait()
             self._options.side_stream.join(self._options.side_stream.mark())
+        for message in self._local:
+            self._contribute(message, self._gradient_rows(message))
         gradients = self._sum()
         self._arriving.clear()
         self._works.clear()
@@ -314,16 +319,14 @@ class Push:
         )
 
     def _post(self, unit: int) -> None:
-        with record_function(f"push.post {unit}"), self._options.side_stream.behind_compute():
+        with traced(f"push.post {unit}"), self._options.side_stream.behind_compute():
             self._post_messages(self._units[unit])
 
     def _post_messages(self, messages: Sequence[Message]) -> None:
         operations, senders = [], []
+        rank = self._store.global_rank
         for message in messages:
-            rank = self._store.global_rank
-            if message.source == rank == message.destination:
-                self._contribute(message, self._gradient_rows(message))
-            elif message.source == rank:
+            if message.source == rank:
                 buffer = _pack(self._gradient_rows(message), self._options.dtype)
                 self._sent.append(buffer)
                 operations.append(

@@ -111,11 +111,11 @@ class GradientCounter:
         self._push = push
         self._active = False
         self._left: dict[int, int] = {}
-        self._sizes = {unit: len(names) for unit, names in push.names_by_unit.items()}
+        self._sizes = {unit: len(names) for unit, names in push.sent_by_unit.items()}
         for spec in specs:
             shard = weights.shards.get(spec.name)
             unit = unit_of(spec, plan.num_layers)
-            if shard is not None and spec.name in push.names_by_unit.get(unit, ()):
+            if shard is not None and spec.name in push.sent_by_unit.get(unit, ()):
                 shard.register_post_accumulate_grad_hook(self._hook(unit))  # type: ignore[no-untyped-call]
 
     def _hook(self, unit: int) -> Callable[[Tensor], None]:

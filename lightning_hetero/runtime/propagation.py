@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.boundary import MicrobatchRun, StageBoundary, StageEnd
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.microbatches import count_samples
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.step_logs import StepLogs
 from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
+from lightning_hetero.runtime.trace import traced
 
 __all__ = ["IterationKey", "Propagation", "StepContext"]
 
@@ -56,7 +55,9 @@ class _InFlight:
 
     hidden_in: Tensor | None
     output: Tensor
-    """Hidden state sent on, or the weighted loss on the last stage."""
+    """Hidden state sent on, or the loss on the last stage."""
+    gradient: Tensor | None
+    """The loss's: its target tokens. A hidden state's comes from the stage behind."""
 
 
 class Propagation:
@@ -84,10 +85,6 @@ class Propagation:
         self.microbatches = microbatches
         self.outputs: list[Any] = []
         """What the steps of a last stage returned; in training, what they did besides the loss."""
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=context.device)
-        """Sum of the losses, each times its target tokens."""
-        self.weight = torch.zeros_like(self.loss_sum)
-        """Sum of the target tokens."""
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
         self._run = run
@@ -96,6 +93,8 @@ class Propagation:
         self._key = key
         self._training = training
         self._in_flight: dict[int, _InFlight] = {}
+        self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
 
     def run(self, step: Callable[[Any], Any]) -> None:
         """Run the stage's schedule."""
@@ -103,7 +102,7 @@ class Propagation:
         for action, upcoming in zip_longest(actions, actions[1:]):
             self._expect(action, upcoming)
             timed = self._context.clock.action(action.kind, action.microbatch_index)
-            with record_function(str(action)), timed:
+            with traced(str(action)), timed:
                 if action.kind is ActionKind.FORWARD:
                     self._forward(step, action.microbatch_index)
                 else:
@@ -126,26 +125,34 @@ class Propagation:
             raise StepError(
                 "The step returned without calling the model's layers. Call the model once in it."
             )
-        weight = as_weight(
-            count_targets(self._context.module, microbatch, watch, count_samples(microbatch)),
-            self._context.device,
-        )
+        num_targets = count_targets(self._context.module, microbatch, watch)
+        weight = as_weight(num_targets, self._context.device)
         self._context.logs.keep_microbatch(weight)
-        self.weight = self.weight + weight
+        self._weights.append(weight)
         if not self._training:
             self.outputs.append(output)
             return
         if isinstance(output, dict):
             self.outputs.append(_without_loss(output))
         loss = _loss_of(output).float()
-        # The mean of no targets is no number, and must count nothing.
-        weighted = torch.where(weight > 0, loss * weight.float(), torch.zeros_like(loss))
-        self.loss_sum = self.loss_sum + weighted.detach().double()
-        self._hold(index, run.hidden_in, weighted)
+        self._losses.append(loss.detach())
+        self._hold(index, run.hidden_in, loss, weight.float())
 
-    def _hold(self, index: int, hidden_in: Tensor | None, output: Tensor) -> None:
+    def totals(self) -> Tensor:
+        """Return the sums of losses, each times its target tokens, and of target tokens; (2,)."""
+        if not self._weights:
+            return torch.zeros(2, dtype=torch.float64, device=self._context.device)
+        weights = torch.stack(self._weights)
+        losses = torch.stack(self._losses).double() if self._losses else torch.zeros_like(weights)
+        # The mean of no targets is no number, and must count nothing.
+        weighted = torch.where(weights > 0, losses * weights, 0.0)
+        return torch.stack([weighted.sum(), weights.sum()])
+
+    def _hold(
+        self, index: int, hidden_in: Tensor | None, output: Tensor, gradient: Tensor | None = None
+    ) -> None:
         if self._training:
-            self._in_flight[index] = _InFlight(hidden_in, output)
+            self._in_flight[index] = _InFlight(hidden_in, output, gradient)
             self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
     def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
@@ -187,7 +194,7 @@ class Propagation:
 
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._run.link
-        gradient = None
+        gradient = held.gradient
         if link.following is not None:
             link.expect_gradient(index, held.output)
             gradient = link.receive_gradient(index)

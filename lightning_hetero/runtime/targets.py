@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetero.runtime.microbatches import count_samples
+
 __all__ = ["LossWatch", "as_weight", "count_targets"]
 
 _CLASSIFICATION = {F.cross_entropy: -100, F.nll_loss: -100}
@@ -81,9 +83,7 @@ class LossWatch(TorchFunctionMode):
             self.num_targets, self.size = num_targets, size
 
 
-def count_targets(
-    module: object, microbatch: object, watch: LossWatch, num_samples: int
-) -> Tensor | int:
+def count_targets(module: object, microbatch: object, watch: LossWatch) -> Tensor | int:
     """Return the number of target tokens of a micro-batch, as the module's docstring says."""
     seen, num_tokens = watch.num_targets, getattr(microbatch, "num_tokens", None)
     by_module = getattr(module, "num_target_tokens", None)
@@ -96,7 +96,7 @@ def count_targets(
             if by_batch is not None:
                 known: Tensor | int = by_batch() if callable(by_batch) else by_batch
                 return known
-    return num_samples if seen is None else seen
+    return count_samples(microbatch) if seen is None else seen
 
 
 def as_weight(num_targets: Tensor | int, device: torch.device) -> Tensor:

@@ -101,12 +101,12 @@ def test_the_module_knows_better_than_the_batch_and_the_batch_than_the_loss() ->
     batch = SimpleNamespace(num_target_tokens=7, size=2)
     watch = LossWatch()
     watch.num_targets = 5
-    assert count_targets(module, batch, watch, 3) == 20
-    assert count_targets(object(), batch, watch, 3) == 7
+    assert count_targets(module, batch, watch) == 20
+    assert count_targets(object(), batch, watch) == 7
     batch.target_tokens = 8
-    assert count_targets(object(), batch, watch, 3) == 8
-    assert count_targets(object(), object(), watch, 3) == 5
-    assert count_targets(object(), object(), LossWatch(), 3) == 3
+    assert count_targets(object(), batch, watch) == 8
+    assert count_targets(object(), object(), watch) == 5
+    assert count_targets(object(), [torch.zeros(3, 2)], LossWatch()) == 3
 
 
 def test_a_loss_over_all_tokens_knows_better_than_the_batch_whose_labels_a_step_replaced() -> None:
@@ -114,15 +114,15 @@ def test_a_loss_over_all_tokens_knows_better_than_the_batch_whose_labels_a_step_
     batch = SimpleNamespace(num_target_tokens=5, num_tokens=6)
     with LossWatch() as watch:
         F.cross_entropy(torch.randn(6, 4), labels)
-    assert count_targets(object(), batch, watch, 2) == 3
+    assert count_targets(object(), batch, watch) == 3
     with LossWatch() as watch:
         F.cross_entropy(torch.randn(4, 4), labels[:4])
-    assert count_targets(object(), batch, watch, 2) == 5
+    assert count_targets(object(), batch, watch) == 5
 
 
 def test_a_batch_may_count_by_a_method() -> None:
     batch = SimpleNamespace(num_target_tokens=lambda: torch.tensor(9))
-    count = count_targets(object(), batch, LossWatch(), 3)
+    count = count_targets(object(), batch, LossWatch())
     assert float(as_weight(count, torch.device("cpu"))) == 9.0
 
 
