@@ -16,7 +16,6 @@ whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorit
 """
 
 import datetime
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +47,14 @@ from lightning_hetero.runtime.detect import Seat, cluster_of, detect_seats
 from lightning_hetero.runtime.profile_cache import profile_seats
 from lightning_hetero.runtime.profiling import ProfileOptions
 from lightning_hetero.runtime.sizes import infer_model_spec
-from lightning_hetero.simulator import CostModel, RooflineCost, StageShape, StateLayout
+from lightning_hetero.simulator import (
+    CostModel,
+    RooflineCost,
+    StageShape,
+    StateLayout,
+    bound_line,
+    prediction_lines,
+)
 
 __all__ = ["make_plan"]
 
@@ -57,7 +63,6 @@ _DEFAULT_SAMPLES = 8
 _DEFAULT_LENGTH = 512
 _MAX_PROFILED_TOKENS = 4096
 _MAX_PARTS = 4
-_NUM_STATES = 4  # Master, summed gradient and two moments of each owned parameter.
 _UNKNOWN_SIZES = (
     "This module's sizes can't be told (no list of layers, or layers without matrices), so nothing "
     "was planned: every rank gets a whole model and as many samples, however fast it is. Name the "
@@ -73,19 +78,23 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
         ClusterError, ProfileError: What was given is wrong or for something else.
     """
     if facts.comms.world_size == 1:
-        return _data_parallel(facts, "one rank: nothing to plan")
+        return _data_parallel(facts, "nothing: there is one rank")
     seats = detect_seats(facts.comms, facts.device, slowdown=facts.slowdown)
     unequal = len({seat.device.name for seat in seats}) > 1
     model = infer_model_spec(facts.module, facts.layout)
     if model is None:
         # Equal devices get this plan anyway; others, and whoever describes a cluster, expect more.
         warning = _UNKNOWN_SIZES if unequal or options.cluster is not None else None
-        return replace(_data_parallel(facts, "no plan could be predicted"), warning=warning)
+        return replace(
+            _data_parallel(facts, "nothing: no plan could be predicted"), warning=warning
+        )
     if facts.data is not None:
         return _plan_for_data(options, facts, model, seats)
     job = _on_rank_0(facts.comms, lambda: _Job.of(options, facts, model, seats))
     if options.cluster is None and not unequal and _holds_everything(job, facts):
-        return _data_parallel(facts, "equal devices that hold the whole model: no search")
+        return _data_parallel(
+            facts, "data parallelism: the devices are equal and hold the whole model"
+        )
     profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
     return _on_rank_0(facts.comms, lambda: _search(job, options, facts, profile))
 
@@ -142,7 +151,7 @@ class _Job:
         return cls(
             cluster=cluster,
             model=model,
-            states=_states_of(facts),
+            states=facts.state_layout(),
             sequence_length=length,
             batch_size=samples,
             microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
@@ -171,24 +180,11 @@ def _microbatch_sizes(samples: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*(samples // part for part in parts), 1]))
 
 
-def _states_of(facts: RunFacts) -> StateLayout:
-    """Return the bytes of weights, gradients and states; frozen parameters have only weights."""
-    count = sum(math.prod(spec.shape) for spec in facts.layout.specs)
-    trainable = sum(math.prod(s.shape) for s in facts.layout.specs if s.requires_grad)
-    share = trainable / count if count else 1.0
-    frozen = facts.master_bytes * (1 - share)
-    return StateLayout(
-        weight_bytes=facts.propagation_bytes,
-        gradient_bytes=math.ceil(facts.propagation_bytes * share),
-        owned_bytes=math.ceil(_NUM_STATES * facts.master_bytes * share + frozen),
-    )
-
-
 def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
     even = ParallelPlan.even(
         world_size=facts.comms.world_size, num_layers=facts.layout.num_layers, num_stages=1
     )
-    return AutoPlanned(plan=even, summary=reason)
+    return AutoPlanned(plan=even, summary=f"planned         {reason}")
 
 
 def _holds_everything(job: _Job, facts: RunFacts) -> bool:
@@ -260,12 +256,11 @@ def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | No
         )
     best = min(results, key=lambda result: result.best.simulation.iteration_time_s)
     bound_s = min(result.lower_bound_s for result in results)
-    predicted_s = best.best.simulation.iteration_time_s
     return AutoPlanned(
         plan=best.best.plan,
         basis=job.basis(best.workload.sequences_per_microbatch, profile),
         summary=_summary(job, best, bound_s, measured=profile is not None),
-        predicted_s=predicted_s,
+        simulation=best.best.simulation,
         lower_bound_s=bound_s,
     )
 
@@ -284,20 +279,16 @@ def _propose(
         ),
         given=_static_plans(basis, options, cost),
     )
-    source = "a measured profile" if profile is not None else "data sheets"
-    return AutoPlanned(
-        plan=found.plans[0],
-        candidates=found,
-        basis=basis,
-        summary=(
-            f"{job.cluster}\n"
-            f"planned for      {data.tokens_per_step:,} tokens an iteration in samples of up to "
-            f"{data.longest:,}\n"
-            f"predicted        {found.static_s:.4g} s of propagation under this plan, "
-            f"{found.dynamic_s:.4g} s under the best of {len(found.plans)} for each iteration, by "
-            f"{source}"
-        ),
-    )
+    several = len(found.plans) > 1
+    dynamic = f", {found.dynamic_s:.4g} s with the best of {len(found.plans)} plans for each"
+    lines = [
+        f"planned for     {data.tokens_per_step:,} tokens an iteration in samples of up to "
+        f"{data.longest:,}, by {_source(measured=profile is not None)}",
+        f"iteration time  {found.static_s:.4g} s under this plan{dynamic if several else ''}, "
+        "before exchange and optimizer step",
+        f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
+    ]
+    return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
 
 
 def _static_plans(basis: PlanBasis, options: AutoPlan, cost: CostModel) -> tuple[ParallelPlan, ...]:
@@ -316,24 +307,26 @@ def _static_plans(basis: PlanBasis, options: AutoPlan, cost: CostModel) -> tuple
 
 
 def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:
-    workload, predicted_s = result.workload, result.best.simulation.iteration_time_s
-    source = "a measured profile" if measured else "data sheets"
+    workload, simulation = result.workload, result.best.simulation
+    gap = simulation.iteration_time_s / bound_s - 1.0
     lines = [
-        str(job.cluster),
-        f"planned for      {workload.global_batch_size} samples of {workload.sequence_length} "
-        f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch",
-        f"predicted        {predicted_s:.4g} s an iteration, {result.tokens_per_s:,.0f} tokens/s, "
-        f"by {source}",
-        f"bound            no plan can be faster than {bound_s:.4g} s: this one is within "
-        f"{predicted_s / bound_s - 1:.1%}",
-        f"limited by       {result.limit}",
+        f"planned for     {workload.global_batch_size} samples of {workload.sequence_length:,} "
+        f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch, by "
+        f"{_source(measured=measured)}",
+        *prediction_lines(simulation, workload.num_tokens),
+        bound_line(f"faster than {bound_s:.4g} s", gap),
+        f"limited by      {result.limit}",
     ]
     if job.assumed:
         lines.append(
-            f"assumed          {', '.join(job.assumed)}: give them in HeteroStrategy(plan="
+            f"assumed         {', '.join(job.assumed)}: give them in HeteroStrategy(plan="
             "AutoPlan(...))"
         )
     return "\n".join(lines)
+
+
+def _source(*, measured: bool) -> str:
+    return "a measured profile" if measured else "data sheets"
 
 
 def _on_rank_0(comms: Communicators, work: Callable[[], _T]) -> _T:

@@ -4,6 +4,7 @@
 the answer and `PlanBasis` what it rests on.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,18 @@ from lightning_hetero.data.batch_sizes import BatchSizes
 from lightning_hetero.planner import CandidatePlans, Workload
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layout import ModelLayout
-from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StateLayout
+from lightning_hetero.simulator import (
+    CostModel,
+    ProfileCost,
+    RooflineCost,
+    Simulation,
+    StateLayout,
+)
 
-__all__ = ["AutoPlan", "AutoPlanned", "DataFacts", "PlanBasis", "RunFacts"]
+__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "DataFacts", "PlanBasis", "RunFacts"]
+
+NUM_STATES = 4
+"""What an Adam keeps of each owned parameter: master, summed gradient and two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +117,22 @@ class RunFacts:
     num_candidate_plans: int = 1
     """Plans to have at hand for such data."""
 
+    def state_layout(self) -> StateLayout:
+        """Return the bytes of weights, gradients and states; frozen parameters have only weights.
+
+        Where some are frozen, the bytes are means over all parameters.
+        """
+        specs = self.layout.specs
+        count = sum(spec.numel for spec in specs)
+        trainable = sum(spec.numel for spec in specs if spec.requires_grad)
+        share = trainable / count if count else 1.0
+        frozen = self.master_bytes * (1 - share)
+        return StateLayout(
+            weight_bytes=self.propagation_bytes,
+            gradient_bytes=math.ceil(self.propagation_bytes * share),
+            owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBasis:
@@ -132,14 +158,19 @@ class AutoPlanned:
 
     plan: ParallelPlan
     summary: str
-    """Lines for people: what was planned for, predicted time and bound."""
+    """Lines for people: what was planned for, iteration time and bound."""
     warning: str | None = None
     """What kept planning from being possible."""
-    predicted_s: float | None = None
-    """Predicted seconds of an iteration; None if nothing was simulated."""
+    simulation: Simulation | None = None
+    """A simulated iteration under the plan; None if nothing was simulated."""
     lower_bound_s: float | None = None
     """No plan is faster by the same costs; None if nothing was simulated."""
     basis: PlanBasis | None = None
     """What the prediction rests on; None if nothing was simulated."""
     candidates: CandidatePlans | None = None
     """Plans for data that is assigned, and what they cost; None for other data."""
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Predicted seconds of an iteration; None if nothing was simulated."""
+        return None if self.simulation is None else self.simulation.iteration_time_s

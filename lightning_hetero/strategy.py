@@ -50,6 +50,7 @@ from lightning_hetero.runtime.propagation import IterationKey
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.whole_matrices import check_optimizers
 from lightning_hetero.sliced import SlicesStrategy
+from lightning_hetero.summary import StartUp
 
 __all__ = ["HeteroStrategy"]
 
@@ -143,6 +144,7 @@ class HeteroStrategy(SlicesStrategy):
         """How many times slower this rank computes than it could; set before `setup`."""
         self.auto_planned: AutoPlanned | None = None
         """What the automatic plan rests on; None where a plan was given."""
+        self._announced: ParallelPlan | None = None
         self._num_microbatches = num_microbatches
         self._layers = layers
         self._ownership = Ownership(ownership)
@@ -262,16 +264,19 @@ class HeteroStrategy(SlicesStrategy):
         trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == TrainerFn.FITTING:
             _check_trainable(module)
-        self._engine = self._make_engine(module)
+        facts = self._gather_facts(module)
+        self._engine = self._make_engine(facts)
         if trainer.state.fn == TrainerFn.FITTING:
             self._trained = self._engine.store
+        num_batches = self.plan.num_pipelines if self.auto_planned is None else self.world_size
         self._dealer = Dealer(
             self.plan,
             global_rank=self.global_rank,
             num_microbatches=self._engine.config.num_microbatches,
-            num_batches=self.plan.num_pipelines if self.auto_planned is None else self.world_size,
+            num_batches=num_batches,
             seed=self._engine.config.seed,
         )
+        self._announce(facts, num_batches=num_batches)
         self.model_to_device()
         self._cut_copies(trainer, module)
         self.precision_plugin.deposit_gradients = self._deposit_gradients
@@ -283,10 +288,9 @@ class HeteroStrategy(SlicesStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def _make_engine(self, module: pl.LightningModule) -> Engine:
-        assert self._communicators is not None
-        layout = ModelLayout.of(module, layers=self._layers)
-        plans = self._find_plans(module, layout)
+    def _make_engine(self, facts: RunFacts) -> Engine:
+        module, layout = facts.module, facts.layout
+        plans = self._find_plans(facts)
         config = self._configure_engine(layout, plans.first)
         tensor_parallel = None
         if self._tp_plan is not None or plans.may_use_tensor_parallelism:
@@ -298,37 +302,41 @@ class HeteroStrategy(SlicesStrategy):
             module,
             layout,
             plans.first,
-            self._communicators,
+            facts.comms,
             config=config,
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
         self._make_candidate_groups()
         engine.clock.slowdown = self.slowdown
-        why = "" if plans.auto is None else f"\n{plans.auto.summary}"
-        rank_zero_info(
-            f"HeteroStrategy runs this plan on {self.world_size} ranks:\n{plans.first}{why}"
-        )
         return engine
 
-    def _find_plans(self, module: pl.LightningModule, layout: ModelLayout) -> RunPlans:
+    def _gather_facts(self, module: pl.LightningModule) -> RunFacts:
         assert self._communicators is not None
         trainer, precision = module.trainer, self.precision_plugin
         master = precision.master_dtype or precision.propagation_dtype
-        plans = self._request.answer(
-            RunFacts(
-                module=module,
-                layout=layout,
-                comms=self._communicators,
-                device=self.root_device,
-                sizes=lambda: find_sizes(trainer),
-                slowdown=self.slowdown,
-                propagation_bytes=precision.propagation_dtype.itemsize,
-                master_bytes=master.itemsize,
-                data=find_data(trainer),
-                num_candidate_plans=self._request.num_candidate_plans,
-            )
+        return RunFacts(
+            module=module,
+            layout=ModelLayout.of(module, layers=self._layers),
+            comms=self._communicators,
+            device=self.root_device,
+            sizes=lambda: find_sizes(trainer),
+            slowdown=self.slowdown,
+            propagation_bytes=precision.propagation_dtype.itemsize,
+            master_bytes=master.itemsize,
+            data=find_data(trainer),
+            num_candidate_plans=self._request.num_candidate_plans,
         )
+
+    def _announce(self, facts: RunFacts, *, num_batches: int) -> None:
+        """Say once for each plan what starts; collective."""
+        if self.plan != self._announced:
+            self._announced = self.plan
+            start = StartUp.gather(facts, self.engine, self.auto_planned, num_batches=num_batches)
+            rank_zero_info("%s", start)
+
+    def _find_plans(self, facts: RunFacts) -> RunPlans:
+        plans = self._request.answer(facts)
         self.auto_planned = plans.auto
         self.candidate_plans, self.candidate_costs = plans.candidates, plans.costs
         return plans

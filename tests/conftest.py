@@ -3,11 +3,15 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.processes import LAUNCHER_VARIABLES, ProcessPool
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+# How long an example takes says nothing on a machine that others use, too.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

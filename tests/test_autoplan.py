@@ -72,7 +72,7 @@ def test_fast_devices_get_more_work_and_the_summary_says_what_to_expect(
         assert slow < min(counts.get(2, 0), counts.get(3, 0))
     assert outcome.predicted_s is not None
     assert outcome.summary is not None
-    for word in ("/6", "/2", "24 samples of 8 tokens", "no plan can be faster than"):
+    for word in ("24 samples of 8 tokens", "iteration time", "no plan can be faster than"):
         assert word in outcome.summary
 
 

@@ -5,6 +5,7 @@ from lightning_hetero.simulator.cost import (
     MicroBatchShape,
     StageShape,
     StateLayout,
+    usable_bytes,
 )
 from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost
@@ -49,4 +50,5 @@ __all__ = [
     "simulated_facts",
     "split_batch",
     "trace_events",
+    "usable_bytes",
 ]

@@ -18,7 +18,14 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import StagePlan
 
-__all__ = ["CostModel", "MicroBatchShape", "StageShape", "StateLayout", "in_flight_tokens"]
+__all__ = [
+    "CostModel",
+    "MicroBatchShape",
+    "StageShape",
+    "StateLayout",
+    "in_flight_tokens",
+    "usable_bytes",
+]
 
 MicroBatchShape = tuple[int, ...]
 """Tokens of each sequence of one micro-batch."""
@@ -77,6 +84,15 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
         window += tokens[index] - tokens[index - num_in_flight]
         most = max(most, window)
     return most
+
+
+def usable_bytes(memory_bytes: float) -> float:
+    """Return how much of a device's memory a plan may fill.
+
+    One GiB goes to the CUDA context and communication buffers and 4 % to fragmentation; small
+    (emulated) devices give 10 % at most.
+    """
+    return memory_bytes - min(2**30 + 0.04 * memory_bytes, 0.1 * memory_bytes)
 
 
 class CostModel(ABC):
@@ -234,13 +250,8 @@ class CostModel(ABC):
         )
 
     def usable_bytes(self, device: str) -> float:
-        """Return the memory of a device that a plan may fill.
-
-        One GiB goes to the CUDA context and communication buffers and 4 % to fragmentation; small
-        (emulated) devices give 10 % at most.
-        """
-        total = self.device(device).memory_bytes
-        return total - min(2**30 + 0.04 * total, 0.1 * total)
+        """Return the memory of a device that a plan may fill."""
+        return usable_bytes(self.device(device).memory_bytes)
 
     def _find_shape(self, stage: StagePlan) -> StageShape:
         if stage.ranks[-1] >= len(self.node_of_rank) or max(stage.ranks) >= len(self.node_of_rank):

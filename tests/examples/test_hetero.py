@@ -40,7 +40,11 @@ def fit(folder, **options):
 def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
     for steps in (6, 8):
         done = fit(tmp_path, **{"--trainer.max_steps": steps})
-        assert done.returncode == 0, done.stdout + done.stderr
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, output
+        assert output.count("HeteroStrategy on 2 × ") == 1
+        assert "samples of up to 128, by a measured profile" in output
+        assert "\x1b" not in output
     logs = sorted((tmp_path / "outputs/hetero/logs").iterdir())
     rows = [
         list(csv.DictReader((folder / "metrics.csv").read_text().splitlines())) for folder in logs

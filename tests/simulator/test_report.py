@@ -14,7 +14,7 @@ def facts_of(*devices, **known):
 def test_like_pipelines_share_their_lines_and_list_their_ranks():
     known = {"used_bytes": 2**31, "usable_bytes": 2**35, "busy": 0.5}
     facts = facts_of("A", "A", "B", "A", **known)
-    facts[1][1] = facts[1][1]._replace(busy=0.75)
+    facts[1][1] = facts[1][1]._replace(busy=0.75, used_bytes=2**31 + 7)
     table = plan_table(PLAN, facts, [4, 4, 4, 2])
     cells = [dict(zip(table.header, row, strict=True)) for row in table.rows]
     assert [row["pipeline"] for row in cells] == ["0-1 (2 ×)", "", "2", "", "3", ""]
