@@ -1,8 +1,6 @@
 """Features of the Trainer under HeteroStrategy do what they do on a single device."""
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.processes import ProcessPool, clean_environment
+from tests.processes import ProcessPool, run_python
 from tests.runtime.features import (
     AFTER_FIT,
     average_stochastically,
@@ -304,16 +302,9 @@ def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
     script.write_text(CLI)
     config.write_text(CONFIG)
     root = str(Path(__file__).resolve().parents[1])
-    done = subprocess.run(
-        [sys.executable, str(script), "fit", "--config", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        cwd=tmp_path,
-        env=clean_environment(PYTHONPATH=root),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 1 pipelines" in done.stdout
-    assert "rank 1 of 1 pipelines" in done.stdout
-    assert done.stdout.count("after 4 steps") == 2
+    command = [script, "fit", "--config", config]
+    code, output = run_python(command, folder=tmp_path, PYTHONPATH=root)
+    assert code == 0, output
+    assert "rank 0 of 1 pipelines" in output
+    assert "rank 1 of 1 pipelines" in output
+    assert output.count("after 4 steps") == 2

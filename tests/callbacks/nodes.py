@@ -4,16 +4,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from tests.processes import clean_environment, free_port
+from tests.processes import free_port, start_python
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 1500.0
@@ -32,7 +31,7 @@ class Nodes:
         self.folder = folder
         self.nnodes = nnodes
         self.settings = settings
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, mp.Process] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._port = free_port()
         # Served from here, so that any node may die.
@@ -48,24 +47,22 @@ class Nodes:
     def start(self, *names: str) -> None:
         for name in names:
             command = [
-                sys.executable, "-m", "tests.callbacks.agent", f"--nnodes={self.nnodes}",
+                "-m", "tests.callbacks.agent", f"--nnodes={self.nnodes}",
                 "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d",
                 f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=run",
                 "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_interval=1,"
                 "keep_alive_max_attempt=5",
                 "--local-addr=127.0.0.1", "--monitor-interval=0.1",
             ]  # fmt: skip
-            environment = clean_environment(
-                PYTHONPATH=str(ROOT),
+            self.agents[name] = start_python(
+                command,
+                output=self.folder / f"{name}.log",
+                folder=ROOT,
                 FOLDER=str(self.folder),
                 NODE=name,
                 ELASTIC=json.dumps(self.settings),
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )
-            with (self.folder / f"{name}.log").open("ab") as log:
-                self.agents[name] = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=log
-                )
 
     def lose(self, *names: str) -> None:
         """Take nodes away at once, with all processes and everything they kept."""
@@ -74,9 +71,9 @@ class Nodes:
             children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
             workers = children.read_text().split() if children.exists() else []
             for pid in (agent.pid, *map(int, workers)):
-                if agent.poll() is None or pid != agent.pid:
+                if agent.is_alive() or pid != agent.pid:
                     os.kill(pid, signal.SIGKILL)
-            agent.wait()
+            agent.join()
         for name in names:
             shutil.rmtree((self.folder / name / "memory").resolve(), ignore_errors=True)
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -87,22 +84,20 @@ class Nodes:
         temporary.write_text(str(step))
         temporary.replace(self.folder / "limit")
 
-    def terminate(self, name: str) -> None:
-        """Send SIGTERM to an agent, as a system that shuts down does, and wait for its end."""
-        self.agents[name].terminate()
-        self.wait_for_end(name)
-
     def wait_for_end(self, *names: str) -> list[int]:
         codes = []
         for name in names:
-            codes.append(self.agents.pop(name).wait(timeout=PATIENCE_S))
+            agent = self.agents[name]
+            agent.join(PATIENCE_S)
+            assert not agent.is_alive(), self.logs()
+            codes.append(self.agents.pop(name).exitcode)
         return codes
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, self.logs()
-            ended = [name for name, agent in self.agents.items() if agent.poll() not in (None, 0)]
+            ended = [name for name, agent in self.agents.items() if agent.exitcode not in (None, 0)]
             assert not ended, self.logs()
             time.sleep(0.02)
 

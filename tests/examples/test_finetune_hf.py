@@ -1,12 +1,10 @@
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.processes import clean_environment
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -24,24 +22,17 @@ SMALL = {
 PLAIN = {"--trainer.strategy": "auto", "--trainer.devices": 1, "--data.samples_per_batch": 6}
 
 
-def fine_tune(folder, **options):
+def fine_tune(folder, num_processes=1, **options):
     """Run the example there; return what it printed and its losses."""
-    command = [sys.executable, ROOT / "examples/finetune_hf.py", "fit"]
+    command = [ROOT / "examples/finetune_hf.py", "fit"]
     command += ["--config", ROOT / "examples/finetune_hf.yaml"]
-    done = subprocess.run(
-        [*command, *(f"{name}={value}" for name, value in {**SMALL, **options}.items())],
-        cwd=folder,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command += [f"{name}={value}" for name, value in {**SMALL, **options}.items()]
+    code, output = run_python(command, folder=folder, num_processes=num_processes)
+    assert code == 0, output
     newest = max((folder / "outputs/finetune_hf/logs").iterdir(), key=lambda p: p.stat().st_mtime)
     with (newest / "metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
-    return done.stdout, losses
+    return output, losses
 
 
 @pytest.mark.slow
@@ -60,7 +51,7 @@ def test_three_processes_fine_tune_as_one_does_and_go_on_from_what_they_wrote(tm
     trained = AutoModelForCausalLM.from_pretrained(folder)
     assert trained.config.hidden_size == 32
     more = {"--model.folder": folder, "--model.output": "more"}
-    output, losses_from_there = fine_tune(tmp_path, **more)
+    output, losses_from_there = fine_tune(tmp_path, num_processes=3, **more)
     assert f"from {folder}" in output
     assert max(losses_from_there) < losses[0]
     _, expected = fine_tune(tmp_path, **PLAIN, **more)

@@ -1,12 +1,10 @@
 import csv
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import clean_environment
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -21,27 +19,19 @@ SMALL = {
 }
 
 
-def fit(folder, **options):
-    command = [sys.executable, ROOT / "examples/hetero.py", "fit"]
-    command += ["--config", ROOT / "examples/hetero.yaml"]
-    return subprocess.run(
-        [*command, *(f"{name}={value}" for name, value in {**SMALL, **options}.items())],
-        cwd=folder,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+def fit(folder, num_processes=1, **options):
+    """Run the example there; return its exit code and what it printed."""
+    command = [ROOT / "examples/hetero.py", "fit", "--config", ROOT / "examples/hetero.yaml"]
+    command += [f"{name}={value}" for name, value in {**SMALL, **options}.items()]
+    return run_python(command, folder=folder, num_processes=num_processes)
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
-    for steps in (6, 8):
-        done = fit(tmp_path, **{"--trainer.max_steps": steps})
-        output = done.stdout + done.stderr
-        assert done.returncode == 0, output
+    for steps, num_processes in ((6, 1), (8, 4)):  # The first run starts its processes itself.
+        code, output = fit(tmp_path, num_processes, **{"--trainer.max_steps": steps})
+        assert code == 0, output
         assert output.count("HeteroStrategy on 2 × ") == 1
         assert "samples of up to 128, by a measured profile" in output
         assert "\x1b" not in output
@@ -65,6 +55,6 @@ def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
 
 
 def test_a_wrong_option_is_refused_when_it_is_parsed(tmp_path):
-    done = fit(tmp_path, **{"--trainer.strategy.init_args.num_candidate_plan": 2})
-    assert done.returncode == 2
-    assert "num_candidate_plan" in done.stderr
+    code, output = fit(tmp_path, **{"--trainer.strategy.init_args.num_candidate_plan": 2})
+    assert code == 2
+    assert "num_candidate_plan" in output

@@ -1,24 +1,18 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--steps", "4", "--batch", "2", "--microbatches", "2", "--context", "32", "--hidden", "32"]
 
 
 def run_main_job(folder, *options):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/train_text.py", *SMALL, "--out", folder, *options],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [ROOT / "examples/train_text.py", *SMALL, "--out", folder, *options]
+    code, output = run_python(command, folder=folder)
+    assert code == 0, output
+    return output
 
 
 def check_report(output, folder):
