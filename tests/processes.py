@@ -1,25 +1,19 @@
-"""Run functions and scripts in processes that needn't import torch and Lightning.
+"""Run a function on several gloo processes that are started once and used again and again.
 
-A fork server imports them once, so starting a process costs little. Tests share a pool of gloo
-processes that are used again and again: `pool.run(function, world_size, *arguments)` calls
-`function(global_rank, *arguments)` in each of the first `world_size` processes, with the
-environment of a launcher, and returns the results by rank. `start_python` and `run_python` do with
-a script what the command `python` does.
+A fork server imports torch and Lightning once, so starting a process costs little, and tests share
+a pool: `pool.run(function, world_size, *arguments)` calls `function(global_rank, *arguments)` in
+each of the first `world_size` processes, with the environment of a launcher, and returns the
+results by rank.
 """
 
-import atexit
 import contextlib
 import gc
 import os
-import runpy
 import socket
-import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -33,9 +27,6 @@ LAUNCHER_VARIABLES = {
     "RANK",
     "WORLD_SIZE",
 }
-
-TIMEOUT_S = 550.0
-"""For a script that should end by itself."""
 
 _PRELOADED = [
     "torch",
@@ -68,6 +59,13 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+def fork_server() -> Any:
+    """Return what starts processes that have imported the slow modules already."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 class ProcessPool:
@@ -116,7 +114,7 @@ class ProcessPool:
         return results, failures
 
     def _grow(self, world_size: int) -> None:
-        context = _fork_server()
+        context = fork_server()
         while len(self._processes) < world_size:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -166,82 +164,3 @@ def _serve(connection: Connection) -> None:
                 dist.destroy_process_group()
             gc.collect()
             gc.freeze()  # What is left stays: looking at all modules again would take half a run.
-
-
-def start_python(
-    arguments: Sequence[str | Path], *, output: Path, folder: Path, **variables: str
-) -> mp.Process:
-    """Start a script, or `-m` and a module, with its arguments, as the command `python` does.
-
-    Args:
-        arguments: What would follow `python`.
-        output: File to which both outputs are appended.
-        folder: Where it runs.
-        variables: Its environment, besides `clean_environment()`.
-    """
-    words = [str(argument) for argument in arguments]
-    environment = clean_environment(**variables)
-    process = _fork_server().Process(target=_run_as_main, args=(words, output, folder, environment))
-    process.start()
-    return process
-
-
-def run_python(
-    arguments: Sequence[str | Path], *, folder: Path, num_processes: int = 1, **variables: str
-) -> tuple[int, str]:
-    """Run a script to its end; return its exit code and what it wrote to both outputs.
-
-    Several processes get the environment of a launcher, one process none.
-    """
-    output = folder / "output"
-    output.unlink(missing_ok=True)
-    processes = [
-        start_python(arguments, output=output, folder=folder, **variables, **launched)
-        for launched in _launcher_environments(num_processes)
-    ]
-    deadline = time.monotonic() + TIMEOUT_S
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-    code = next((p.exitcode for p in processes if p.exitcode != 0), 0)
-    return code, output.read_text("utf-8", errors="replace")
-
-
-def _launcher_environments(num_processes: int) -> list[dict[str, str]]:
-    if num_processes == 1:
-        return [{}]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [{**address, "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(num_processes)]
-
-
-def _fork_server() -> Any:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
-
-
-def _run_as_main(
-    arguments: list[str], output: Path, folder: Path, environment: dict[str, str]
-) -> None:
-    import torch
-
-    with output.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    gc.freeze()
-    try:
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = arguments
-            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-            runpy.run_path(arguments[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # A forked process ends without them.

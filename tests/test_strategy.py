@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.processes import ProcessPool, run_python
+from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,
     average_stochastically,
@@ -25,6 +25,7 @@ from tests.runtime.features import (
     train_and_save,
 )
 from tests.runtime.runs import pipeline, plan_of, stage
+from tests.scripts import run_python
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist

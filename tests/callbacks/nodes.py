@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.processes import free_port, start_python
+from tests.processes import free_port
+from tests.scripts import start_python
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 1500.0

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.processes import run_python
+from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {

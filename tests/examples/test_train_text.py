@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_python
+from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--steps", "4", "--batch", "2", "--microbatches", "2", "--context", "32", "--hidden", "32"]
