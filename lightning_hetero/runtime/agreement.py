@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from lightning_hetero.core.errors import BatchError
+from lightning_hetero.core.plan import RankPlace
 from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.microbatches import epoch_weight
 from lightning_hetero.runtime.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of"]
+__all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of", "header_of"]
 
 _NUM_INTEGERS = 5
 _MAX_KNOWN = 64
@@ -175,6 +177,19 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
                 "the same data loader: the same order (seed_everything, or a seeded generator), "
                 "and no sharding by global rank, which the strategy does itself."
             )
+
+
+def header_of(microbatches: Sequence[object], place: RankPlace | None, *, leaves: bool) -> Header:
+    """Return what a rank at a place says of its micro-batches."""
+    if place is None:
+        return Header(num_samples=0, pipeline_index=-1, fingerprint=0, leaves=leaves)
+    speaks = place.stage_index == place.tp_rank == 0
+    return Header(
+        num_samples=sum(map(epoch_weight, microbatches)) if speaks else 0,
+        pipeline_index=place.pipeline_index,
+        fingerprint=fingerprint_of(microbatches),
+        leaves=leaves,
+    )
 
 
 def fingerprint_of(microbatches: Sequence[object]) -> int:

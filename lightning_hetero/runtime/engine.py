@@ -20,33 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.batches import AssignedBatch
-from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.core.slices import OuterRole, Ownership, assign_owners
+from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.core.transfers import TransferTable
-from lightning_hetero.runtime.agreement import (
-    Agreed,
-    Agreement,
-    Header,
-    Report,
-    fingerprint_of,
-)
+from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, header_of
 from lightning_hetero.runtime.boundary import StageBoundary, preserved_random_state
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
-from lightning_hetero.runtime.microbatches import count_samples, cut_batch
+from lightning_hetero.runtime.microbatches import cut_batch
 from lightning_hetero.runtime.plan_run import PlanRun
+from lightning_hetero.runtime.plan_switch import PlanSwitch
 from lightning_hetero.runtime.propagation import IterationKey, Propagation, StepContext
 from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
 __all__ = ["Engine", "EngineConfig"]
-
-_BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +90,6 @@ class Engine:
         self.comms = communicators
         self.peak_in_flight = 0
         self.clock = ComputeClock(device)
-        self._pulled: set[int] = set()
         self.tensor_parallel = tensor_parallel
         self.boundary = StageBoundary(
             layout.layers,
@@ -109,8 +100,14 @@ class Engine:
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}
         self.store = self._make_store(plan)
-        self._forget_roles()
-        self._run = self._make_run(plan, share_memory=True)
+        self._plans = PlanSwitch(
+            plan,
+            self.store,
+            communicators,
+            clock=self.clock,
+            dtype=config.propagation_dtype,
+            tensor_parallel=tensor_parallel,
+        )
         self._context = StepContext(
             module=module,
             boundary=self.boundary,
@@ -121,177 +118,11 @@ class Engine:
             seed=config.seed,
             clock=self.clock,
         )
-        self.weights_are_stale = True
-        self._only_trainable_stale = False
         self.gradients: dict[str, Tensor] = {}
         self.leaves = False
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
         """The ranks that said so in the last training iteration; the same on every rank."""
-
-    # -- set-up ---------------------------------------------------------------------------------
-
-    def _make_store(self, plan: ParallelPlan) -> SliceStore:
-        ownership = self.config.ownership
-        if ownership is Ownership.AUTO:
-            idle = len(plan.ranks) < self.comms.world_size
-            ownership = Ownership.EVEN if idle else Ownership.HOLDERS
-        slices = assign_owners(
-            self.layout.specs,
-            plan,
-            world_size=self.comms.world_size,
-            ownership=ownership,
-            weights=self.config.owner_weights,
-        )
-        store = SliceStore(
-            self.layout,
-            slices,
-            global_rank=self.comms.global_rank,
-            device=self.device,
-            dtype=self.config.master_dtype,
-        )
-        materialize(self.module, store, self.comms, seed=self.config.seed)
-        return store
-
-    def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:
-        if self.tensor_parallel is not None:
-            self.tensor_parallel.enter_plan(plan, self.comms)
-        return PlanRun(
-            plan,
-            self._specs,
-            self.store,
-            self.comms,
-            clock=self.clock,
-            dtype=self.config.propagation_dtype,
-            share_memory=share_memory,
-        )
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan that runs."""
-        return self._run.plan
-
-    @property
-    def place(self) -> RankPlace | None:
-        """This rank's place in the plan, None if it is idle."""
-        return self._run.place
-
-    def transfer_table(self, plan: ParallelPlan) -> TransferTable:
-        """Return what a plan would move between which ranks; communicates nothing."""
-        return TransferTable(self._specs, self.store.slices, plan)
-
-    @property
-    def weights(self) -> ComputeWeights:
-        """This rank's compute weights under the plan."""
-        return self._run.weights
-
-    def change_plan(self, plan: ParallelPlan) -> None:
-        """Run another plan from the next iteration on; called by every rank with the same plan.
-
-        No optimizer state moves: slices stay with their owners.
-
-        Raises:
-            PlanError: See `check_plan`.
-        """
-        if plan is not self.plan and plan != self.plan:
-            self.check_plan(plan)
-            self._replace_run(plan, share_memory=False)
-
-    def check_plan(self, plan: ParallelPlan) -> None:
-        """Refuse a plan that can't run here.
-
-        Raises:
-            PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
-                which the module wasn't prepared.
-        """
-        plan.check_world_size(self.comms.world_size)
-        plan.check_num_layers(self.layout.num_layers)
-        if self.tensor_parallel is None and any(p.tp_degree > 1 for p in plan.pipelines):
-            raise PlanError(
-                "The plan uses tensor parallelism, for which the module wasn't prepared, because "
-                "the first plan had none. Give HeteroStrategy(tp_plan=...)."
-            )
-
-    def _replace_run(self, plan: ParallelPlan, *, share_memory: bool) -> None:
-        self._run.weights.release()
-        self._run = self._make_run(plan, share_memory=share_memory)
-        self.mark_weights_stale()
-
-    def follow_freezing(self) -> bool:
-        """Move other gradients from now on if parameters were frozen or thawed since.
-
-        Called by every rank between iterations; returns whether there were any, the same on each.
-        """
-        changed = self.store.follow_freezing()
-        if changed:
-            self._forget_roles()
-            self._replace_run(self.plan, share_memory=self._run.share_memory)
-        return changed
-
-    def _forget_roles(self) -> None:
-        """Keep outer parameters at both ends until an iteration has shown where they are used."""
-        self._roles_known = False
-        self._specs = tuple(
-            spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
-            for spec in self.store.specs.values()
-        )
-
-    def _learn_roles(self, reports: Sequence[Report]) -> None:
-        """Drop outer weights from the end of the pipeline where no gradient reached them.
-
-        Every rank sees the same reports, so all ranks make the same tables.
-        """
-        seen: dict[str, set[OuterRole]] = {}
-        staged = [pipeline for pipeline in self.plan.pipelines if pipeline.num_stages > 1]
-        if not staged:
-            return
-        for pipeline in staged:
-            for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
-                for rank in pipeline.stages[stage_index].ranks:
-                    missing = set(reports[rank].missing)
-                    for spec in self._specs:
-                        if spec.layer is None and spec.requires_grad and spec.name not in missing:
-                            seen.setdefault(spec.name, set()).add(role)
-        self._roles_known = True
-        self._specs = tuple(
-            replace(spec, roles=frozenset(seen[spec.name])) if spec.name in seen else spec
-            for spec in self._specs
-        )
-        self._replace_run(self.plan, share_memory=self._run.share_memory)
-
-    def remove(self) -> None:
-        """Give the module's layers their own forward back."""
-        self.boundary.remove()
-        if self.tensor_parallel is not None:
-            self.tensor_parallel.remove()
-
-    def mark_weights_stale(self, *, only_trainable: bool = False) -> None:
-        """Say that slices have changed, so that the next iteration pulls.
-
-        Args:
-            only_trainable: Frozen parameters are as they were (an optimizer step).
-        """
-        everything = self.weights_are_stale and not self._only_trainable_stale
-        self.weights_are_stale = True
-        self._only_trainable_stale = only_trainable and not everything
-
-    @property
-    def num_parameter_bytes(self) -> int:
-        """Bytes of slices and compute weights on this rank."""
-        return self.store.num_bytes() + self.weights.num_bytes()
-
-    @property
-    def num_microbatches(self) -> tuple[int, ...]:
-        """Micro-batches of each pipeline in a full iteration."""
-        return tuple(
-            self.config.num_microbatches if p.num_microbatches is None else p.num_microbatches
-            for p in self.plan.pipelines
-        )
-
-    def reseed(self, seed: int) -> None:
-        """Draw the random numbers of another seed from now on; called by every rank alike."""
-        self.config = replace(self.config, seed=seed)
-        self._context = replace(self._context, seed=seed)
 
     # -- iterations -----------------------------------------------------------------------------
 
@@ -319,7 +150,7 @@ class Engine:
                 missing = tuple(run.push.missing())
                 agreement = self._begin_agreement(propagation, key, missing)
                 with self.clock.waiting():
-                    self._finish_pull()
+                    run.pull.finish()
                     gradients = run.push.finish()
                     run.link.finish()
             with self.clock.waiting():
@@ -329,8 +160,7 @@ class Engine:
         self._keep_gradients(gradients, agreed, weight)
         self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
-        if not self._roles_known:
-            self._learn_roles(agreed.reports)
+        self._plans.learn_roles(agreed.reports)
         return (loss_sum / weight).float(), propagation.outputs
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
@@ -342,7 +172,7 @@ class Engine:
                 propagation.run(step)
                 agreement = self._begin_agreement(propagation, key, ())
                 with self.clock.waiting():
-                    self._finish_pull()
+                    self._run.pull.finish()
                     self._run.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
@@ -368,25 +198,13 @@ class Engine:
         )
 
     def _start_pull(self) -> None:
-        self._pulled.clear()
-        if self.weights_are_stale:
-            self._run.pull.start(trainable_only=self._only_trainable_stale)
-            self._wait_unit(-1)
-
-    def _finish_pull(self) -> None:
-        self._run.pull.finish()
-        self.weights_are_stale = False
+        self._run.pull.start()
+        self._run.pull.wait_unit(-1)
 
     def _before_layer(self, index: int) -> None:
-        self._wait_unit(index)
+        self._run.pull.wait_unit(index)
         if index == self.layout.num_layers:
-            self._wait_unit(-1)
-
-    def _wait_unit(self, unit: int) -> None:
-        if self.weights_are_stale and unit not in self._pulled:
-            self._pulled.add(unit)
-            with self.clock.waiting():
-                self._run.pull.wait_unit(unit)
+            self._run.pull.wait_unit(-1)
 
     # -- agreement ------------------------------------------------------------------------------
 
@@ -394,14 +212,7 @@ class Engine:
         self, propagation: Propagation, key: IterationKey, missing: tuple[str, ...]
     ) -> Agreement:
         place = self.place
-        speaks = place is not None and place.stage_index == place.tp_rank == 0
-        samples = sum(_epoch_weight(item) for item in propagation.microbatches) if speaks else 0
-        header = Header(
-            num_samples=samples,
-            pipeline_index=-1 if place is None else place.pipeline_index,
-            fingerprint=0 if place is None else fingerprint_of(propagation.microbatches),
-            leaves=self.leaves,
-        )
+        header = header_of(propagation.microbatches, place, leaves=self.leaves)
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
             row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
@@ -424,6 +235,8 @@ class Engine:
 
     def _used_somewhere(self, reports: Sequence[Report], names: Iterable[str]) -> set[str]:
         missing = [set(report.missing) for report in reports]
+        if not any(missing):
+            return set(names)
         holdings = self._run.table.holdings
         return {
             name
@@ -431,8 +244,102 @@ class Engine:
             if any(name not in missing[holding.global_rank] for holding in holdings(name))
         }
 
+    # -- plan and slices ------------------------------------------------------------------------
 
-def _epoch_weight(microbatch: Any) -> int:
-    """Return how much a micro-batch counts in an epoch's mean: tokens if it knows them."""
-    own = getattr(microbatch, "num_target_tokens", None)
-    return int(own) if isinstance(own, int) else count_samples(microbatch)
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that runs."""
+        return self._run.plan
+
+    @property
+    def place(self) -> RankPlace | None:
+        """This rank's place in the plan, None if it is idle."""
+        return self._run.place
+
+    def transfer_table(self, plan: ParallelPlan) -> TransferTable:
+        """Return what a plan would move between which ranks; communicates nothing."""
+        return self._plans.table_of(plan)
+
+    @property
+    def weights(self) -> ComputeWeights:
+        """This rank's compute weights under the plan."""
+        return self._run.weights
+
+    def change_plan(self, plan: ParallelPlan) -> None:
+        """Run another plan from the next iteration on; called by every rank with the same plan.
+
+        No optimizer state moves: slices stay with their owners.
+
+        Raises:
+            PlanError: See `PlanSwitch.check`.
+        """
+        self._plans.change(plan)
+
+    def check_plan(self, plan: ParallelPlan) -> None:
+        """Raise PlanError for a plan that can't run here."""
+        self._plans.check(plan)
+
+    def follow_freezing(self) -> bool:
+        """Move other gradients from now on if parameters were frozen or thawed since.
+
+        Called by every rank between iterations; returns whether there were any, the same on each.
+        """
+        return self._plans.follow_freezing()
+
+    def remove(self) -> None:
+        """Give the module's layers their own forward back."""
+        self.boundary.remove()
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.remove()
+
+    def mark_weights_stale(self, *, only_trainable: bool = False) -> None:
+        """Say that slices have changed, so that the next iteration pulls.
+
+        Args:
+            only_trainable: Frozen parameters are as they were (an optimizer step).
+        """
+        self._run.pull.mark_stale(only_trainable=only_trainable)
+
+    @property
+    def num_parameter_bytes(self) -> int:
+        """Bytes of slices and compute weights on this rank."""
+        return self.store.num_bytes() + self.weights.num_bytes()
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Micro-batches of each pipeline in a full iteration."""
+        return tuple(
+            self.config.num_microbatches if p.num_microbatches is None else p.num_microbatches
+            for p in self.plan.pipelines
+        )
+
+    def reseed(self, seed: int) -> None:
+        """Draw the random numbers of another seed from now on; called by every rank alike."""
+        self.config = replace(self.config, seed=seed)
+        self._context = replace(self._context, seed=seed)
+
+    @property
+    def _run(self) -> PlanRun:
+        return self._plans.run
+
+    def _make_store(self, plan: ParallelPlan) -> SliceStore:
+        ownership = self.config.ownership
+        if ownership is Ownership.AUTO:
+            idle = len(plan.ranks) < self.comms.world_size
+            ownership = Ownership.EVEN if idle else Ownership.HOLDERS
+        slices = assign_owners(
+            self.layout.specs,
+            plan,
+            world_size=self.comms.world_size,
+            ownership=ownership,
+            weights=self.config.owner_weights,
+        )
+        store = SliceStore(
+            self.layout,
+            slices,
+            global_rank=self.comms.global_rank,
+            device=self.device,
+            dtype=self.config.master_dtype,
+        )
+        materialize(self.module, store, self.comms, seed=self.config.seed)
+        return store

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import BatchError
 
-__all__ = ["SplittableBatch", "count_samples", "cut_batch", "join_outputs"]
+__all__ = ["SplittableBatch", "count_samples", "cut_batch", "epoch_weight", "join_outputs"]
 
 
 class SplittableBatch(Protocol):
@@ -55,6 +55,12 @@ def count_samples(batch: Any) -> int:
             "such tensors, or a batch with num_samples and split(num_microbatches)."
         )
     return sizes.pop()
+
+
+def epoch_weight(microbatch: Any) -> int:
+    """Return how much a micro-batch counts in an epoch's mean: tokens if it knows them."""
+    own = getattr(microbatch, "num_target_tokens", None)
+    return int(own) if isinstance(own, int) else count_samples(microbatch)
 
 
 def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:

@@ -16,7 +16,9 @@ from lightning_hetero.core.transfers import TransferTable, unit_of
 from lightning_hetero.runtime.activations import ActivationLink
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.exchange import ExchangeOptions, Pull, Push
+from lightning_hetero.runtime.exchange import ExchangeOptions
+from lightning_hetero.runtime.pull import Pull
+from lightning_hetero.runtime.push import Push
 from lightning_hetero.runtime.side_stream import SideStream
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 

@@ -23,7 +23,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.runtime.exchange import Pull, Push
+from lightning_hetero.runtime.pull import Pull
+from lightning_hetero.runtime.push import Push
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
@@ -58,8 +59,8 @@ def exchange_apart() -> ExitStack:
     """Return a context in which nothing overlaps."""
     start = Pull.start
 
-    def start_and_finish(pull: Pull, *, trainable_only: bool) -> None:
-        start(pull, trainable_only=trainable_only)
+    def start_and_finish(pull: Pull) -> None:
+        start(pull)
         pull.finish()
 
     stack = ExitStack()

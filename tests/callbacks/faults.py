@@ -16,7 +16,7 @@ from lightning_hetero.checkpoint import CheckpointId, LocalStore, snapshot
 from lightning_hetero.checkpoint.fetching import Fetcher
 from lightning_hetero.checkpoint.tiers import parse_manifest_name
 from lightning_hetero.runtime.engine import Engine
-from lightning_hetero.runtime.exchange import Push
+from lightning_hetero.runtime.push import Push
 from lightning_hetero.runtime.transport import GroupTransport
 from lightning_hetero.strategy import HeteroStrategy
 from tests.toy import ToyModule

@@ -1,0 +1,149 @@
+"""Change from one plan to another: slices stay with their owners, everything else is made anew.
+
+Also what a run learns about parameters outside the layers. At first both ends of a pipeline hold
+them; once an iteration has shown where gradients reach them, only those stages do. Freezing or
+thawing parameters in mid-run puts that knowledge back to its beginning.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.runtime.agreement import Report
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.plan_run import PlanRun
+from lightning_hetero.runtime.tensor_parallel import TensorParallel
+from lightning_hetero.runtime.weights import SliceStore
+
+__all__ = ["PlanSwitch"]
+
+_BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
+
+
+class PlanSwitch:
+    """The plan that runs on one rank, and the way to another one.
+
+    All methods are called by every rank alike, between iterations.
+
+    Args:
+        plan: The first plan, which may share memory with the slices.
+        store: The rank's slices.
+        comms: The communicators.
+        clock: Times the waits.
+        dtype: Propagation dtype.
+        tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        store: SliceStore,
+        comms: Communicators,
+        *,
+        clock: ComputeClock,
+        dtype: torch.dtype,
+        tensor_parallel: TensorParallel | None,
+    ) -> None:
+        self._store = store
+        self._comms = comms
+        self._clock = clock
+        self._dtype = dtype
+        self._tensor_parallel = tensor_parallel
+        self._roles_known = False
+        self._specs = _at_both_ends(store)
+        self.run = self._make_run(plan, share_memory=True)
+        """The plan that runs, made ready."""
+
+    def table_of(self, plan: ParallelPlan) -> TransferTable:
+        """Return what a plan would move between which ranks; communicates nothing."""
+        return TransferTable(self._specs, self._store.slices, plan)
+
+    def check(self, plan: ParallelPlan) -> None:
+        """Refuse a plan that can't run here.
+
+        Raises:
+            PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
+                which the module wasn't prepared.
+        """
+        plan.check_world_size(self._comms.world_size)
+        plan.check_num_layers(self._store.layout.num_layers)
+        if self._tensor_parallel is None and any(p.tp_degree > 1 for p in plan.pipelines):
+            raise PlanError(
+                "The plan uses tensor parallelism, for which the module wasn't prepared, because "
+                "the first plan had none. Give HeteroStrategy(tp_plan=...)."
+            )
+
+    def change(self, plan: ParallelPlan) -> None:
+        """Run another plan from now on; communicates only where it has new groups.
+
+        Raises:
+            PlanError: See `check`.
+        """
+        if plan is not self.run.plan and plan != self.run.plan:
+            self.check(plan)
+            self._replace(plan, share_memory=False)
+
+    def follow_freezing(self) -> bool:
+        """Move other gradients from now on if parameters were frozen or thawed since.
+
+        Returns whether there were any, the same on every rank.
+        """
+        changed = self._store.follow_freezing()
+        if changed:
+            self._roles_known = False
+            self._specs = _at_both_ends(self._store)
+            self._replace(self.run.plan, share_memory=self.run.share_memory)
+        return changed
+
+    def learn_roles(self, reports: Sequence[Report]) -> None:
+        """Drop outer weights from the end of the pipeline where no gradient reached them.
+
+        Every rank sees the same reports, so all ranks make the same tables.
+        """
+        staged = [pipeline for pipeline in self.run.plan.pipelines if pipeline.num_stages > 1]
+        if self._roles_known or not staged:
+            return
+        seen: dict[str, set[OuterRole]] = {}
+        for pipeline in staged:
+            for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
+                for rank in pipeline.stages[stage_index].ranks:
+                    missing = set(reports[rank].missing)
+                    for spec in self._specs:
+                        if spec.layer is None and spec.requires_grad and spec.name not in missing:
+                            seen.setdefault(spec.name, set()).add(role)
+        self._roles_known = True
+        self._specs = tuple(
+            replace(spec, roles=frozenset(seen[spec.name])) if spec.name in seen else spec
+            for spec in self._specs
+        )
+        self._replace(self.run.plan, share_memory=self.run.share_memory)
+
+    def _replace(self, plan: ParallelPlan, *, share_memory: bool) -> None:
+        self.run.weights.release()
+        self.run = self._make_run(plan, share_memory=share_memory)
+
+    def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.enter_plan(plan, self._comms)
+        return PlanRun(
+            plan,
+            self._specs,
+            self._store,
+            self._comms,
+            clock=self._clock,
+            dtype=self._dtype,
+            share_memory=share_memory,
+        )
+
+
+def _at_both_ends(store: SliceStore) -> tuple[ParameterSpec, ...]:
+    return tuple(
+        spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
+        for spec in store.specs.values()
+    )
