@@ -94,8 +94,8 @@ class Engine:
         self.boundary = StageBoundary(
             layout.layers,
             wrap_layer=config.layer_options.wrap_layer,
-            enter_stage=None if tensor_parallel is None else tensor_parallel.enter_stage,
-            leave_stage=None if tensor_parallel is None else tensor_parallel.leave_stage,
+            enter_stage=None if tensor_parallel is None else tensor_parallel.stage.enter,
+            leave_stage=None if tensor_parallel is None else tensor_parallel.stage.leave,
         )
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}

@@ -12,7 +12,8 @@ a plan give the gradient that one big device would. The number is taken, in this
 4. the number of samples in the batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.runtime.microbatches import count_samples
 
-__all__ = ["LossWatch", "as_weight", "count_targets"]
+__all__ = ["Classification", "LossWatch", "as_weight", "count_targets"]
 
-_CLASSIFICATION = {F.cross_entropy: -100, F.nll_loss: -100}
+_CLASSIFICATION = {F.cross_entropy, F.nll_loss}
 _ELEMENTWISE = {
     F.mse_loss,
     F.l1_loss,
@@ -33,6 +34,34 @@ _ELEMENTWISE = {
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification:
+    """The arguments of a call of `F.cross_entropy` or `F.nll_loss`, but for the input."""
+
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Classification":
+        """Bind the arguments of a call."""
+        bound = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        bound.pop("input")
+        return cls(**bound)
+
+    @property
+    def counted(self) -> Tensor:
+        """Which targets the mean runs over, where they are class indices."""
+        return self.target != self.ignore_index
+
+
+_ARGUMENTS = ("input", *(field.name for field in fields(Classification)))
 
 
 class LossWatch(TorchFunctionMode):
@@ -53,30 +82,27 @@ class LossWatch(TorchFunctionMode):
     ) -> Any:
         """Look at losses on their way to torch."""
         kwargs = kwargs or {}
-        if func in _CLASSIFICATION and kwargs.get("reduction", "mean") == "mean":
-            self._see_classification(func, args, kwargs)
+        if func in _CLASSIFICATION:
+            self._see_classification(Classification.of(args, kwargs))
         elif func in _ELEMENTWISE and kwargs.get("reduction", "mean") == "mean":
             inputs = args[0] if args else kwargs["input"]
             self._keep(inputs.numel(), inputs.numel())
         return func(*args, **kwargs)
 
-    def _see_classification(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        target = args[1] if len(args) > 1 else kwargs["target"]
+    def _see_classification(self, call: Classification) -> None:
+        target = call.target
+        if call.reduction != "mean":
+            return
         if target.is_floating_point():
             # Class probabilities: the mean runs over everything but the classes.
             num_places = target.numel() // max(target.shape[1 if target.ndim > 1 else 0], 1)
             self._keep(num_places, num_places)
-            return
-        counted = target != kwargs.get("ignore_index", _CLASSIFICATION[func])
-        weight = kwargs.get("weight")
-        if weight is None:
-            self._keep(counted.sum(), target.numel())
+        elif call.weight is None:
+            self._keep(call.counted.sum(), target.numel())
         else:
             # Then torch divides by the sum of the targets' class weights.
-            weights = weight.detach()[torch.where(counted, target, 0)]
-            self._keep((weights * counted).sum(), target.numel())
+            weights = call.weight.detach()[torch.where(call.counted, target, 0)]
+            self._keep((weights * call.counted).sum(), target.numel())
 
     def _keep(self, num_targets: Tensor | int, size: int) -> None:
         if self.num_targets is None or size > self.size:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_hetero.runtime.targets import Classification
 from lightning_hetero.runtime.tp_collectives import (
     TPGroup,
     gather_shards,
@@ -120,23 +121,20 @@ def _attribute(shard: Tensor, shape: torch.Size, func: Callable[..., Any]) -> An
 
 def _cross_entropy(logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
     """Return the cross entropy of class indices; NotImplemented for other forms of it."""
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction")
-    options = dict(zip(names, args, strict=False)) | kwargs
-    target = options.pop("target")
-    ignored, reduction = options.pop("ignore_index", -100), options.pop("reduction", "mean")
-    plain = all(value in (None, 0.0) for value in options.values() if not isinstance(value, Tensor))
-    weighted = any(isinstance(value, Tensor) for value in options.values())
-    if not plain or weighted or target.is_floating_point() or logits.as_subclass(Tensor).ndim != 2:
+    call = Classification.of((logits, *args), kwargs)
+    unusual = (call.weight, call.size_average, call.reduce, call.label_smoothing or None)
+    indices = not call.target.is_floating_point()
+    if any(option is not None for option in unusual) or not indices or logits.ndim != 2:
         return NotImplemented
-    losses = _token_losses(logits, target, ignored)
-    if reduction == "none":
+    losses = _token_losses(logits, call.target, call.counted)
+    if call.reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / (target != ignored).sum()
+    return total if call.reduction == "sum" else total / call.counted.sum()
 
 
-def _token_losses(logits: ShardedLogits, target: Tensor, ignored: int) -> Tensor:
-    """Return log(sum of exponentials) - the target's logit, 0 for ignored targets, (tokens,)."""
+def _token_losses(logits: ShardedLogits, target: Tensor, counted: Tensor) -> Tensor:
+    """Return log(sum of exponentials) - the target's logit, 0 where not counted; (tokens,)."""
     peers, shard = logits.peers, logits.as_subclass(Tensor)
     start, stop = piece_of(logits.length, peers.tp_rank, peers.degree)
     largest = shard.detach().amax(-1)
@@ -146,4 +144,4 @@ def _token_losses(logits: ShardedLogits, target: Tensor, ignored: int) -> Tensor
     foreign = (target < start) | (target >= stop)
     own = shifted.gather(-1, (target - start).masked_fill(foreign, 0)[:, None])[:, 0]
     at_target = reduce_partial(own.masked_fill(foreign, 0), peers)
-    return (exponentials.log() - at_target).masked_fill(target == ignored, 0)
+    return (exponentials.log() - at_target).masked_fill(~counted, 0)
