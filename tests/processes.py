@@ -68,6 +68,11 @@ def fork_server() -> Any:
     return context
 
 
+def use_default_start_method() -> None:
+    """Start children as any other process does; what a fork server started would use another."""
+    mp.set_start_method(None, force=True)
+
+
 class ProcessPool:
     """Processes that run functions together, started on first use."""
 
@@ -137,6 +142,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    use_default_start_method()
     warnings.simplefilter("ignore")
     gc.freeze()
     while True:

@@ -15,7 +15,12 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
-from tests.processes import clean_environment, fork_server, free_port
+from tests.processes import (
+    clean_environment,
+    fork_server,
+    free_port,
+    use_default_start_method,
+)
 
 TIMEOUT_S = 550.0
 """For a script that should end by itself."""
@@ -91,6 +96,7 @@ def _run_as_main(
     os.environ.update(environment)
     os.chdir(folder)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    use_default_start_method()
     gc.freeze()
     try:
         if arguments[0] == "-m":
