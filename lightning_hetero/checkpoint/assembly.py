@@ -116,7 +116,7 @@ class Assembly:
 
     def _register(self, size_bytes: int, spans: Sequence[Span]) -> torch.Tensor:
         buffer = torch.empty(size_bytes, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        view = buffer.numpy().data
         for span in spans:
             self._spans[span.range.part, span.range.file].append((span.range.start, span, view))
         return buffer
