@@ -1,22 +1,26 @@
 """`RunMetrics`: scalars for any logger on how fast a run is and where its time goes.
 
 Every rank sums what its clock says of the iterations since the last row of the log; then one small
-all-gather on CPU makes the scalars, the same on every rank:
+gather on CPU brings the sums to rank 0, which logs:
 
 - `run/tokens_per_s`: tokens of all pipelines per second of iterations, validation left out,
-- `run/mfu`: FLOPs of the model (see `models.flops`) over the devices' peak; on CUDA,
+- `run/mfu`: FLOPs of the model (see `models.flops`) over the devices' peak; not on CPU,
 - `run/bubble_share`: share of the ranks' time in which they compute nothing (AutoHet's bubbles,
   with all other waits),
 - `run/imbalance`: (max - min) / max of the ranks' computing (Hydraulis, Figure 12b),
 - `run/exchange_wait_s`: longest wait of a rank for weights and gradients, per iteration,
 - `run/planning_stall_s`: longest wait for an assignment, per iteration; with a data module that
   assigns samples,
-- `run/checkpoint_stall_s`: what the last checkpoint of `LayerwiseCheckpoint` kept training waiting.
+- `run/checkpoint_stall_s`: for how long the last checkpoint of `LayerwiseCheckpoint` held up the
+  rank that it held up longest.
+
+What `StragglerMonitor` sees it logs itself, as `straggler/…`.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +32,7 @@ from typing_extensions import override
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
 from lightning_hetero.callbacks.straggler_session import Ranks
 from lightning_hetero.core.batches import AssignedBatch
+from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.data import HeteroDataModule
@@ -47,6 +52,7 @@ class RunMetrics(Callback):
 
     def __init__(self) -> None:
         self._total = _Sums()
+        self._step = 0
         self._start_s = 0.0
         self._spec: ModelSpec | None = None
         self._peak_flops_per_s = 0.0
@@ -63,10 +69,11 @@ class RunMetrics(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy_of(trainer)
         self._total = _Sums()
-        if strategy.root_device.type == "cuda":
+        self._step = trainer.global_step
+        device = describe_device(strategy.root_device)
+        if strategy.root_device.type == "cuda" or device.name in KNOWN_DEVICES:
             self._spec = infer_model_spec(pl_module, strategy.engine.layout)
-        if self._spec is not None:
-            self._peak_flops_per_s = describe_device(strategy.root_device).peak_flops_per_s
+        self._peak_flops_per_s = 0.0 if self._spec is None else device.peak_flops_per_s
 
     @override
     def on_train_batch_start(
@@ -97,36 +104,44 @@ class RunMetrics(Callback):
             lengths = _lengths(batch)
             total.num_tokens += sum(lengths)
             total.flops += 0.0 if self._spec is None else _flops_of_step(self._spec, lengths)
-        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        # Batches that only accumulate gradients end no step.
+        ended, self._step = trainer.global_step > self._step, trainer.global_step
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if ended and trainer.global_step % every == 0:
             self._log(trainer, strategy)
 
     def _log(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
-        self._total.peak_flops_per_s = self._peak_flops_per_s
-        scalars = _scalars(Ranks(strategy.engine.comms.control).gather(self._total))
-        self._total = _Sums()
+        total, self._total = self._total, _Sums()
+        total.peak_flops_per_s = self._peak_flops_per_s
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, LayerwiseCheckpoint) and callback.saved is not None:
-                scalars["run/checkpoint_stall_s"] = callback.saved.stall_s
+                total.checkpoint_stall_s = callback.saved.stall_s
+        rows = Ranks(strategy.engine.comms.control).to_leader(astuple(total))
+        if not rows:
+            return
+        scalars = _scalars([_Sums(*row) for row in rows])
         if not isinstance(trainer.datamodule, HeteroDataModule):  # type: ignore[attr-defined]
             del scalars["run/planning_stall_s"]
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Sums:
     """What one rank adds up between two rows of the log."""
 
-    num_iterations: int = 0
+    num_iterations: float = 0.0
     wall_s: float = 0.0
     compute_s: float = 0.0
     exchange_wait_s: float = 0.0
     planning_stall_s: float = 0.0
-    num_tokens: int = 0
+    num_tokens: float = 0.0
     flops: float = 0.0
     peak_flops_per_s: float = 0.0
     """What the device could do; 0 where that isn't known."""
+    checkpoint_stall_s: float = math.nan
+    """What the last checkpoint took; nan if there was none."""
 
 
 def _flops_of_step(spec: ModelSpec, lengths: Sequence[int]) -> float:
@@ -145,6 +160,8 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
         "run/exchange_wait_s": max(row.exchange_wait_s for row in rows) / count,
         "run/planning_stall_s": max(row.planning_stall_s for row in rows) / count,
     }
+    if not math.isnan(rows[0].checkpoint_stall_s):
+        scalars["run/checkpoint_stall_s"] = max(row.checkpoint_stall_s for row in rows)
     peaks = [row.peak_flops_per_s for row in rows]
     if all(peaks):
         scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)
