@@ -11,36 +11,25 @@ own: weights depend neither on the plan nor on the devices, and no rank ever hol
 import inspect
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.models.stored import Box
 from lightning_hetero.runtime.boundary import preserved_random_state, seed_of
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.runtime.weight_sources import StoredPlace, WeightSources
 from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 
-__all__ = ["WeightSource", "materialize"]
+__all__ = ["materialize"]
 
 _Initializer = Callable[[nn.Module], None]
-
-
-class WeightSource(Protocol):
-    """What a module's attribute `weight_source` must be."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the parameters and buffers that it has, by their names in the module."""
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of one of them that isn't empty, on CPU, in any dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +59,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     layout = store.layout
     absent = [name for name in store.specs if layout.slots[name][0].current.is_meta]
     _check_same_everywhere(absent, comms)
-    sources = _Sources(module)
+    sources = WeightSources(module)
     places = {
         name: sources.find([slot.name for slot in layout.slots[name]], store.specs[name].shape)
         for name in absent
@@ -113,69 +102,7 @@ def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
         )
 
 
-# -- reading ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter or buffer is read."""
-
-    source: WeightSource
-    name: str
-
-
-class _Sources:
-    """The weight sources of all modules inside one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._sources: list[tuple[str, WeightSource]] = [
-            (f"{prefix}." if prefix else "", item.weight_source)
-            for prefix, item in module.named_modules()
-            if hasattr(item, "weight_source")
-        ]
-
-    def find(self, names: Iterable[str], shape: tuple[int, ...]) -> _Place | None:
-        """Return where a tensor with these names is read, None if nowhere.
-
-        Raises:
-            ModelError: It has another shape there.
-        """
-        for name in names:
-            for prefix, source in self._sources:
-                own = name.removeprefix(prefix)
-                if not name.startswith(prefix) or own not in source.shapes:
-                    continue
-                if source.shapes[own] != shape:
-                    raise ModelError(
-                        f"{name} has shape {shape}, but {source.shapes[own]} in the weight_source "
-                        "of its module. Change its size after it was read, or read it whole."
-                    )
-                return _Place(source, own)
-        return None
-
-    def check_all_used(self, module: nn.Module, drawn: Sequence[str]) -> None:
-        """Raise ModelError if there are weights for names that the module doesn't have any more.
-
-        Then some that are about to be drawn anew may be pretrained ones under a new name.
-        """
-        known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        known |= {name for name, _ in module.named_buffers()}
-        unused = [
-            name
-            for prefix, source in self._sources
-            for name in map(prefix.__add__, source.shapes)
-            if name not in known
-        ]
-        if unused:
-            raise ModelError(
-                f"The module was changed after it was given its weight_source: {unused[:3]} and "
-                f"{max(len(unused) - 3, 0)} more aren't in it, but {list(drawn)[:3]} and "
-                f"{max(len(drawn) - 3, 0)} more would be drawn anew. Build what you add on CPU, or "
-                "change a model that was read whole."
-            )
-
-
-def _read_rows(store: SliceStore, name: str, place: _Place | None) -> Tensor:
+def _read_rows(store: SliceStore, name: str, place: StoredPlace | None) -> Tensor:
     """Return this rank's slice, or nothing where it owns none."""
     spec, own = store.specs[name], store.intervals[name]
     dtype = store.layout.slots[name][0].current.dtype
@@ -183,7 +110,7 @@ def _read_rows(store: SliceStore, name: str, place: _Place | None) -> Tensor:
         return torch.empty(store.shape_of(name), dtype=dtype)
     assert place is not None, f"{name} was neither drawn nor found"
     box = tuple(own if d == spec.cut_dim else (0, size) for d, size in enumerate(spec.shape))
-    return place.source.read(place.name, box).to(dtype)
+    return place.read(box).to(dtype)
 
 
 # -- drawing ------------------------------------------------------------------------------------
@@ -264,7 +191,7 @@ def _draw(
 
 
 def _fill_buffers(
-    module: nn.Module, sources: _Sources, initializers: Mapping[nn.Module, _Initializer]
+    module: nn.Module, sources: WeightSources, initializers: Mapping[nn.Module, _Initializer]
 ) -> None:
     """Read or compute the buffers on the meta device; every rank has all of them."""
     for prefix, item in module.named_modules():
@@ -278,7 +205,7 @@ def _fill_buffers(
             place = sources.find([name], tuple(buffer.shape))
             if place is not None:
                 box = tuple((0, size) for size in buffer.shape)
-                item._buffers[attribute] = place.source.read(place.name, box).to(buffer.dtype)
+                item._buffers[attribute] = place.read(box).to(buffer.dtype)
             elif _is_unset(item._buffers[attribute]):
                 raise _nothing_sets(f"Buffer {name}")
 

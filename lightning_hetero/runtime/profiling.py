@@ -3,28 +3,26 @@
 AutoHet §III-D: blocks of 1, 2, 4, 8, ... layers at some micro-batches and TP degrees, forward and
 backward apart; embedding and head apart. One rank measures its device type, so a TP shard is
 measured without its traffic, which the cost model adds for the cluster's links. Layers are the
-reference model's; a model without a gate in its MLP is measured with a gated one of as many
-parameters.
+reference model's (`model_shard`).
 """
 
 import datetime
-import fnmatch
 import functools
 import importlib.metadata
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
-from lightning_hetero.models import HeteroLM, LMConfig, packed_cross_entropy
+from lightning_hetero.runtime.model_shard import ModelShard
 
 __all__ = [
     "ProfileOptions",
@@ -97,7 +95,7 @@ def measure_profile(
     say = report or (lambda _: None)
     times, memory = [], []
     for tp_degree in options.tp_degrees:
-        shard = _ModelShard(model, tp_degree, _largest_block(model, options), device)
+        shard = ModelShard(model, tp_degree, _largest_block(model, options), device)
         for lengths in options.microbatches:
             say(f"TP {tp_degree}, micro-batch {list(lengths)}")
             times.append(_measure_times(shard, lengths, options))
@@ -162,54 +160,8 @@ def measure_cluster_profile(
     return functools.reduce(Profile.merge, measured)
 
 
-class _ModelShard:
-    """The reference model with a few layers, cut to what one rank of a TP group computes."""
-
-    def __init__(
-        self, model: ModelSpec, tp_degree: int, num_layers: int, device: torch.device
-    ) -> None:
-        self.tp_degree = tp_degree
-        self.device = device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.vocab_size = model.vocab_size // tp_degree
-        _check_degree(model, tp_degree)
-        whole = HeteroLM(_config(model, num_layers)).to(device, self.dtype)
-        _cut(whole, tp_degree)
-        self.model = whole
-
-    def batch(self, lengths: Sequence[int]) -> tuple[Tensor, tuple[object, ...]]:
-        """Return token ids and what each layer takes besides the hidden state."""
-        starts = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        token_ids = torch.randint(self.vocab_size, (starts[-1],), device=self.device)
-        captured: list[tuple[object, ...]] = []
-        handle = self.model.layers[0].register_forward_pre_hook(
-            lambda _, arguments: captured.append(arguments[1:])
-        )
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=self.device)
-        with torch.no_grad(), handle:
-            self.model(token_ids, cu_seqlens, positions, max(lengths))
-        return token_ids, captured[0]
-
-    def hidden(self, num_tokens: int) -> Tensor:
-        """Return a random hidden state that asks for its gradient."""
-        width = self.model.config.hidden_size
-        state = torch.randn(num_tokens, width, device=self.device, dtype=self.dtype)
-        return state.requires_grad_()
-
-    def run_block(self, hidden: Tensor, num_layers: int, extra: tuple[object, ...]) -> Tensor:
-        """Run the first layers forward."""
-        for layer in self.model.layers[:num_layers]:
-            hidden = layer(hidden, *extra)
-        return hidden
-
-    def run_head(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Run final norm, head and loss."""
-        return packed_cross_entropy(self.model.lm_head(self.model.norm(hidden)), labels)
-
-
 def _measure_times(
-    shard: _ModelShard, lengths: tuple[int, ...], options: ProfileOptions
+    shard: ModelShard, lengths: tuple[int, ...], options: ProfileOptions
 ) -> BlockTimes:
     token_ids, extra = shard.batch(lengths)
     hidden = shard.hidden(len(token_ids))
@@ -245,7 +197,7 @@ def _measure_times(
     )
 
 
-def _measure_memory(shard: _ModelShard, lengths: tuple[int, ...]) -> LayerMemory:
+def _measure_memory(shard: ModelShard, lengths: tuple[int, ...]) -> LayerMemory:
     """Count what autograd keeps, so that it is exact and the same on every kind of device."""
     token_ids, extra = shard.batch(lengths)
     hidden, num_tokens = shard.hidden(len(token_ids)), len(token_ids)
@@ -277,7 +229,7 @@ def _measure_memory(shard: _ModelShard, lengths: tuple[int, ...]) -> LayerMemory
     )
 
 
-def _measure_step(shard: _ModelShard, num_repeats: int) -> float:
+def _measure_step(shard: ModelShard, num_repeats: int) -> float:
     """Return the seconds per parameter of AdamW on fp32 master weights of one layer."""
     masters = [
         parameter.detach().float().clone().requires_grad_()
@@ -323,63 +275,3 @@ def _now_s(device: torch.device) -> float:
 def _largest_block(model: ModelSpec, options: ProfileOptions) -> int:
     largest = min(options.max_block, model.num_layers)
     return 1 << (largest.bit_length() - 1)
-
-
-def _check_degree(model: ModelSpec, tp_degree: int) -> None:
-    sizes = {
-        "key-value heads": model.num_kv_heads,
-        "intermediate_size": model.intermediate_size,
-    }
-    for what, size in sizes.items():
-        if size % tp_degree:
-            raise ProfileError(
-                f"TP degree {tp_degree} doesn't divide the {size} {what} of {model.name}. Choose "
-                "degrees that do."
-            )
-    if model.query_size != model.hidden_size:
-        raise ProfileError(
-            f"{model.name} has heads of {model.query_size} together but hidden_size "
-            f"{model.hidden_size}; the reference layers need both equal. Use the roofline."
-        )
-
-
-def _config(model: ModelSpec, num_layers: int) -> LMConfig:
-    inner = model.intermediate_size if model.gated_mlp else model.intermediate_size * 2 // 3
-    return LMConfig(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        num_layers=num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        intermediate_size=inner,
-    )
-
-
-def _cut(model: HeteroLM, tp_degree: int) -> None:
-    """Replace every module that the TP plan cuts by its share for one rank."""
-    if tp_degree == 1:
-        return
-    for name, module in _planned(model):
-        parent, _, child = name.rpartition(".")
-        kind = next(
-            kind
-            for pattern, kind in model.tp_plan.items()
-            if fnmatch.fnmatchcase(f"{name}.weight", pattern)
-        )
-        weight = module.get_parameter("weight")
-        dim = 1 if kind == "rowwise" else 0
-        share = weight.detach().narrow(dim, 0, weight.shape[dim] // tp_degree).clone()
-        replacement: nn.Module
-        if isinstance(module, nn.Embedding):
-            replacement = nn.Embedding(share.shape[0], share.shape[1], _weight=share)
-        else:
-            replacement = nn.Linear(share.shape[1], share.shape[0], bias=False, device="meta")
-            replacement.weight = nn.Parameter(share)
-        setattr(model.get_submodule(parent), child, replacement)
-
-
-def _planned(model: HeteroLM) -> Iterator[tuple[str, nn.Module]]:
-    patterns = list(model.tp_plan)
-    for name, module in list(model.named_modules()):
-        if any(fnmatch.fnmatchcase(f"{name}.weight", pattern) for pattern in patterns):
-            yield name, module

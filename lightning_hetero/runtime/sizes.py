@@ -66,11 +66,11 @@ def _spec_of_shapes(
     if hidden is None:
         return None
     heads = _num_heads(module, hidden, config)
-    matrices = sum(_numel(spec) for spec in layer if len(spec.shape) >= 2)
+    matrices = sum(spec.numel for spec in layer if len(spec.shape) >= 2)
     # Without a gate and with full heads: 4 · hidden² + 2 · hidden · inner matrix parameters.
     inner = max(1, round((matrices - 4 * hidden * hidden) / (2 * hidden)))
     tables = [spec for spec in outer if len(spec.shape) == 2 and hidden in spec.shape]
-    vocab = max((_numel(spec) // hidden for spec in tables), default=1)
+    vocab = max((spec.numel // hidden for spec in tables), default=1)
     tied = any(len(layout.slots[spec.name]) > 1 for spec in tables)
     return ModelSpec(
         name=type(module).__name__,
@@ -103,10 +103,3 @@ def _num_heads(module: nn.Module, hidden: int, config: ModelSpec | None) -> int:
             candidates += [getattr(source, name, None) for name in _HEAD_NAMES]
     candidates.append(hidden // 64)
     return next((n for n in candidates if isinstance(n, int) and n > 0 and hidden % n == 0), 1)
-
-
-def _numel(spec: ParameterSpec) -> int:
-    count = 1
-    for extent in spec.shape:
-        count *= extent
-    return count
