@@ -74,7 +74,7 @@ class HeteroStrategy(SlicesStrategy):
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon.
         tp_plan: How tensor parallelism shards modules, name pattern to style (see
-            `runtime.tp_plan`); None takes the module's own plan. One given here also allows a
+            `runtime.tp_styles`); None takes the module's own plan. One given here also allows a
             later plan with tensor parallelism where the first has none.
         sequence_parallel: Whether tensor-parallel ranks cut hidden states along the tokens between
             attention and MLP, which saves activations of norms and dropout.

@@ -26,9 +26,10 @@ from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.tp_collectives import TPGroup
 from lightning_hetero.runtime.tp_forward import RegionForward, ShardedForward
-from lightning_hetero.runtime.tp_plan import ShardedModule, ShardingPlan, TPStyle
+from lightning_hetero.runtime.tp_plan import ShardedModule, ShardingPlan
 from lightning_hetero.runtime.tp_regions import find_regions, with_partial_gradients
 from lightning_hetero.runtime.tp_stage import StageGroup
+from lightning_hetero.runtime.tp_styles import TPStyle
 
 __all__ = ["TensorParallel"]
 

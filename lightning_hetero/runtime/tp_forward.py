@@ -29,8 +29,9 @@ from lightning_hetero.runtime.tp_collectives import (
     sum_gradients,
 )
 from lightning_hetero.runtime.tp_logits import ShardedLogits
-from lightning_hetero.runtime.tp_plan import ShardedModule, TPStyle, is_transposed
+from lightning_hetero.runtime.tp_plan import ShardedModule, is_transposed
 from lightning_hetero.runtime.tp_stage import TOKENS, StageGroup
+from lightning_hetero.runtime.tp_styles import TPStyle
 
 __all__ = ["RegionForward", "ShardedForward"]
 

@@ -1,69 +1,20 @@
-"""Decide which dim of which parameter tensor parallelism shards, from a plan by names.
+"""Decide which dim of which parameter tensor parallelism shards, and which modules run otherwise.
 
-A plan maps name patterns to styles. It is, in this order: the strategy's option, the attribute
-`tp_plan` of a module, a Hugging Face model's own `_tp_plan`, a known plan for its family. Patterns
-match whole names or their ends (`self_attn.q_proj`), a `*` stands for one component; a later
-pattern wins.
-
-=============================  ====================================================================
-style                          what happens to the module (or the bare parameter) of that name
-=============================  ====================================================================
-colwise                        output features sharded; the output stays sharded
-packed_colwise:n               the same for n equal blocks side by side (fused projections; n = 2)
-colwise_gather_output          output features sharded, the output gathered (also `colwise_rep`)
-rowwise                        input features sharded, the input already is; outputs summed
-packed_rowwise:n               the same for n equal blocks
-rowwise_split_input            the same, the input is whole and is split first (`rowwise_rep`)
-embedding_rowwise              token ids sharded
-embedding_colwise              hidden features sharded, gathered
-vocab                          an embedding's token ids or a head's outputs sharded, whole outside
-vocab_loss                     a head whose logits stay sharded until something needs them whole
-moe_tp_experts                 module of expert weights that have styles of their own
-replicated_with_grad_allreduce whole weights used with shards of activations (a norm of each head)
-local_sizes:a,b                attributes that count sharded features, local while the module runs
-replicate, local_params        nothing
-=============================  ====================================================================
+What is said of a module or of a bare parameter (see `tp_styles`) makes cuts of parameters. A tied
+parameter is sharded in all its places or in none.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from torch import nn
 
-from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.models.tp_plans import KNOWN_TP_PLANS
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.layout import ModelLayout, Slot
+from lightning_hetero.runtime.tp_styles import Rule, TPStyle, rule_of_module, rules_of
 
-__all__ = ["ParameterCut", "ShardedModule", "ShardingPlan", "TPStyle", "is_transposed"]
+__all__ = ["ParameterCut", "ShardedModule", "ShardingPlan", "is_transposed"]
 
-
-class TPStyle(StrEnum):
-    """What tensor parallelism does to a module."""
-
-    COLWISE = "colwise"
-    GATHERED = "colwise_gather_output"
-    ROWWISE = "rowwise"
-    SPLIT = "rowwise_split_input"
-    EMBEDDING = "embedding_rowwise"
-    EMBEDDING_FEATURES = "embedding_colwise"
-    VOCAB = "vocab"
-    VOCAB_LOSS = "vocab_loss"
-    EXPERTS = "moe_tp_experts"
-    PARTIAL = "replicated_with_grad_allreduce"
-    LOCAL_SIZES = "local_sizes"
-    REPLICATE = "replicate"
-
-
-_ALIASES = {
-    "colwise_rep": "colwise_gather_output",
-    "rowwise_rep": "rowwise_split_input",
-    "packed_colwise": "colwise:2",
-    "packed_rowwise": "rowwise:2",
-    "replicated": "replicate",
-    "local_params": "replicate",
-}
 _COLUMNS = {TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB_LOSS}
 _ROWS = {TPStyle.ROWWISE, TPStyle.SPLIT}
 
@@ -91,35 +42,6 @@ class ShardedModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rule:
-    pattern: str
-    style: TPStyle
-    blocks: int = 1
-    attributes: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, pattern: str, text: str) -> "_Rule":
-        name, _, argument = text.partition(":")
-        alias, _, default = _ALIASES.get(name, name).partition(":")
-        try:
-            style = TPStyle(alias)
-            if style is TPStyle.LOCAL_SIZES:
-                return cls(pattern=pattern, style=style, attributes=tuple(argument.split(",")))
-            return cls(pattern=pattern, style=style, blocks=int(argument or default or 1))
-        except ValueError:
-            known = sorted({*(item.value for item in TPStyle), *_ALIASES})
-            raise ConfigurationError(
-                f"The tensor-parallel plan says {text!r} for {pattern!r}, which isn't supported. "
-                f"Styles: {', '.join(known)}. Give one of them in HeteroStrategy(tp_plan=...), or "
-                "use pipelines of tensor-parallel degree 1."
-            ) from None
-
-    def matches(self, name: str) -> bool:
-        expression = re.escape(self.pattern).replace(r"\*", r"[^.]+")
-        return re.fullmatch(rf"(?:.*\.)?{expression}", name) is not None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
     """The parameters' cuts and the modules to wrap."""
 
@@ -137,11 +59,11 @@ class ShardingPlan:
             ModelError: There is no plan, or it contradicts itself or the modules.
             ConfigurationError: A style is unknown, or a pattern of the option matches nothing.
         """
-        styled = dict(_styled_names(root, option))
+        styled = rules_of(root, option)
         cuts: dict[str, ParameterCut] = {}
         modules: dict[str, ShardedModule] = {}
         for name, owner in root.named_modules():
-            rule = _rule_of_module(styled, name, owner)
+            rule = rule_of_module(styled, name, owner)
             if rule is not None and rule.style is not TPStyle.REPLICATE:
                 modules[name] = ShardedModule(
                     name=name,
@@ -173,74 +95,6 @@ class ShardingPlan:
         return replace(layout, specs=specs)
 
 
-def _styled_names(root: nn.Module, option: Mapping[str, str] | None) -> Iterator[tuple[str, _Rule]]:
-    """Yield the modules and parameters that a plan names, and what it says of each."""
-    for prefix, module, plan in _plans(root, option):
-        names = [name for name, _ in module.named_modules() if name]
-        names += [
-            f"{owner_name}.{attribute}" if owner_name else attribute
-            for owner_name, owner in module.named_modules()
-            for attribute, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-        used = False
-        for rule in (_Rule.parse(pattern, style) for pattern, style in plan.items()):
-            matched = [name for name in names if rule.matches(name)]
-            used = used or bool(matched)
-            if option is not None and not matched:
-                raise ConfigurationError(
-                    f"Pattern {rule.pattern!r} of tp_plan names no module or parameter of "
-                    f"{type(root).__name__}. Some names there: {names[:4]}."
-                )
-            for name in matched:
-                yield (f"{prefix}.{name}" if prefix else name), rule
-        if not used:
-            raise _no_plan(root)
-
-
-def _plans(
-    root: nn.Module, option: Mapping[str, str] | None
-) -> list[tuple[str, nn.Module, Mapping[str, str]]]:
-    """Return (name, module, plan) of the outermost modules that have one."""
-    if option is not None:
-        return [("", root, option)]
-    plans: list[tuple[str, nn.Module, Mapping[str, str]]] = []
-    for name, module in root.named_modules():
-        covered = any(name == p or name.startswith(f"{p}.") or not p for p, _, _ in plans)
-        plan = None if covered else _own_plan(module)
-        if plan:
-            plans.append((name, module, plan))
-    if not plans:
-        raise _no_plan(root)
-    return plans
-
-
-def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
-    family = getattr(getattr(module, "config", None), "model_type", None)
-    for plan in (getattr(module, "_tp_plan", None), getattr(module, "tp_plan", None)):
-        # A head's plan alone says nothing of the layers: then the family has none.
-        if isinstance(plan, Mapping) and any("*" in str(pattern) for pattern in plan):
-            return plan
-    return None if family is None else KNOWN_TP_PLANS.get(family)
-
-
-def _no_plan(root: nn.Module) -> ModelError:
-    return ModelError(
-        f"The plan uses tensor parallelism but nothing says how {type(root).__name__} is sharded. "
-        'Give HeteroStrategy(tp_plan={"layers.*.mlp.up": "colwise", ...}), an attribute tp_plan of '
-        "the module, or a Hugging Face model whose family has a plan (most decoders, and "
-        f"{', '.join(sorted(KNOWN_TP_PLANS))}); or use pipelines of tensor-parallel degree 1."
-    )
-
-
-def _rule_of_module(styled: Mapping[str, _Rule], name: str, module: nn.Module) -> _Rule | None:
-    """Return what is said of a module, or of its weight where that alone is named."""
-    rule = styled.get(name)
-    if rule is None and isinstance(module, nn.Linear | nn.Embedding):
-        rule = styled.get(f"{name}.weight" if name else "weight")
-    return rule
-
-
 def _resolve(style: TPStyle, module: nn.Module) -> TPStyle:
     if style is TPStyle.VOCAB:
         return TPStyle.EMBEDDING if isinstance(module, nn.Embedding) else TPStyle.GATHERED
@@ -253,7 +107,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _cut_of_slot(
-    styled: Mapping[str, _Rule],
+    styled: Mapping[str, Rule],
     modules: Mapping[str, ShardedModule],
     slot: Slot,
     num_dims: int,
@@ -261,7 +115,7 @@ def _cut_of_slot(
     """Return what is said of a parameter in one of its places; None if nothing is."""
     owner_name = slot.name.rpartition(".")[0]
     sharded = modules.get(owner_name)
-    rule = _rule_of_module(styled, owner_name, slot.module)
+    rule = rule_of_module(styled, owner_name, slot.module)
     if sharded is None or sharded.style in (TPStyle.EXPERTS, TPStyle.LOCAL_SIZES):
         bare = styled.get(slot.name)
         return None if bare is None else _cut_of_bare(bare, num_dims)
@@ -270,7 +124,7 @@ def _cut_of_slot(
     return _cut_in_module(slot, sharded.style, 1 if rule is None else rule.blocks)
 
 
-def _cut_of_bare(rule: _Rule, num_dims: int) -> ParameterCut | None:
+def _cut_of_bare(rule: Rule, num_dims: int) -> ParameterCut | None:
     """Output features are the last dim but one, input features the last, experts come first."""
     if rule.style in _COLUMNS:
         return ParameterCut(dim=max(num_dims - 2, 0), blocks=rule.blocks)

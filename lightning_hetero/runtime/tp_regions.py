@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.layout import ModelLayout
-from lightning_hetero.runtime.tp_plan import ShardedModule, ShardingPlan, TPStyle
+from lightning_hetero.runtime.tp_plan import ShardedModule, ShardingPlan
+from lightning_hetero.runtime.tp_styles import TPStyle
 
 __all__ = ["find_regions", "with_partial_gradients"]
 
