@@ -38,8 +38,9 @@ class _Receiving:
     """What arrives from one peer, and where it goes."""
 
     peer: int
-    numel: int
     targets: list[Tensor]
+    sizes: list[int]
+    """Elements of each target."""
 
 
 @dataclass
@@ -105,8 +106,8 @@ class Pull:
             sending.peers.append(message.destination)
         else:
             targets = [rows(piece.parameter, piece.start, piece.stop) for piece in message.pieces]
-            numel = sum(target.numel() for target in targets)
-            unit.receiving.append(_Receiving(message.source, numel, targets))
+            sizes = [target.numel() for target in targets]
+            unit.receiving.append(_Receiving(message.source, targets, sizes))
 
     def _own_rows(self, piece: Piece) -> Tensor:
         first, _ = self._store.intervals[piece.parameter]
@@ -141,7 +142,7 @@ class Pull:
                 operations.append(dist.P2POp(dist.isend, buffer, peer, self._options.group))
         for receiving in unit.receiving:
             buffer = torch.empty(
-                receiving.numel, dtype=self._options.dtype, device=self._store.device
+                sum(receiving.sizes), dtype=self._options.dtype, device=self._store.device
             )
             arrivals.append((receiving, buffer))
             operations.append(dist.P2POp(dist.irecv, buffer, receiving.peer, self._options.group))
@@ -167,7 +168,7 @@ class Pull:
         senders = [(receiving.peer, buffer.nbytes) for receiving, buffer in arrivals]
         wait_for_all(self._options.clock, works, senders)
         for receiving, buffer in arrivals:
-            parts = torch.split(buffer, [target.numel() for target in receiving.targets])
+            parts = torch.split(buffer, receiving.sizes)
             for target, part in zip(receiving.targets, parts, strict=True):
                 target.copy_(part.view(target.shape))
 
