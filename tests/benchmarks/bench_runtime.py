@@ -182,6 +182,11 @@ def against_torch_pipelining(rank: int) -> tuple[Seconds, Seconds]:
     return medians(ours), medians(theirs)
 
 
+def slowest(ranks: list[Seconds]) -> Seconds:
+    wall, cpu = (max(column) for column in zip(*ranks, strict=True))
+    return wall, cpu
+
+
 def run() -> list[Row]:
     pool = ProcessPool()
     rows = []
@@ -191,12 +196,8 @@ def run() -> list[Row]:
     )
     for name, function, peer_name in cases:
         figures = pool.run(function, 2, timeout_s=500)
-        ours, ours_cpu = (
-            max(column) for column in zip(*(item[0] for item in figures), strict=True)
-        )
-        peer, peer_cpu = (
-            max(column) for column in zip(*(item[1] for item in figures), strict=True)
-        )
+        ours, ours_cpu = slowest([item[0] for item in figures])
+        peer, peer_cpu = slowest([item[1] for item in figures])
         note = f"{peer_name}; CPU time {ours_cpu / peer_cpu:.3f}"
         rows.append(
             Row(
