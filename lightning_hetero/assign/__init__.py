@@ -19,6 +19,7 @@ from lightning_hetero.assign.dispatch import Dispatch, dispatch
 from lightning_hetero.assign.exact import dispatch_exact
 from lightning_hetero.assign.iteration import assign_iteration
 from lightning_hetero.assign.pack import Packing, pack, pack_all
+from lightning_hetero.assign.plan_bound import plan_lower_bound_s
 from lightning_hetero.assign.plan_cost import plan_costs
 from lightning_hetero.assign.proposal import (
     Proposal,
@@ -49,6 +50,7 @@ __all__ = [
     "pack_all",
     "pipeline_cost",
     "plan_costs",
+    "plan_lower_bound_s",
     "propose",
     "util_len",
 ]

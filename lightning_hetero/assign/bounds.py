@@ -1,8 +1,8 @@
 """Lower bounds of the best dispatch: how far a dispatch can be from the optimum of Eq. 3.
 
 `fast_lower_bound_s` costs a fraction of a millisecond; every dispatch carries it.
-`dispatch_lower_bound_s` solves a few linear programmes and is much nearer the optimum where bubbles
-count.
+`dispatch_lower_bound_s` solves a few linear programmes (`covering`) and is much nearer the optimum
+where bubbles count.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,13 @@ from lightning_hetero.assign.cost import (
     IntArray,
     PipelineCost,
     as_lengths,
+)
+from lightning_hetero.assign.covering import (
+    ROUNDING,
+    SequenceRuns,
+    StageSeconds,
+    add_cover,
+    least_possible_s,
 )
 from lightning_hetero.assign.greedy import UNFIT_S, fitting_times_s
 from lightning_hetero.assign.programme import Programme
@@ -83,16 +90,9 @@ def dispatch_lower_bound_s(
 ) -> float:
     """Return a lower bound near the optimum of Eq. 3, by bisection over a linear relaxation.
 
-    For a latency x the relaxation asks for shares `f[i, k]` of sequence i on kind k of pipeline and
-    numbers `y[i, k]` of pipelines of kind k whose longest sequence is i, sequences longest first:
-
-    - `Σ_k f[i, k] = 1`, and `Σ_i y[i, k] <= pipelines of kind k`;
-    - the work of the sequences up to i fits: `Σ_{h<=i} f[h, k]·T_k(h) <= Σ_{h<=i} y[h, k]·r[h, k]`
-      with `r[h, k] = x - (PP-1)·T_k(h) - c·PP`, what such a pipeline has left;
-    - their number fits: `Σ_{h<=i} f[h, k] <= Σ_{h<=i} y[h, k]·⌊r[h, k] / T_k(i)⌋`, as a pipeline
-      holds at most that many sequences of i's length or more.
-
-    Every dispatch of latency x satisfies it, so an x without solution is a lower bound.
+    A pipeline of latency x whose longest sequence is h has `x - (PP-1)·(T(h) + c)` seconds for its
+    micro-batches. Every dispatch of latency x is a cover (`covering`) by the plan's pipelines, so x
+    is a lower bound if no cover makes do with a share of 1 of each kind of them.
 
     Args:
         lengths: [B].
@@ -100,52 +100,23 @@ def dispatch_lower_bound_s(
         upper_bound_s: Latency of a known dispatch.
         precision: Relative width at which the bisection ends.
     """
-    sizes = np.sort(as_lengths(lengths))[::-1].copy()
-    low_s = fast_lower_bound_s(
-        sizes, fitting_times_s(sizes, CostTable.of(pipelines)), CostTable.of(pipelines)
-    )
-    low_s = min(low_s, upper_bound_s)
-    high_s = upper_bound_s
+    sizes, every = as_lengths(lengths), CostTable.of(pipelines)
+    low_s = min(fast_lower_bound_s(sizes, fitting_times_s(sizes, every), every), upper_bound_s)
     kinds = list(dict.fromkeys(pipelines))
-    table = CostTable.of(kinds)
-    counts = np.array([pipelines.count(kind) for kind in kinds], dtype=np.float64)
-    times_s = fitting_times_s(sizes, table)
-    while high_s - low_s > precision * high_s:
-        middle_s = (low_s + high_s) / 2
-        if _relaxation(times_s, table, counts, middle_s).is_feasible():
-            high_s = middle_s
-        else:
-            low_s = middle_s
-    return low_s
+    counts = [float(pipelines.count(kind)) for kind in kinds]
+    runs = SequenceRuns.of(sizes, CostTable.of(kinds))
+    lost_s = runs.table.num_bubbles * (runs.table.times_s(runs.least) + runs.table.c)
 
+    def is_possible(latency_s: float) -> bool:
+        programme = Programme()
+        slots_s = latency_s - lost_s
+        seconds = StageSeconds(slots=slots_s, room=slots_s - runs.table.c)
+        opened = add_cover(programme, runs, seconds)
+        if opened is None:
+            return False
+        (share,) = programme.add_variables(upper=np.inf, cost=1.0)
+        for columns, count in zip(opened.T, counts, strict=True):
+            programme.add_row([*columns, share], [*np.ones(len(columns)), -count], upper=0.0)
+        return programme.minimize(time_limit_s=60.0).lower_bound <= 1 + ROUNDING
 
-def _relaxation(
-    times_s: FloatArray, table: CostTable, counts: FloatArray, latency_s: float
-) -> Programme:
-    """Return the linear programme of `dispatch_lower_bound_s` for one latency.
-
-    With B sequences and K kinds there are 2·B·K variables and 2·B²·K nonzeros: small for tens of
-    sequences, which is where the fast bound leaves a gap.
-    """
-    num_sequences, num_kinds = times_s.shape
-    left_s = latency_s - table.num_bubbles * times_s - table.c * (table.num_bubbles + 1)
-    allowed = times_s <= left_s * (1 + 1e-12)
-    left_s = np.maximum(left_s, 0.0)
-    programme = Programme()
-    shares = programme.add_variables(upper=np.where(allowed, 1.0, 0.0).ravel())
-    opened = programme.add_variables(upper=np.where(allowed, counts[None, :], 0.0).ravel())
-    shares, opened = shares.reshape(allowed.shape), opened.reshape(allowed.shape)
-    for index in range(num_sequences):
-        programme.add_row(shares[index], np.ones(num_kinds), lower=1.0, upper=1.0)
-    for kind in range(num_kinds):
-        share, count = shares[:, kind], opened[:, kind]
-        programme.add_row(count, np.ones(num_sequences), upper=float(counts[kind]))
-        possible = np.flatnonzero(allowed[:, kind])
-        share, count = share[possible], count[possible]
-        times, left = times_s[possible, kind], left_s[possible, kind]
-        for end in range(1, len(possible) + 1):
-            columns = np.concatenate([share[:end], count[:end]])
-            programme.add_row(columns, np.concatenate([times[:end], -left[:end]]), upper=0.0)
-            fitting = np.floor(left[:end] / times[end - 1] + 1e-9)
-            programme.add_row(columns, np.concatenate([np.ones(end), -fitting]), upper=0.0)
-    return programme
+    return least_possible_s(is_possible, low_s, upper_bound_s, precision)

@@ -67,21 +67,20 @@ class Programme:
         self._row_lower.append(lower)
         self._row_upper.append(upper)
 
-    def is_feasible(self) -> bool:
-        """Return whether any values satisfy all rows."""
-        status = self._run(time_limit_s=60.0).getModelStatus()
-        return bool(status != highspy.HighsModelStatus.kInfeasible)
-
-    def minimize(self, *, time_limit_s: float, gap: float = 1e-6) -> Solution:
-        """Solve to a relative `gap` or until the time is over."""
-        solver = self._run(time_limit_s=time_limit_s, gap=gap)
+    def minimize(
+        self, *, time_limit_s: float, gap: float = 1e-6, enough: float = -np.inf
+    ) -> Solution:
+        """Solve to a relative `gap`, until the time is over or, if integral, for `enough`."""
+        solver = self._run(time_limit_s=time_limit_s, gap=gap, enough=enough)
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Solution(values=np.zeros(0), objective=np.inf, lower_bound=np.inf)
         info = solver.getInfo()
         objective = float(info.objective_function_value)
         is_integral = any(flags.any() for flags in self._integral)
-        bound = float(info.mip_dual_bound) if is_integral else objective
+        bound = objective if status == highspy.HighsModelStatus.kOptimal else -np.inf
+        if is_integral:
+            bound = float(info.mip_dual_bound)
         if info.primal_solution_status != highspy.kSolutionStatusFeasible:
             return Solution(values=np.zeros(0), objective=float("inf"), lower_bound=bound)
         return Solution(
@@ -90,7 +89,7 @@ class Programme:
             lower_bound=bound,
         )
 
-    def _run(self, *, time_limit_s: float, gap: float = 1e-6) -> Any:
+    def _run(self, *, time_limit_s: float, gap: float, enough: float) -> Any:
         model = highspy.HighsLp()
         model.num_col_ = self._num_variables
         model.num_row_ = len(self._row_lower)
@@ -112,6 +111,7 @@ class Programme:
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", time_limit_s)
         solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("objective_target", enough)
         passed = solver.passModel(model)
         assert passed != highspy.HighsStatus.kError, "HiGHS refused a programme built here"
         solver.run()

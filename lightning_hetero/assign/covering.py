@@ -1,0 +1,142 @@
+"""The linear relaxation behind the lower bounds: sequences covered by kinds of pipeline.
+
+Sequences come longest first, in runs of nearly equal length, each with the least of its lengths.
+For a given latency, a pipeline of kind k whose longest sequence is of run h has `slots[h, k]`
+seconds of a stage for its micro-batches, `room[h, k]` of them for sequences without constants.
+Variables are shares `f[i, k]` of run i on kind k and numbers `y[h, k]` of pipelines of kind k whose
+longest sequence is of run h. With n_i sequences of length l_i or more in run i, their work W_k(i),
+and M_k = MaxLen, whatever fits satisfies for all i and k:
+
+- `Σ_k f[i, k] = 1`;
+- the work up to i fits, without constants and with c for every M_k tokens:
+  `Σ_{h<=i} f[h, k]·W_k(h) <= Σ_{h<=i} y[h, k]·room[h, k]` and
+  `Σ_{h<=i} f[h, k]·(W_k(h) + c_k·tokens(h) / M_k) <= Σ_{h<=i} y[h, k]·slots[h, k]`;
+- their number fits: `Σ_{h<=i} f[h, k]·n_h <= Σ_{h<=i} y[h, k]·(1 + m[h, i, k])` with m the most
+  sequences of length l_i that such a pipeline can hold beside its longest.
+
+So a latency is a lower bound if no solution makes do with the pipelines there can be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from lightning_hetero.assign.cost import CostTable, FloatArray, IntArray
+from lightning_hetero.assign.programme import Programme
+
+__all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
+
+ROUNDING = 1e-6
+"""By how much, relatively, a limit may be exceeded in a solution of the rows."""
+_SPREAD = 0.03
+"""Lengths of a run differ by this share at most, which costs the bounds about nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRuns:
+    """R runs of sequences of nearly equal length, longest first, on K kinds of pipeline."""
+
+    table: CostTable
+    """The K kinds."""
+    least: IntArray
+    """[R] least length of each run."""
+    counts: IntArray
+    """[R] number of its sequences."""
+    tokens: IntArray
+    """[R] their tokens."""
+    work_s: FloatArray
+    """[R, K] seconds of a stage for them."""
+
+    @classmethod
+    def of(cls, lengths: IntArray, table: CostTable) -> Self:
+        """Cut the sequences into runs."""
+        ordered = np.sort(lengths)[::-1]
+        starts = [0]
+        for index, length in enumerate(ordered.tolist()):
+            if length < ordered[starts[-1]] * (1 - _SPREAD):
+                starts.append(index)
+        ends = np.array([*starts[1:], len(ordered)])
+        return cls(
+            table=table,
+            least=ordered[ends - 1],
+            counts=ends - np.array(starts),
+            tokens=np.add.reduceat(ordered, starts),
+            work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    """What a pipeline of each kind has for each run as its longest, [R, K]; negative for never."""
+
+    slots: FloatArray
+    """Seconds of a stage for its micro-batches."""
+    room: FloatArray
+    """Those of them that are left for sequences, without c of any micro-batch."""
+
+
+def add_cover(programme: Programme, runs: SequenceRuns, seconds: StageSeconds) -> IntArray | None:
+    """Add shares and pipelines with their rows; return the variables y [R, K].
+
+    Returns None if a run fits nowhere, so that no cover exists.
+    """
+    limits = runs.table.max_len
+    allowed = (runs.least[:, None] <= limits) & (
+        runs.table.times_s(runs.least) <= seconds.room * (1 + ROUNDING)
+    )
+    if not allowed.any(axis=1).all():
+        return None
+    shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
+    opened = programme.add_variables(upper=np.where(allowed, np.inf, 0.0).ravel())
+    opened = opened.reshape(allowed.shape)
+    for row, is_allowed in zip(shares, allowed, strict=True):
+        programme.add_row(row[is_allowed], 1.0, lower=1.0, upper=1.0)
+    fixed_s = runs.table.c * runs.tokens[:, None] / limits
+    for kind in range(len(limits)):
+        slots_s, room_s = seconds.slots[:, kind], seconds.room[:, kind]
+        work_s = runs.work_s[:, kind]
+        most = _most_sequences(runs, kind, slots_s, room_s)
+        for end in range(1, len(shares) + 1):
+            columns = np.concatenate([shares[:end, kind], opened[:end, kind]])
+            for load, limit in (
+                (work_s, room_s),
+                (work_s + fixed_s[:, kind], slots_s),
+                (runs.counts, most[:, end - 1]),
+            ):
+                values = np.concatenate([load[:end], -np.maximum(limit[:end], 0.0)])
+                programme.add_row(columns, values, upper=0.0)
+    return opened
+
+
+def _most_sequences(
+    runs: SequenceRuns, kind: int, slots_s: FloatArray, room_s: FloatArray
+) -> FloatArray:
+    """Return [h, i]: 1 + m with the most m for which h and m sequences of length l_i fit."""
+    times_s = runs.table.times_s(runs.least)[:, kind]
+    full_s = times_s + runs.table.c[kind] * runs.least / runs.table.max_len[kind]
+    by_room = (room_s - times_s)[:, None] / times_s
+    by_slots = (slots_s - full_s)[:, None] / full_s
+    beside: FloatArray = np.floor(np.minimum(by_room, by_slots) + ROUNDING)
+    return 1 + np.maximum(beside, 0.0)
+
+
+def least_possible_s(
+    is_possible: Callable[[float], bool], low_s: float, high_s: float, precision: float
+) -> float:
+    """Return a latency that isn't possible, at most `precision` below one that may be.
+
+    Args:
+        is_possible: False for latencies that nothing reaches.
+        low_s: A lower bound, returned if anything above it may be possible.
+        high_s: A latency that is known to be possible.
+        precision: Relative width at which the bisection ends.
+    """
+    while high_s - low_s > precision * high_s:
+        middle_s = (low_s + high_s) / 2
+        if is_possible(middle_s):
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    return low_s

@@ -1,0 +1,82 @@
+import functools
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.assign import PipelineCost, Scheme, plan_lower_bound_s
+from lightning_hetero.assign.partitions import partitions
+from tests.assign.cases import costs
+from tests.benchmarks.assignment_cases import time_1f1b_s
+
+NUM_DEVICES = {"new": 3, "old": 2}
+
+
+@functools.cache
+def fastest_s(cost: PipelineCost, lengths: tuple[int, ...]) -> float:
+    """Return the least 1F1B time of all packings and orders of a pipeline's sequences."""
+    if not lengths:
+        return 0.0
+    ends_s = [np.inf]
+    for groups in partitions(len(lengths))[0]:
+        batches = [np.array(lengths)[groups == index] for index in range(groups.max() + 1)]
+        if max(int(batch.sum()) for batch in batches) <= cost.max_len:
+            times_s = [sum(map(cost.sequence_time_s, batch)) + cost.c for batch in batches]
+            for order in itertools.permutations(times_s):
+                ends_s.append(time_1f1b_s(order, cost.num_stages))
+    return min(ends_s)
+
+
+def optimum_s(lengths: list[int], schemes: list[Scheme]) -> float:
+    """Return the least time of all plans, dispatches, packings and orders."""
+    best_s = np.inf
+    # A pipeline without sequences takes devices for nothing, so each has one, longest first.
+    for pipeline_of in partitions(len(lengths))[0]:
+        members = [
+            tuple(np.array(lengths)[pipeline_of == index]) for index in range(pipeline_of.max() + 1)
+        ]
+        for chosen in itertools.product(schemes, repeat=len(members)):
+            used = dict.fromkeys(NUM_DEVICES, 0)
+            for scheme in chosen:
+                for device, count in scheme.devices:
+                    used[device] += count
+            if all(used[device] <= NUM_DEVICES[device] for device in used):
+                ends_s = map(fastest_s, (scheme.cost for scheme in chosen), members)
+                best_s = min(best_s, max(ends_s))
+    return best_s
+
+
+PLACES = ((("new", 1),), (("new", 2),), (("old", 1),), (("new", 1), ("old", 1)))
+
+
+@st.composite
+def plan_cases(draw: st.DrawFn) -> tuple[list[int], list[Scheme]]:
+    """Draw sequences and schemes on one or two device types."""
+    scheme = st.builds(Scheme, cost=costs(), devices=st.sampled_from(PLACES))
+    schemes = draw(st.lists(scheme, min_size=1, max_size=3))
+    longest = max(scheme.cost.max_len for scheme in schemes)
+    return draw(st.lists(st.integers(1, longest), min_size=1, max_size=4)), schemes
+
+
+@settings(deadline=None, max_examples=30)
+@given(plan_cases())
+def test_no_plan_or_assignment_ends_before_the_bound(case) -> None:
+    lengths, schemes = case
+    best_s = optimum_s(lengths, schemes)
+    bound_s = plan_lower_bound_s(lengths, schemes, NUM_DEVICES, upper_bound_s=10 * best_s)
+    assert bound_s <= best_s * (1 + 1e-5)
+    if len(lengths) == 1:
+        assert bound_s >= best_s * 0.99
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(100, 200), min_size=1, max_size=16), st.integers(1, 8))
+def test_no_order_of_a_pipelines_micro_batches_ends_before_the_bound(lengths, num_stages) -> None:
+    cost = PipelineCost(a=0.0, b=1.0, c=1.0, max_len=200, util_len=1, num_stages=num_stages)
+    end_s = time_1f1b_s([length + cost.c for length in lengths], num_stages)
+    scheme = Scheme(cost=cost, devices=(("new", 3),))
+    bound_s = plan_lower_bound_s(lengths, [scheme], NUM_DEVICES, upper_bound_s=2 * end_s)
+    assert bound_s <= end_s * (1 + 1e-5)
+    # What a pipeline loses at its ends and to unequal lengths is all that can be missing.
+    assert bound_s >= end_s - 400 * (num_stages - 1) - 0.01 * end_s
