@@ -18,12 +18,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.assign import ModelMemory, PipelineCost, Scheme, draw_iteration, max_len
+from lightning_hetero.assign import (
+    ModelMemory,
+    PipelineCost,
+    Scheme,
+    draw_iteration,
+    max_len,
+    plan_lower_bound_s,
+)
 from lightning_hetero.assign.cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
 LENGTH_SETS = ("web-documents", "python-files")
+BOUND_PRECISION = 5e-3
 MicroBatches = tuple[tuple[int, ...], ...]
 """The micro-batches of one pipeline, each the indices of its samples."""
 Assign = Callable[[NDArray[np.int64], Sequence[PipelineCost]], list[MicroBatches]]
@@ -145,6 +153,31 @@ def pipeline_times_s(
         time_1f1b_s(microbatch_times_s(lengths, batches, cost).tolist(), cost.num_stages)
         for cost, batches in zip(plan, work, strict=True)
     ]
+
+
+def most_possible(
+    peer_s: float,
+    iterations: Sequence[NDArray[np.int64]],
+    ours_s: Sequence[float],
+    schemes: dict[Parallelism, Scheme],
+    num_devices: dict[str, int],
+) -> str:
+    """Return the ratio to a peer that no plan can exceed, from the bound over all plans.
+
+    Each iteration may have its own plan, of any numbers of pipelines of these schemes, and any
+    assignment; see `lightning_hetero.assign.plan_bound`.
+    """
+    bounds_s = [
+        plan_lower_bound_s(
+            lengths,
+            list(schemes.values()),
+            num_devices,
+            upper_bound_s=seconds,
+            precision=BOUND_PRECISION,
+        )
+        for lengths, seconds in zip(iterations, ours_s, strict=True)
+    ]
+    return f"no plan can exceed {peer_s / float(np.mean(bounds_s)):.3f}x"
 
 
 def check_work(
