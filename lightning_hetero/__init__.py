@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_hetero.callbacks.elastic import ElasticRestart
     from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+    from lightning_hetero.callbacks.run_log import RunLog
     from lightning_hetero.callbacks.run_metrics import RunMetrics
     from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
@@ -28,6 +29,7 @@ __all__ = [
     "LayerwiseCheckpoint",
     "ParallelPlan",
     "PipelinePlan",
+    "RunLog",
     "RunMetrics",
     "StagePlan",
     "StragglerMonitor",
@@ -42,6 +44,7 @@ _HOMES = {
     "LayerwiseCheckpoint": "lightning_hetero.callbacks.layerwise",
     "ParallelPlan": "lightning_hetero.core.plan",
     "PipelinePlan": "lightning_hetero.core.plan",
+    "RunLog": "lightning_hetero.callbacks.run_log",
     "RunMetrics": "lightning_hetero.callbacks.run_metrics",
     "StagePlan": "lightning_hetero.core.plan",
     "StragglerMonitor": "lightning_hetero.callbacks.straggler_monitor",

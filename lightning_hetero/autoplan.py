@@ -79,7 +79,9 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
     """
     if facts.comms.world_size == 1:
         return _data_parallel(facts, "nothing: there is one rank")
-    seats = detect_seats(facts.comms, facts.device, slowdown=facts.slowdown)
+    seats = detect_seats(
+        facts.comms, facts.device, slowdown=facts.slowdown, memory_bytes=facts.memory_bytes
+    )
     unequal = len({seat.device.name for seat in seats}) > 1
     model = infer_model_spec(facts.module, facts.layout)
     if model is None:

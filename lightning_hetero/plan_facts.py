@@ -107,6 +107,8 @@ class RunFacts:
     """Finds out the loader's sizes; called on rank 0 only."""
     slowdown: float = 1.0
     """See `ComputeClock.slowdown`."""
+    memory_bytes: int | None = None
+    """What to plan with instead of the device's own memory."""
     propagation_bytes: int = 4
     """Bytes of a value of weights and gradients on their way."""
     master_bytes: int = 4

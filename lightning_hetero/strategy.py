@@ -142,6 +142,8 @@ class HeteroStrategy(SlicesStrategy):
         """What their pipelines cost; None where nobody has measured it."""
         self.slowdown = 1.0
         """How many times slower this rank computes than it could; set before `setup`."""
+        self.memory_bytes: int | None = None
+        """Memory that an automatic plan may use of this rank's device; None asks the device."""
         self.auto_planned: AutoPlanned | None = None
         """What the automatic plan rests on; None where a plan was given."""
         self._announced: ParallelPlan | None = None
@@ -322,6 +324,7 @@ class HeteroStrategy(SlicesStrategy):
             device=self.root_device,
             sizes=lambda: find_sizes(trainer),
             slowdown=self.slowdown,
+            memory_bytes=self.memory_bytes,
             propagation_bytes=precision.propagation_dtype.itemsize,
             master_bytes=master.itemsize,
             data=find_data(trainer),

@@ -2,7 +2,15 @@
 
 from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.run_log import RunLog, read_log
 from lightning_hetero.callbacks.run_metrics import RunMetrics
 from lightning_hetero.callbacks.straggler_monitor import StragglerMonitor
 
-__all__ = ["ElasticRestart", "LayerwiseCheckpoint", "RunMetrics", "StragglerMonitor"]
+__all__ = [
+    "ElasticRestart",
+    "LayerwiseCheckpoint",
+    "RunLog",
+    "RunMetrics",
+    "StragglerMonitor",
+    "read_log",
+]

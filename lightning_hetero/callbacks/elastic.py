@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
     PreemptionNotice,
@@ -123,7 +124,7 @@ class ElasticRestart(Callback):
             assert self._checkpoint is not None
             node_of_rank = self._checkpoint.node_of_rank
             nodes = {node_of_rank[rank] for rank in leaving}
-            leave = partial(self._leave, nobody_stays=nodes == set(node_of_rank))
+            leave = partial(self._leave, trainer, leaving, nobody_stays=nodes == set(node_of_rank))
             self._checkpoint.save_and_leave(nodes, leave)
 
     @property
@@ -154,16 +155,27 @@ class ElasticRestart(Callback):
         nodes = self._checkpoint.node_of_rank
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
-    def _leave(self, saved: SavedCheckpoint, *, nobody_stays: bool) -> None:
+    def _leave(
+        self,
+        trainer: pl.Trainer,
+        leaving: Collection[int],
+        saved: SavedCheckpoint,
+        *,
+        nobody_stays: bool,
+    ) -> None:
         """Wait until the checkpoint is safe, then end this process as all others do."""
-        deadline = time.monotonic() + self._drain_timeout_s
+        start_s, error_seen = time.monotonic(), None
+        deadline = start_s + self._drain_timeout_s
         try:
             saved.wait_until_confirmed(self._drain_timeout_s)
             if nobody_stays:
                 saved.wait_until_uploaded(deadline - time.monotonic())
         except (CheckpointError, PeerError, OSError) as error:
+            error_seen = repr(error)
             _log.warning("Leaving without the checkpoint of %s: %r", saved.id, error)
         rank_zero_info(f"ElasticRestart: all ranks leave with {saved.id} to be started again.")
+        drain_s = time.monotonic() - start_s
+        note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
         goes = self._is_excluded or (self._watcher is not None and self._watcher.pending())
         if goes and self._is_first_of_node and is_torchelastic_launched():
             # Or the agent would bring this machine back into the run that it is about to leave.

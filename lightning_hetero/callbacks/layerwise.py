@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_hetero.callbacks.owned import OwnedState
 from lightning_hetero.callbacks.places import Places, Progress
+from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.callbacks.training_state import (
     dump_metadata,
     dump_random_state,
@@ -193,22 +194,37 @@ class LayerwiseCheckpoint(Checkpoint):
         progress: Progress | None,
         times_s: tuple[float, float],
     ) -> None:
-        """Log one line: where the state was found, what was lost, how long each phase took."""
+        """Log where the state was found, what was lost, how long each phase took."""
         start_s, fetched_s = times_s
-        load_s = time.time() - fetched_s
+        seconds = {
+            "meet": self._set_up_at_s - self._made_at_s,
+            "plan and set up": start_s - self._set_up_at_s,
+            "fetch": fetched_s - start_s,
+            "load": time.time() - fetched_s,
+        }
         found: Counter[Source] = Counter()
         own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
         for data in self._transport.all_gather(json.dumps(own).encode()):
             found.update({Source(source): count for source, count in json.loads(data)})
-        lost = ""
+        lost, lost_steps = "", None
         if progress is not None:
-            waited_s = self._made_at_s - progress.at_s
-            lost = f" {progress.step - recovered.id.step} steps lost, {waited_s:.2f} s to restart,"
+            lost_steps = progress.step - recovered.id.step
+            seconds["restart"] = self._made_at_s - progress.at_s
+            lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
         rank_zero_info(
             f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=found)}, load "
-            f"{load_s:.2f} s;{lost} {self._set_up_at_s - self._made_at_s:.2f} s to meet, "
-            f"{start_s - self._set_up_at_s:.2f} s to plan and set up; {trainer.world_size} ranks "
+            f"{seconds['load']:.2f} s;{lost} {seconds['meet']:.2f} s to meet, "
+            f"{seconds['plan and set up']:.2f} s to plan and set up; {trainer.world_size} ranks "
             f"on {len(set(self.node_of_rank))} nodes, {recovered.world_size} had saved it."
+        )
+        note(
+            trainer,
+            "recovered",
+            bytes_by_source={source.name.lower(): count for source, count in found.items()},
+            seconds=seconds,
+            lost_steps=lost_steps,
+            world_size=trainer.world_size,
+            saved_by=recovered.world_size,
         )
 
     @override

@@ -3,7 +3,8 @@
 Every rank sums what its clock says of the iterations since the last row of the log; then one small
 gather on CPU brings the sums to rank 0, which logs:
 
-- `run/tokens_per_s`: tokens of all pipelines per second of iterations, validation left out,
+- `run/iteration_s`: mean seconds of an iteration, validation and checkpoints left out,
+- `run/tokens_per_s`: tokens of all pipelines per second of iterations,
 - `run/mfu`: FLOPs of the model (see `models.flops`) over the devices' peak; not on CPU,
 - `run/bubble_share`: share of the ranks' time in which they compute nothing (AutoHet's bubbles,
   with all other waits),
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.callbacks.straggler_session import Ranks
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.devices import KNOWN_DEVICES
@@ -125,6 +127,7 @@ class RunMetrics(Callback):
             del scalars["run/planning_stall_s"]
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
+        note(trainer, "metrics", scalars=scalars)
 
 
 @dataclass
@@ -154,6 +157,7 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
     busy = [row.compute_s for row in rows]
     count = rows[0].num_iterations
     scalars = {
+        "run/iteration_s": wall_s / count,
         "run/tokens_per_s": sum(row.num_tokens for row in rows) / wall_s,
         "run/bubble_share": 1.0 - sum(busy) / (len(rows) * wall_s),
         "run/imbalance": (max(busy) - min(busy)) / max(busy) if max(busy) else 0.0,

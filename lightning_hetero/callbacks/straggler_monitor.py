@@ -12,7 +12,8 @@ Any strategy can be watched: computing is told from waiting by `HeteroStrategy`'
 the forward is timed, which waits for nobody under DDP. Only `HeteroStrategy` can run another plan.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.callbacks.step_times import StepTimes
 from lightning_hetero.callbacks.straggler_session import Ranks, StragglerSession
 from lightning_hetero.callbacks.watched_run import HeteroRun, PlainRun
@@ -30,6 +32,7 @@ from lightning_hetero.straggler import (
     BocdConfig,
     Event,
     EventLog,
+    IterationEvent,
     Mitigation,
     PolicyConfig,
     WatchConfig,
@@ -95,7 +98,11 @@ class StragglerMonitor(Callback):
         if self.events is not None and trainer.is_global_zero:
             self._log = EventLog(Path(trainer.default_root_dir) / self.events)
         self._session = StragglerSession(
-            run, Ranks(group), self.config, report=self._report, say=rank_zero_info
+            run,
+            Ranks(group),
+            self.config,
+            report=partial(self._report, trainer),
+            say=rank_zero_info,
         )
         self._step = StepTimes(trainer.global_step)
 
@@ -147,6 +154,9 @@ class StragglerMonitor(Callback):
             self._log.close()
             self._log = None
 
-    def _report(self, event: Event) -> None:
+    def _report(self, trainer: pl.Trainer, event: Event) -> None:
         if self._log is not None:
             self._log.write(event)
+        if not isinstance(event, IterationEvent):
+            name = type(event).__name__.removesuffix("Event").lower()
+            note(trainer, name, **{k: v for k, v in asdict(event).items() if k != "step"})

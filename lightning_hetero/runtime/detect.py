@@ -46,17 +46,23 @@ class Seat:
     host: str
     """Name of the machine."""
     device: DeviceSpec
-    """What its device can do, slowdown included; a CPU's memory is the whole host's."""
+    """What its device can do, slowdown included."""
     base: str
     """Name of the device type without slowdown."""
     slowdown: float = 1.0
     """How many times slower than its hardware the rank pretends to be."""
     is_cpu: bool = True
-    """Whether it computes on the host's CPU, whose memory ranks share."""
+    """Whether it computes on the host's CPU."""
+    shares_memory: bool = True
+    """Whether a CPU's memory is for all ranks of the host together."""
 
 
 def detect_seats(
-    comms: Communicators, device: torch.device, *, slowdown: float = 1.0
+    comms: Communicators,
+    device: torch.device,
+    *,
+    slowdown: float = 1.0,
+    memory_bytes: int | None = None,
 ) -> tuple[Seat, ...]:
     """Return the seats of all ranks by global rank; collective over all ranks.
 
@@ -64,14 +70,17 @@ def detect_seats(
         comms: The run's communicators.
         device: This rank's device.
         slowdown: See `ComputeClock.slowdown`.
+        memory_bytes: What to plan with instead of the device's own memory.
     """
     base = describe_device(device)
+    spec = slowed(base, slowdown)
     seat = Seat(
         host=socket.gethostname(),
-        device=slowed(base, slowdown),
+        device=spec if memory_bytes is None else replace(spec, memory_bytes=memory_bytes),
         base=base.name,
         slowdown=slowdown,
         is_cpu=device.type == "cpu",
+        shares_memory=memory_bytes is None,
     )
     if comms.world_size == 1:
         return (seat,)
@@ -90,8 +99,9 @@ def cluster_of(seats: Sequence[Seat]) -> Cluster:
         hosts.append(host)
     devices: dict[str, DeviceSpec] = {}
     for seat in seats:
-        shared = seat.device.memory_bytes // per_host[seat.host] if seat.is_cpu else None
-        spec = seat.device if shared is None else replace(seat.device, memory_bytes=shared)
+        spec = seat.device
+        if seat.is_cpu and seat.shares_memory:
+            spec = replace(spec, memory_bytes=spec.memory_bytes // per_host[seat.host])
         known = devices.setdefault(spec.name, spec)
         # The same CPU in hosts of unequal memory: a plan must fit the smallest.
         if spec.memory_bytes < known.memory_bytes:

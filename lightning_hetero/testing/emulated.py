@@ -31,21 +31,28 @@ class EmulatedDevices(Callback):
         Trainer(accelerator="cpu", devices=4, strategy=HeteroStrategy(), callbacks=[devices])
 
     Args:
-        slowdowns: For each global rank how many times longer it computes, 1 or more. An automatic
-            plan sees devices of these speeds.
+        slowdowns: For each global rank how many times longer it computes, 1 or more; or one number,
+            this process's, where nodes come and go and nobody knows who gets which rank. An
+            automatic plan sees devices of these speeds.
+        memory_bytes: The memory of each that an automatic plan sees, so that it has to cut the
+            model; nothing holds a rank to it. None takes its share of the host's.
 
     Raises:
         ConfigurationError: A slowdown is below 1, or (in `setup`) the Trainer runs another strategy
             or another number of ranks.
     """
 
-    def __init__(self, slowdowns: Sequence[float]) -> None:
-        if not slowdowns or not all(slowdown >= 1 for slowdown in slowdowns):
+    def __init__(
+        self, slowdowns: Sequence[float] | float, *, memory_bytes: int | None = None
+    ) -> None:
+        self._is_own = isinstance(slowdowns, int | float)
+        self.slowdowns = (slowdowns,) if isinstance(slowdowns, int | float) else tuple(slowdowns)
+        self.memory_bytes = memory_bytes
+        if not self.slowdowns or not all(slowdown >= 1 for slowdown in self.slowdowns):
             raise ConfigurationError(
-                f"EmulatedDevices has slowdowns {list(slowdowns)}; give one a rank, 1 or more, "
-                "because sleeping makes nothing faster."
+                f"EmulatedDevices has slowdowns {list(self.slowdowns)}; give one a rank, 1 or "
+                "more, because sleeping makes nothing faster."
             )
-        self.slowdowns = tuple(map(float, slowdowns))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -55,12 +62,13 @@ class EmulatedDevices(Callback):
                 f"EmulatedDevices slows HeteroStrategy's ranks down, but {type(strategy).__name__} "
                 "runs. Use Trainer(strategy=HeteroStrategy())."
             )
-        if trainer.world_size != len(self.slowdowns):
+        if not self._is_own and trainer.world_size != len(self.slowdowns):
             raise ConfigurationError(
                 f"EmulatedDevices has {len(self.slowdowns)} slowdowns but {trainer.world_size} "
                 "ranks run. Give one a rank."
             )
-        strategy.slowdown = self.slowdowns[trainer.global_rank]
+        strategy.slowdown = self.slowdowns[0 if self._is_own else trainer.global_rank]
+        strategy.memory_bytes = self.memory_bytes
 
     def cluster(self) -> Cluster:
         """Return these devices as one host's cluster, for the planner and the simulator.

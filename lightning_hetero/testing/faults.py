@@ -9,13 +9,14 @@ tell such a fault from a real one: its probes are slowed too.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.clock import LinkDelay
 from lightning_hetero.strategy import HeteroStrategy
@@ -125,6 +126,7 @@ class InjectFaults(Callback):
         self.unit = unit
         self._began_s = 0.0
         self._slowdown = 1.0
+        self._holding: tuple[Fault, ...] = ()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -171,6 +173,9 @@ class InjectFaults(Callback):
         return slowed
 
     def _apply(self, trainer: pl.Trainer, faults: Sequence[Fault]) -> None:
+        if tuple(faults) != self._holding:
+            self._holding = tuple(faults)
+            note(trainer, "faults", faults=[asdict(fault) for fault in faults])
         own = trainer.global_rank
         self._slowdown = math.prod(
             fault.slowdown

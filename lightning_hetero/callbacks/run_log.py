@@ -1,0 +1,131 @@
+"""`RunLog`: what happened to a run and when, one JSON object a line, over all its restarts.
+
+A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
+since the epoch. The log itself notes
+
+- `started`: training begins; who the ranks are and the plans it may run under,
+- `plan`: an iteration ran under another plan than the one before,
+- `validated`: what validation measured,
+- `failed`: a rank ends with an error; by that rank,
+- `ended`: training is done.
+
+Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the state came from
+(`recovered`), `ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did
+(`change`, `finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults
+(`faults`).
+"""
+
+import json
+import math
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from lightning_hetero.callbacks.straggler_session import Ranks
+from lightning_hetero.runtime.failure import AgreedExit
+from lightning_hetero.strategy import HeteroStrategy
+
+if TYPE_CHECKING:
+    from lightning_hetero.core.plan import ParallelPlan
+
+__all__ = ["RunLog", "note", "read_log"]
+
+
+class RunLog(Callback):
+    """Append what happens to a file; a run that is started again goes on with it.
+
+    Rank 0 writes, and a rank that fails. Where restarts move rank 0 to another node, give a path
+    that all nodes reach, or join the nodes' files by time.
+
+    Args:
+        path: The file; a relative path lies in the Trainer's `default_root_dir`.
+        node: What to call this machine; None takes its host name.
+    """
+
+    def __init__(self, path: str | Path = "events.jsonl", *, node: str | None = None) -> None:
+        self.path = Path(path)
+        self.node = node or socket.gethostname()
+        self.nodes: tuple[str, ...] = ()
+        """Name of each rank's machine, from the start of training."""
+        self._plan: ParallelPlan | None = None
+
+    def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
+        """Append an event, whichever rank this is."""
+        entry = {"event": event, "at_s": time.time(), "step": trainer.global_step, **fields}
+        path = Path(trainer.default_root_dir) / self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened for each line: several processes append, and one that is killed leaves whole lines.
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(entry)) + "\n")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy, group, plans = trainer.strategy, None, ()
+        self._plan = None
+        if isinstance(strategy, HeteroStrategy):
+            group, plans = strategy.engine.comms.control, strategy.candidate_plans
+        self.nodes = tuple(Ranks(group).gather(self.node))
+        note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, HeteroStrategy) and strategy.plan != self._plan:
+            self._plan = strategy.plan
+            note(trainer, "plan", plan=self._plan.to_dict())
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            note(trainer, "validated", metrics=trainer.callback_metrics)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        note(trainer, "ended")
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if not isinstance(exception, AgreedExit):
+            error = f"{type(exception).__name__}: {exception}"
+            self.write(trainer, "failed", node=self.node, error=error)
+
+
+def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
+    """Write an event on rank 0, if the run keeps a log."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, RunLog) and trainer.is_global_zero:
+            callback.write(trainer, event, **fields)
+
+
+def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a log so far; a last line that is still being written is left out."""
+    for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]:
+        yield json.loads(line)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has words for; no infinities, no tensors."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | int | None):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
