@@ -66,7 +66,8 @@ class RunLog(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy, group, plans = trainer.strategy, None, ()
+        strategy, group = trainer.strategy, None
+        plans: tuple[ParallelPlan, ...] = ()
         self._plan = None
         if isinstance(strategy, HeteroStrategy):
             group, plans = strategy.engine.comms.control, strategy.candidate_plans

@@ -48,7 +48,7 @@ def probe_device(
         with around:
             torch.mm(left, left, out=out)
 
-    return _median_s(multiply, device=device, repeats=repeats)
+    return statistics.median(_repeat_s(multiply, device=device, repeats=repeats))
 
 
 def probe_devices(
@@ -73,7 +73,9 @@ def probe_links(
     group: dist.ProcessGroup | None = None,
     wait_for: Callable[[dist.Work, int, int], None] | None = None,
 ) -> dict[Pair, float]:
-    """Return the median seconds of a message to and fro for every pair of the rounds.
+    """Return the least seconds of a message to and fro for every pair of the rounds.
+
+    A slow link is slow for each message; what a busy host adds to some of them isn't the link's.
 
     All ranks of the group call it with the same rounds. Pairs of one round run at the same time;
     rounds are kept apart by barriers.
@@ -98,12 +100,14 @@ def probe_links(
                 continue
             pair = normalise_pair(rank_a, rank_b)
             peer, first = (pair[1], True) if own == pair[0] else (pair[0], False)
-            seconds = _median_s(
-                lambda peer=peer, first=first: _ping_pong(  # type: ignore[misc]
-                    payload, peer, wait, sends_first=first, group=group
-                ),
-                device=device,
-                repeats=repeats,
+            seconds = min(
+                _repeat_s(
+                    lambda peer=peer, first=first: _ping_pong(  # type: ignore[misc]
+                        payload, peer, wait, sends_first=first, group=group
+                    ),
+                    device=device,
+                    repeats=repeats,
+                )
             )
             if first:
                 times_s[pair] = seconds
@@ -136,7 +140,8 @@ def _just_wait(work: dist.Work, peer: int, num_bytes: int) -> None:
     work.wait()
 
 
-def _median_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> float:
+def _repeat_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> list[float]:
+    """Return the seconds of each time, after one to warm up."""
     times_s = []
     for repeat in range(repeats + 1):
         _synchronize(device)
@@ -145,7 +150,7 @@ def _median_s(action: Callable[[], object], *, device: torch.device, repeats: in
         _synchronize(device)
         if repeat:
             times_s.append(time.perf_counter() - start_s)
-    return statistics.median(times_s)
+    return times_s
 
 
 def _synchronize(device: torch.device) -> None:

@@ -63,6 +63,13 @@ def test_ranks_on_one_cpu_share_its_memory() -> None:
     assert shared.device_of(2).memory_bytes == alone.device_of(0).memory_bytes // 3
 
 
+def test_a_device_of_its_own_memory_is_planned_with_that() -> None:
+    comms = Communicators(global_rank=0, world_size=1)
+    one = detect_seats(comms, torch.device("cpu"), memory_bytes=2**20)
+    cluster = cluster_of([*one, *one])
+    assert [cluster.device_of(rank).memory_bytes for rank in range(2)] == [2**20, 2**20]
+
+
 def test_a_slowdown_scales_what_computes_and_nothing_else() -> None:
     base = describe_device(torch.device("cpu"))
     slow = slowed(base, 4)

@@ -21,8 +21,8 @@ def test_all_emulated_devices_share_one_host() -> None:
     assert len({cluster.device_of(rank).memory_bytes for rank in range(3)}) == 1
 
 
-@pytest.mark.parametrize("slowdowns", [(), (1, 0.5), (float("nan"),), (-2, 1)])
-def test_only_slowing_down_is_possible(slowdowns: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("slowdowns", [(), (1, 0.5), (float("nan"),), (-2, 1), 0.5])
+def test_only_slowing_down_is_possible(slowdowns: tuple[float, ...] | float) -> None:
     with pytest.raises(ConfigurationError, match="1 or more"):
         EmulatedDevices(slowdowns)
 
@@ -30,12 +30,17 @@ def test_only_slowing_down_is_possible(slowdowns: tuple[float, ...]) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def fit(slowdowns: tuple[float, ...], strategy: str) -> None:
-    callbacks = [EmulatedDevices(slowdowns)]
+def fit(slowdowns: tuple[float, ...] | float, strategy: str) -> None:
+    callbacks = [EmulatedDevices(slowdowns, memory_bytes=2**30)]
     trainer = L.Trainer(
         **quiet(devices=1, strategy=strategy, max_steps=1, callbacks=callbacks)  # type: ignore[arg-type]
     )
     trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
+    assert (trainer.strategy.slowdown, trainer.strategy.memory_bytes) == (2.0, 2**30)
+
+
+def test_one_number_is_for_this_process_whichever_rank_it_gets() -> None:
+    fit(2.0, "hetero")
 
 
 def test_another_strategy_is_refused() -> None:

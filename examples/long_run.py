@@ -1,0 +1,271 @@
+"""A run that survives everything, to watch: four unequal devices, and all that can happen to them.
+
+::
+
+    python examples/long_run.py
+
+Four nodes on this machine, each a torchrun agent with one emulated device (speeds 1:1:2:2), train
+on packed Python sources under plans that change with the iterations. Meanwhile a device becomes
+slow and well again, so does a link; a node is killed and comes back empty, and another gets a spot
+notice. What happens is printed when the run notes it. Then one process of plain Lightning trains
+the same steps undisturbed, and both are compared.
+
+Nothing here waits for time to pass: each fault comes when the run has answered the one before.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from long_run_node import Settings, be_agent, checkpoint_of, train_alone
+from long_run_timeline import Event, Timeline, show
+from rich.console import Console
+
+from lightning_hetero.callbacks import read_log
+
+SLOWDOWNS = {"a": 8.0, "b": 8.0, "c": 4.0, "d": 4.0}
+
+
+class MetadataServer:
+    """A cloud's metadata server, as EC2 has it; a node's name comes first in its path."""
+
+    def __init__(self) -> None:
+        going = self._going = set[str]()
+
+        class Handler(BaseHTTPRequestHandler):
+            def handle_one_request(self) -> None:
+                with contextlib.suppress(ConnectionError):  # A node that is killed while it asks.
+                    super().handle_one_request()
+
+            def do_GET(self) -> None:
+                node, _, path = self.path.lstrip("/").partition("/")
+                action = {"action": "terminate", "time": "2030-01-01T00:00:00Z"}
+                if path == "latest/api/token":
+                    self._reply(200, b"token")
+                elif node in going:
+                    self._reply(200, json.dumps(action).encode())
+                else:
+                    self._reply(404, b"")
+
+            do_PUT = do_GET
+
+            def _reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{http.server_address[1]}"
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+
+    def take_away(self, node: str) -> None:
+        """Tell a node from now on that it will go."""
+        self._going.add(node)
+
+
+class Nodes:
+    """The nodes of the run: an agent each, a memory and a disk."""
+
+    def __init__(self, settings: Settings) -> None:
+        # Served from here, so that any node may die; a real run has a host that stays, or etcd.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.settings = replace(settings, rendezvous_port=self._store.port)
+        self.agents: dict[str, Any] = {}
+
+    def start(self, *names: str) -> None:
+        """Start agents."""
+        for name in names:
+            self.agents[name] = fork(be_agent, self.settings, name, SLOWDOWNS[name])
+
+    def kill(self, name: str) -> None:
+        """Take a node away at once: SIGKILL to its processes, and what it kept is lost."""
+        agent = self.agents.pop(name)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+        workers = children.read_text().split() if children.exists() else []
+        # The worker first, since the end of its agent would be a signal to it.
+        for pid in (*map(int, workers), agent.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.join()
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Empty a node's memory and disk."""
+        places = checkpoint_of(self.settings, name).places
+        places.forget_memory()
+        shutil.rmtree(str(places.local_dir), ignore_errors=True)
+
+    def check(self) -> None:
+        """End everything where an agent has ended badly."""
+        for name, agent in self.agents.items():
+            if agent.exitcode:
+                log = (self.settings.folder / f"{name}.log").read_text()
+                raise SystemExit(f"node {name} has failed:\n{log[-4000:]}")
+
+
+class Watch:
+    """Follows what a run notes, prints it, and adds what is done to the run from outside."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.settings = nodes.settings
+        self.settings.events.touch()
+        self.events: list[Event] = []
+        self._timeline, self._console = Timeline(), Console(soft_wrap=True)
+
+    def did(self, event: str, **fields: Any) -> None:
+        """Note something that was done to the run."""
+        entry = {"event": event, "at_s": time.time(), "step": self.events[-1]["step"], **fields}
+        with self.settings.events.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def order(self, *faults: dict[str, Any], end: bool = False) -> None:
+        """Tell the run what is slow from its next step on, or that this is its last."""
+        temporary = self.settings.orders.with_suffix(".new")
+        temporary.write_text(json.dumps({"faults": faults, "end": end}))
+        temporary.replace(self.settings.orders)
+
+    def wait_for(self, what: Callable[[list[Event]], bool]) -> None:
+        """Wait until something holds for the events since this was called."""
+        start = len(self.events)
+        while not what(self.events[start:]):
+            time.sleep(0.1)
+            self.nodes.check()
+            num_known = len(self.events)
+            self.events = list(read_log(self.settings.events))
+            for event in self.events[num_known:]:
+                if line := self._timeline.line(event):
+                    self._console.print(line)
+
+    def last(self, event: str) -> Event:
+        """Return the last event of a kind."""
+        return next(item for item in reversed(self.events) if item["event"] == event)
+
+
+def happened(event: str, **fields: Any) -> Callable[[list[Event]], bool]:
+    """Return whether there was such an event."""
+    wanted = {"event": event, **fields}
+    return lambda events: any(wanted.items() <= item.items() for item in events)
+
+
+def started(world_size: int) -> Callable[[list[Event]], bool]:
+    """Return whether training has begun with so many nodes."""
+    return lambda events: any(
+        item["event"] == "started" and len(item["nodes"]) == world_size for item in events
+    )
+
+
+def steps(count: int) -> Callable[[list[Event]], bool]:
+    """Return whether so many steps were trained."""
+    return lambda events: sum(item["event"] == "trained" for item in events) >= count
+
+
+def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
+    """Do to the run what happens to runs."""
+    watch.order()
+    nodes.start(*SLOWDOWNS)
+    watch.wait_for(started(4))
+    watch.wait_for(steps(14))
+
+    fault({"nodes": ["c"], "slowdown": 2.5}, watch)
+
+    nodes.kill("d")
+    watch.did("killed", node="d")
+    watch.wait_for(started(3))
+    watch.wait_for(steps(8))
+    nodes.start("d")
+    watch.did("joined", node="d")
+    watch.wait_for(started(4))
+    watch.wait_for(steps(8))
+
+    metadata.take_away("b")
+    watch.did("notice", node="b")
+    nodes.agents.pop("b").join()
+    watch.wait_for(started(3))
+    watch.wait_for(steps(8))
+    watch.order(end=True)
+    watch.wait_for(happened("ended"))
+    for agent in nodes.agents.values():
+        agent.join()
+
+
+def fault(order: dict[str, Any], watch: Watch) -> None:
+    """Slow something down until the run has worked around it, and until that is undone."""
+    watch.order(order)
+    watch.wait_for(happened("action", kind="apply"))
+    watch.wait_for(steps(6))
+    watch.order()
+    watch.wait_for(happened("action", kind="undo"))
+    watch.wait_for(steps(6))
+
+
+@contextlib.contextmanager
+def playing(settings: Settings) -> Iterator[tuple[Nodes, Watch]]:
+    """Give the nodes of a run, and end them all."""
+    nodes = Nodes(settings)
+    try:
+        yield nodes, Watch(nodes)
+    finally:
+        for name in list(nodes.agents):
+            nodes.kill(name)
+        for name in SLOWDOWNS:
+            nodes.forget(name)
+
+
+def fork(function: Callable[..., None], *arguments: Any) -> Any:
+    """Run a function in a process that has torch and all else imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["long_run_node"])
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def main() -> None:
+    """Play the run, train the undisturbed one, and compare them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/long_run"))
+    arguments = parser.parse_args()
+    out = arguments.out.absolute()
+    shutil.rmtree(out, ignore_errors=True)
+    # For the process that imports once and is forked from then on.
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    metadata = MetadataServer()
+    run = Settings(folder=out / "run", metadata_url=metadata.url)
+    run.folder.mkdir(parents=True)
+    with playing(run) as (nodes, watch):
+        play(nodes, watch, metadata)
+    num_steps = watch.last("trained")["step"]
+    print(f"\nthe same {num_steps} steps undisturbed, in one process of plain Lightning")
+    single = replace(run, folder=out / "undisturbed", num_steps=num_steps)
+    single.folder.mkdir()
+    process = fork(train_alone, single)
+    process.join()
+    if process.exitcode:
+        raise SystemExit((single.folder / "run.log").read_text()[-4000:])
+    (out / "slowdowns.json").write_text(json.dumps(SLOWDOWNS))
+    show(watch.events, list(read_log(single.events)), SLOWDOWNS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+import json
+
+import lightning as L
+import pytest
+
+from lightning_hetero.callbacks import RunLog, RunMetrics, read_log
+from lightning_hetero.testing import InjectFaults, SlowRank
+from tests.toy import ToyModule, ToyOptions, loader, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def fit(folder, strategy="hetero", module=None, callbacks=()):
+    trainer = L.Trainer(
+        **quiet(devices=1, strategy=strategy, max_steps=4, num_sanity_val_steps=1),
+        callbacks=[*callbacks, RunLog(node="here")],
+        default_root_dir=folder,
+        log_every_n_steps=2,
+    )
+    trainer.fit(module or ToyModule(ToyOptions()), loader(8, 2), loader(4, 2))
+    return list(read_log(folder / "events.jsonl"))
+
+
+class Failing(ToyModule):
+    def on_train_batch_end(self, *args):
+        if self.trainer.global_step == 3:
+            raise RuntimeError("enough")
+
+
+def test_a_run_notes_what_happens_in_the_order_in_which_it_does(tmp_path):
+    fault = SlowRank(start=1, duration=2, global_rank=0, slowdown=1.5)
+    events = fit(tmp_path, callbacks=[InjectFaults([fault]), RunMetrics()])
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("started", 0),
+        ("plan", 1),
+        ("faults", 1),
+        ("metrics", 2),
+        ("faults", 3),
+        ("metrics", 4),
+        ("validated", 4),
+        ("ended", 4),
+    ]
+    started, plan, faults = events[:3]
+    assert started["nodes"] == ["here"]
+    assert plan["plan"] in started["plans"]
+    assert faults["faults"][0]["slowdown"] == 1.5
+    assert events[4]["faults"] == []
+    assert set(events[3]["scalars"]) > {"run/iteration_s", "run/tokens_per_s"}
+    assert events[6]["metrics"]["val_loss"] > 0
+    times_s = [event["at_s"] for event in events]
+    assert times_s == sorted(times_s)
+
+
+def test_another_start_goes_on_in_the_same_file_under_any_strategy(tmp_path):
+    fit(tmp_path, strategy="auto")
+    events = fit(tmp_path, strategy="auto")
+    assert [event["event"] for event in events] == ["started", "validated", "ended"] * 2
+
+
+def test_a_rank_that_fails_says_so_before_it_ends(tmp_path):
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(tmp_path, module=Failing(ToyOptions()))
+    *_, last = read_log(tmp_path / "events.jsonl")
+    assert (last["event"], last["step"], last["node"]) == ("failed", 3, "here")
+    assert last["error"] == "RuntimeError: enough"
+
+
+def test_what_json_has_no_word_for_is_still_a_line_that_any_parser_reads(tmp_path):
+    trainer = L.Trainer(**quiet(default_root_dir=tmp_path))
+    log = RunLog("log")
+    log.write(trainer, "odd", values=(float("inf"), 1.5, None, True), by={2: float("nan")})
+    text = (tmp_path / "log").read_text()
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    entry = json.loads(text, parse_constant=refuse)
+    assert (entry["values"], entry["by"]) == (["inf", 1.5, None, True], {"2": "nan"})
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path):
+    path = tmp_path / "log"
+    path.write_text('{"event": "ended"}\n{"event": "st')
+    assert list(read_log(path)) == [{"event": "ended"}]
