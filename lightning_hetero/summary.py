@@ -60,7 +60,9 @@ class StartUp:
         cls, facts: RunFacts, engine: Engine, auto: AutoPlanned | None, *, num_batches: int
     ) -> Self:
         """Ask all ranks for their devices; collective."""
-        seats = detect_seats(facts.comms, facts.device, slowdown=facts.slowdown)
+        seats = detect_seats(
+            facts.comms, facts.device, slowdown=facts.slowdown, memory_bytes=facts.memory_bytes
+        )
         planned_for = None if auto is None else auto.basis
         return cls(
             plan=engine.plan,
