@@ -24,6 +24,7 @@ import torch
 from hetero import SourceData
 from lightning.pytorch.loggers import CSVLogger
 from text_data import VOCAB_SIZE
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from train_text import TextLM
@@ -216,6 +217,8 @@ def be_agent(settings: Settings, node: str, slowdown: float) -> None:
     """Be a node's torchrun; it and its workers write to a file of the node."""
     write_to(settings.folder / f"{node}.log")
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # For its own records a torchrun asks all modules who called it; this process has thousands.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     options = [
         # At least more than half, or nodes that don't find each other would train two runs.
         "--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d",
