@@ -14,6 +14,7 @@ from tests.processes import ProcessPool
 from tests.toy import quiet
 
 ALL = {
+    "iteration_s",
     "tokens_per_s",
     "mfu",
     "bubble_share",
@@ -34,6 +35,7 @@ def expected(ranks: list[Record], first: int, last: int) -> dict[str, float]:
     lengths = [n for items in seen[:2] for item in items for n in item.lengths]
     flops = step_flops(Module().model.config, lengths)
     return {
+        "iteration_s": wall_s / count,
         "tokens_per_s": sum(lengths) / wall_s,
         "mfu": flops / wall_s / (len(ranks) * DEVICE.peak_flops_per_s),
         "bubble_share": sum(wall_s - busy for busy in busy_s) / (len(ranks) * wall_s),
@@ -73,7 +75,7 @@ def test_a_step_of_several_batches_has_one_row_and_ordinary_data_no_stall(
 ) -> None:
     logged = pool.run(train_with_accumulation, 2)[0]
     rows = {step: {n for n in row if n.startswith("run/")} for step, row in logged.items()}
-    names = {"tokens_per_s", "bubble_share", "imbalance", "exchange_wait_s"}
+    names = {"iteration_s", "tokens_per_s", "bubble_share", "imbalance", "exchange_wait_s"}
     assert {step for step, row in rows.items() if row} == {1, 2, 3}
     assert all(row == {f"run/{name}" for name in names} for row in rows.values() if row)
 
