@@ -30,7 +30,8 @@ def step(tensor):
 
 def test_a_real_profiler_trace_gives_the_period(one_process, tmp_path):
     tensor = torch.ones(64)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         for _ in range(12):
             step(tensor)
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
