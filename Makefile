@@ -36,7 +36,7 @@ format: install
 	$(BIN)/ruff check --fix .
 
 bench: install
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks --json outputs/benchmarks.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,12 +4,10 @@ Floor: 201 MB of weights and optimizer state are read and written once in memory
 step's forward and backward; what is left is collecting the state and encoding its metadata.
 """
 
-import logging
 import os
 import statistics
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +65,6 @@ class Timed(LayerwiseCheckpoint):
 
 def run() -> list[Row]:
     """Measure the stall."""
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Timed(Path(folder) / "ours")
         options = {**quiet(max_steps=NUM_STEPS, devices=1), "enable_checkpointing": True}

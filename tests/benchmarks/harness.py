@@ -1,15 +1,32 @@
 """Time ours and the peer side by side: interleaved repeats, medians, ratios, one table.
 
 A benchmark module `bench_<topic>.py` defines `run() -> list[Row]`. `python -m tests.benchmarks`
-runs them all, `python -m tests.benchmarks grouping` only those whose name holds that word, and
-`--json FILE` keeps the figures for comparing runs.
+runs them all, `python -m tests.benchmarks grouping` only those whose name holds that word,
+`--json FILE` keeps the figures, and `--compare FILE` says what got worse since they were kept.
 """
 
+import logging
+import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+_SILENT = "LIGHTNING_HETERO_SILENT_BENCHMARKS"
+
+
+def silence_trainers() -> None:
+    """Keep what Lightning says out of the output, of processes started from now on, too."""
+    os.environ |= {_SILENT: "1", "POSSIBLE_USER_WARNINGS": "off"}
+    # Not by Lightning's loggers, whose levels its import sets again.
+    logging.disable(logging.INFO)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
+if _SILENT in os.environ:
+    silence_trainers()
 
 
 @dataclass(frozen=True, kw_only=True)
