@@ -315,6 +315,17 @@ class RunWatch:
             self._measures = tuple(m for m in self._measures if not m.plans)
             self._report(ActionEvent.from_decision(change.decision, step=self._step))
             self._say(f"{change.decision.mitigation.value} can't be done here. {refusal}")
+        elif not change.act.measure.plans:
+            # A restart: what it gains is another run's to see.
+            self._transition = None
+            self._finish(
+                ActionEvent.from_decision(
+                    change.decision,
+                    step=self._step,
+                    effect=change.act.measure.effect,
+                    before_s=change.before_s,
+                )
+            )
 
     def _follow(self, step: int, iteration_s: float) -> None:
         """Wait for the new plan's iteration time; say what was gained and paid."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -25,14 +26,17 @@ from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
+from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, StragglerMonitor
 from lightning_hetero.checkpoint import AwsSpotNotice, RetryPolicy, SavedCheckpoint
+from lightning_hetero.straggler import Mitigation, PolicyConfig
+from lightning_hetero.testing import EmulatedDevices, InjectFaults, SlowRank
 from tests.callbacks.faults import arm
+from tests.callbacks.virtual_time import VirtualTime
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
 FOLDER, NODE = Path(os.environ["FOLDER"]), os.environ["NODE"]
 NUM_LAYERS = 4
-BATCH_SIZE = 6
+SAMPLES_PER_STEP = 12
 NUM_ROWS = 60
 
 
@@ -54,18 +58,25 @@ class Record(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.write(
-            begin=trainer.global_step, world_size=trainer.world_size, rank=trainer.global_rank
+            begin=trainer.global_step,
+            world_size=trainer.world_size,
+            rank=trainer.global_rank,
+            pipelines=[pipeline.ranks for pipeline in trainer.strategy.plan.pipelines],
+            is_planned=trainer.strategy.auto_planned is not None,
         )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         self.wait_for_leave(trainer.global_step)
-        self.samples = zlib.crc32(batch[0].numpy().tobytes())
+        if trainer.strategy.auto_planned is None:
+            self.samples = zlib.crc32(batch[0].numpy().tobytes())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        loss, pipeline = float(outputs["loss"]), trainer.strategy.engine.place.pipeline_index
-        self.write(
-            step=trainer.global_step, loss=loss.hex(), pipeline=pipeline, samples=self.samples
-        )
+        step, loss = trainer.global_step, float(outputs["loss"]).hex()
+        if trainer.strategy.auto_planned is None:
+            pipeline = trainer.strategy.engine.place.pipeline_index
+            self.write(step=step, loss=loss, pipeline=pipeline, samples=self.samples)
+        else:
+            self.write(step=step, loss=loss)
         self.note_checkpoints()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -112,9 +123,22 @@ def _stages(ranks: range) -> list[dict[str, Any]]:
     ]
 
 
+def watching(settings: dict[str, Any]) -> list[Callback]:
+    """Return what finds one slow node, in virtual time, and asks for a restart without it."""
+    policy = PolicyConfig(restart_cost_s=1e-3, allowed=(Mitigation.IGNORE, Mitigation.RESTART))
+    own = int(os.environ["RANK"])
+    fault = SlowRank(start=settings["slow_from"], global_rank=own, slowdown=3.0)
+    return [
+        VirtualTime(pytest.MonkeyPatch(), seed=own),
+        InjectFaults([fault] if settings["slow_node"] == NODE else []),
+        StragglerMonitor(events=FOLDER / "events", policy=policy),
+    ]
+
+
 def train() -> None:
     warnings.simplefilter("ignore")
     settings = json.loads(os.environ["ELASTIC"])
+    world_size = int(os.environ["WORLD_SIZE"])
     L.seed_everything(3, verbose=False)
     checkpoint = LayerwiseCheckpoint(
         settings.get("remote"),
@@ -133,17 +157,22 @@ def train() -> None:
         notice = AwsSpotNotice(base_url=f"{settings['metadata_url']}/{NODE}", timeout_s=30.0)
     elastic = ElasticRestart(notice, poll_interval_s=0.2)
     arm(settings.get("faults", []), FOLDER, NODE)
-    strategy = HeteroStrategy(
-        plan=two_pipelines(int(os.environ["WORLD_SIZE"])),
-        num_microbatches=2,
-        timeout=timedelta(minutes=2),
-    )
+    callbacks: list[Callback] = [checkpoint, elastic, Record(checkpoint, elastic)]
+    plan: ParallelPlan | str = two_pipelines(world_size)
+    batch_size = SAMPLES_PER_STEP // 2
+    if world_size == settings.get("watched"):
+        callbacks = [*watching(settings), *callbacks]
+    if world_size == settings.get("planned"):
+        # An iteration under an automatic plan takes a batch for each rank.
+        plan, batch_size = "auto", SAMPLES_PER_STEP // world_size
+        callbacks.append(EmulatedDevices([1.0 + rank for rank in range(world_size)]))
+    strategy = HeteroStrategy(plan=plan, num_microbatches=2, timeout=timedelta(minutes=2))
     trainer = L.Trainer(
         strategy=strategy,
-        callbacks=[checkpoint, elastic, Record(checkpoint, elastic)],
+        callbacks=callbacks,
         **{**quiet(max_steps=settings["steps"]), "enable_checkpointing": True},
     )
-    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=BATCH_SIZE, shuffle=True)
+    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=batch_size, shuffle=True)
     trainer.fit(ToyModule(ToyOptions(num_layers=NUM_LAYERS)), loader)
 
 

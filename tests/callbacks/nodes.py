@@ -2,21 +2,25 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from tests.processes import free_port
 from tests.scripts import start_python
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 1500.0
+RUN_ID = "run"
 
 
 class Nodes:
@@ -50,9 +54,10 @@ class Nodes:
             command = [
                 "-m", "tests.callbacks.agent", f"--nnodes={self.nnodes}",
                 "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d",
-                f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=run",
-                "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_interval=1,"
-                "keep_alive_max_attempt=5",
+                f"--rdzv-endpoint=127.0.0.1:{self._port}",
+                f"--rdzv-id={RUN_ID}",
+                # Nodes are lost when the test says so, not when a machine under load is late.
+                "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_max_attempt=1000",
                 "--local-addr=127.0.0.1", "--monitor-interval=0.1",
             ]  # fmt: skip
             self.agents[name] = start_python(
@@ -61,12 +66,14 @@ class Nodes:
                 folder=ROOT,
                 FOLDER=str(self.folder),
                 NODE=name,
+                LIGHTNING_HETERO_CACHE=str(self.folder / name / "cache"),
                 ELASTIC=json.dumps(self.settings),
                 TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )
 
     def lose(self, *names: str) -> None:
         """Take nodes away at once, with all processes and everything they kept."""
+        pids = [self.agents[name].pid for name in names]
         for name in names:
             agent = self.agents.pop(name)
             children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
@@ -75,6 +82,7 @@ class Nodes:
                 if agent.is_alive() or pid != agent.pid:
                     os.kill(pid, signal.SIGKILL)
             agent.join()
+        self._expire(pids)
         for name in names:
             shutil.rmtree((self.folder / name / "memory").resolve(), ignore_errors=True)
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -92,7 +100,24 @@ class Nodes:
             agent.join(PATIENCE_S)
             assert not agent.is_alive(), self.logs()
             codes.append(self.agents.pop(name).exitcode)
+            self._expire([agent.pid])
         return codes
+
+    def _expire(self, pids: Sequence[int]) -> None:
+        """Let agents that have ended be lost for the rendezvous, as if their heartbeat was late."""
+        backend = C10dRendezvousBackend(self._store, RUN_ID)
+        is_set: bool | None = False
+        while not is_set:
+            found = backend.get_state()
+            if found is None:
+                return
+            state, token = pickle.loads(found[0]), found[1]
+            for node in state.last_heartbeats:
+                if node.pid in pids:
+                    state.last_heartbeats[node] = datetime.min.replace(tzinfo=UTC)
+            answer = backend.set_state(pickle.dumps(state), token)
+            assert answer is not None
+            is_set = answer[2]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -16,6 +16,13 @@ import pytest
 
 from lightning_hetero.checkpoint import LocalStore, Tier, TierKind
 from lightning_hetero.checkpoint.inspection import look, verify
+from lightning_hetero.straggler import (
+    ActionEvent,
+    DecisionKind,
+    FindingEvent,
+    Mitigation,
+    read_events,
+)
 from tests.callbacks.faults import FILES, METHODS
 from tests.callbacks.nodes import Nodes
 from tests.callbacks.servers import MetadataServer, Mode, S3Server, UnreliableProxy
@@ -24,6 +31,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STEPS = 110
 EVERY = 2
+SLOW_FROM = 70
 Steps = dict[tuple[int, int], tuple[float, int]]
 
 
@@ -32,7 +40,16 @@ def steps_of(records: Sequence[dict[str, Any]]) -> list[tuple[tuple[int, int], t
     return [
         ((item["step"], item["pipeline"]), (float.fromhex(item["loss"]), item["samples"]))
         for item in records
-        if "step" in item
+        if "pipeline" in item
+    ]
+
+
+def planned_losses(records: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return (step, loss) of all that was trained under an automatic plan."""
+    return [
+        (item["step"], float.fromhex(item["loss"]))
+        for item in records
+        if "step" in item and "pipeline" not in item
     ]
 
 
@@ -58,13 +75,16 @@ def uninterrupted(folders: Path) -> Steps:
 
 def check(nodes: Nodes, uninterrupted: Steps, *, tolerance: float = 0.0) -> None:
     """All steps were trained as without faults, and no checkpoint that was safe was lost."""
-    trained = steps_of(nodes.records())
-    assert {key for key, _ in trained} == set(uninterrupted)
-    for key, (loss, samples) in trained:
-        expected_loss, expected_samples = uninterrupted[key]
-        assert samples == expected_samples, f"other samples in (step, pipeline) {key}"
-        if not math.isclose(loss, expected_loss, rel_tol=tolerance, abs_tol=0.0):
-            raise AssertionError(f"(step, pipeline) {key}: loss {loss}, not {expected_loss}")
+    trained, planned = steps_of(nodes.records()), planned_losses(nodes.records())
+    keys = {key for key, _ in trained} | {(step, p) for step, _ in planned for p in (0, 1)}
+    assert keys == set(uninterrupted)
+    for key, (_, samples) in trained:
+        assert samples == uninterrupted[key][1], f"other samples in (step, pipeline) {key}"
+    losses = [(step, loss) for (step, _), (loss, _) in trained] + planned
+    for step, loss in losses:
+        expected = uninterrupted[step, 0][0]
+        if not math.isclose(loss, expected, rel_tol=tolerance, abs_tol=0.0):
+            raise AssertionError(f"step {step}: loss {loss}, not {expected}")
     for path in sorted(nodes.folder.glob("*.jsonl")):
         safe = 0
         for item in nodes.records(path.stem):
@@ -117,6 +137,7 @@ def test_killed_at_any_moment_it_trains_on_bit_for_bit(folders: Path, uninterrup
 
 def test_nodes_come_and_go_and_the_loss_curve_stays(folders: Path, uninterrupted: Steps) -> None:
     settings = {"steps": NUM_STEPS, "every": EVERY, "replicas": 2}
+    settings |= {"watched": 4, "slow_node": "f", "slow_from": SLOW_FROM, "planned": 3}
     with (
         MetadataServer() as metadata,
         Nodes(folders / "elastic", "2:4", metadata_url=metadata.url, **settings) as nodes,
@@ -134,13 +155,28 @@ def test_nodes_come_and_go_and_the_loss_curve_stays(folders: Path, uninterrupted
         lost = [name for name in "abcd" if nodes.rank_of(name) in (0, 2)]
         stayed = [name for name in "abcd" if name not in lost]
         nodes.lose(*lost)
-        nodes.let_go_on_to(16)
-        nodes.wait_until(lambda: nodes.last("confirmed", *stayed) >= 16)
+        nodes.let_go_on_to(56)
+        nodes.wait_until(lambda: nodes.last("confirmed", *stayed) >= 56)
 
-        nodes.start("e")
-        nodes.wait_until(lambda: nodes.last("world_size", "e") == 3)
-        nodes.let_go_on_to(22)
-        nodes.wait_until(lambda: nodes.last("confirmed", "e") >= 22)
+        # One of the new nodes turns out to be slow; those that stay plan anew without it.
+        nodes.start("e", "f")
+        nodes.wait_until(lambda: nodes.last("world_size", "e") == 4)
+        nodes.let_go_on_to(94)
+        nodes.wait_for_end("f")
+        nodes.wait_until(lambda: nodes.last("confirmed", "e") >= 94)
+        events = read_events(nodes.folder / "events")
+        (found,) = (event for event in events if isinstance(event, FindingEvent))
+        (done,) = (
+            event.mitigation
+            for event in events
+            if isinstance(event, ActionEvent) and event.kind is DecisionKind.APPLY
+        )
+        assert found.ranks == (nodes.rank_of("f"),)
+        assert done is Mitigation.RESTART
+        begun = [item for item in nodes.records("e") if "begin" in item]
+        assert begun[-1]["world_size"] == 3
+        assert begun[-1]["is_planned"]
+        assert begun[-1]["begin"] > SLOW_FROM
 
         metadata.take_away(stayed[0])
         nodes.let_go_on_to(NUM_STEPS)
@@ -148,7 +184,7 @@ def test_nodes_come_and_go_and_the_loss_curve_stays(folders: Path, uninterrupted
         assert nodes.wait_for_end(stayed[1], "e") == [0, 0], nodes.logs()
         begun = [item for item in nodes.records("e") if "begin" in item]
         assert begun[-1]["world_size"] == 2
-        assert begun[-1]["begin"] > 22
+        assert begun[-1]["begin"] >= 94
         check(nodes, uninterrupted, tolerance=1e-5)
 
 

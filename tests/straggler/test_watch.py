@@ -124,6 +124,17 @@ def test_time_lost_before_the_cause_was_known_counts():
     assert applied.measure is S2
 
 
+def test_a_restart_is_reported_at_once_since_the_run_ends_with_it():
+    restart = Measure(mitigation=Mitigation.RESTART, iteration_s=1.3, effect="asked for a restart")
+    run = Simulated(config(restart_cost_s=1.0))
+    run.run(20, 1.0)
+    run.run(5, 2.0, rank_3=2.0, findings=[DEVICE], measures=[restart])
+    (event,) = (event for event in run.of(ActionEvent) if event.kind is DecisionKind.APPLY)
+    assert event.mitigation is Mitigation.RESTART
+    assert event.step == run.looks[0]
+    assert run.said[-1].endswith("S4 asked for a restart")
+
+
 def test_every_decision_is_reported_with_its_reason_and_what_it_cost():
     run = Simulated(config())
     run.run(20, 1.0)
