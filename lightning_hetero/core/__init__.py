@@ -35,10 +35,8 @@ from lightning_hetero.core.operations import (
     Iteration,
     Operation,
     OperationKind,
-    Traffic,
     Transfer,
     iteration_operations,
-    summarise,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, RankPlace, StagePlan
 from lightning_hetero.core.profile import (
@@ -109,7 +107,6 @@ __all__ = [
     "StagePlan",
     "StepError",
     "TimeFit",
-    "Traffic",
     "Transfer",
     "TransferTable",
     "assign_owners",
@@ -122,6 +119,5 @@ __all__ = [
     "iteration_operations",
     "schedule_1f1b",
     "schedule_forward",
-    "summarise",
     "unit_of",
 ]

@@ -10,7 +10,7 @@ NCCL's rules and what messages and bytes are counted from. The rules that they r
 * transfers don't hold up the rank that issues them; a compute step or a collective does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, zip_longest
@@ -28,10 +28,8 @@ __all__ = [
     "Iteration",
     "Operation",
     "OperationKind",
-    "Traffic",
     "Transfer",
     "iteration_operations",
-    "summarise",
 ]
 
 FORWARD = "forward"
@@ -83,16 +81,6 @@ class Operation:
     """Payload of a COLLECTIVE."""
     waits_for: tuple[int, ...] = ()
     """Positions in the rank's list of earlier operations that must have ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Point-to-point messages and bytes of one rank."""
-
-    num_sent: int
-    num_received: int
-    sent_bytes: int
-    received_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,22 +143,6 @@ def iteration_operations(
         )
         operations[global_rank] = tuple(program.operations)
     return operations
-
-
-def summarise(operations: Mapping[int, Sequence[Operation]]) -> dict[int, Traffic]:
-    """Count each rank's point-to-point messages and bytes over the operations given."""
-    traffic = {}
-    for global_rank, items in operations.items():
-        transfers = [transfer for item in items for transfer in item.transfers]
-        sent = [item.num_bytes for item in transfers if item.source == global_rank]
-        received = [item.num_bytes for item in transfers if item.destination == global_rank]
-        traffic[global_rank] = Traffic(
-            num_sent=len(sent),
-            num_received=len(received),
-            sent_bytes=sum(sent),
-            received_bytes=sum(received),
-        )
-    return traffic
 
 
 class _Program:

@@ -22,7 +22,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 
 __all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "Profile", "TimeFit", "binary_blocks"]
 
-FORMAT_VERSION = 1
+_FORMAT_VERSION = 1
 
 
 def binary_blocks(num_layers: int) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON-ready dicts and lists."""
         return {
-            "format": FORMAT_VERSION,
+            "format": _FORMAT_VERSION,
             "model": self.model.to_dict(),
             "versions": dict(self.versions),
             "date": self.date.isoformat(),
@@ -268,10 +268,10 @@ class Profile:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """Build a profile from what `to_dict` returns; ProfileError if it is broken."""
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT_VERSION:
+        if not isinstance(data, Mapping) or data.get("format") != _FORMAT_VERSION:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ProfileError(
-                f"The profile has format {found}; this version reads {FORMAT_VERSION}. Measure "
+                f"The profile has format {found}; this version reads {_FORMAT_VERSION}. Measure "
                 "again with `lightning-hetero profile`."
             )
         try:

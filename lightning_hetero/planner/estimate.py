@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 FloatArray = NDArray[np.float64]
-PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
+_PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Estimator:
             self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
-        self._pipelines: dict[tuple[PipelineKey, int], PipelineEstimate | None] = {}
+        self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
 
     def shape(
         self, node: int, tp_degree: int, num_layers: int, *, first: bool, last: bool
@@ -147,7 +147,7 @@ class Estimator:
             self._most_layers[key] = low
         return self._most_layers[key]
 
-    def key(self, pipeline: PipelineLayout) -> PipelineKey:
+    def key(self, pipeline: PipelineLayout) -> _PipelineKey:
         """Return what a pipeline's times depend on."""
         nodes = pipeline.nodes
         classes = tuple(self.classes[node] for node in nodes)
@@ -169,7 +169,7 @@ class Estimator:
             return None
         keys = [self.key(pipeline) for pipeline in layout]
         repeats = Counter(keys)
-        parts: dict[PipelineKey, PipelineEstimate] = {}
+        parts: dict[_PipelineKey, PipelineEstimate] = {}
         for key, pipeline in zip(keys, layout, strict=True):
             if key not in parts:
                 part = self.pipeline(pipeline, num_pipelines)
@@ -274,13 +274,13 @@ class Estimator:
     def _exchange_s(
         self,
         layout: Layout,
-        keys: Sequence[PipelineKey],
-        parts: dict[PipelineKey, PipelineEstimate],
-    ) -> dict[PipelineKey, tuple[float, float]]:
+        keys: Sequence[_PipelineKey],
+        parts: dict[_PipelineKey, PipelineEstimate],
+    ) -> dict[_PipelineKey, tuple[float, float]]:
         """Return exposed seconds of pull, and of push and step, judged by first stages alone."""
         count = len(layout)
         on_node = Counter(pipeline.nodes[0] for pipeline in layout)
-        waits: dict[PipelineKey, tuple[float, float]] = {}
+        waits: dict[_PipelineKey, tuple[float, float]] = {}
         model, state = self.cost.model, self.cost.layout
         for key, pipeline in zip(keys, layout, strict=True):
             if key in waits:

@@ -24,7 +24,7 @@ __all__ = [
     "to_solution",
 ]
 
-MAX_COMPOSITIONS = 3_000_000
+_MAX_COMPOSITIONS = 3_000_000
 
 # Price of a unit that the relaxation leaves out. Any value gives a valid bound; a group holds at
 # most a few hundred units, so this one makes leaving units out unattractive.
@@ -46,10 +46,10 @@ def enumerate_compositions(counts: Sequence[int], max_units: int) -> IntArray:
     for count in counts:
         repeats = np.minimum(room, count) + 1
         total = int(repeats.sum())
-        if total > MAX_COMPOSITIONS:
+        if total > _MAX_COMPOSITIONS:
             raise PlanningError(
                 f"Groups of up to {max_units} units of {len(counts)} types have more than "
-                f"{MAX_COMPOSITIONS} compositions. Use fewer device types or a smaller max_stages."
+                f"{_MAX_COMPOSITIONS} compositions. Use fewer device types or a smaller max_stages."
             )
         parents = np.repeat(np.arange(len(rows)), repeats)
         starts = np.repeat(np.cumsum(repeats) - repeats, repeats)

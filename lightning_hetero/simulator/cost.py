@@ -68,9 +68,9 @@ class StateLayout:
     receive on the stream that computes."""
 
     @classmethod
-    def replicated(cls, *, overlap: bool = False, blocking_messages: bool = False) -> Self:
+    def replicated(cls, *, blocking_messages: bool = False) -> Self:
         """Return the layout of mixed-precision data parallelism without sharding."""
-        return cls(sharded=False, overlap=overlap, blocking_messages=blocking_messages)
+        return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)
 
 
 def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
@@ -254,7 +254,7 @@ class CostModel(ABC):
         return usable_bytes(self.device(device).memory_bytes)
 
     def _find_shape(self, stage: StagePlan) -> StageShape:
-        if stage.ranks[-1] >= len(self.node_of_rank) or max(stage.ranks) >= len(self.node_of_rank):
+        if max(stage.ranks) >= len(self.node_of_rank):
             raise PlanError(
                 f"The plan names rank {max(stage.ranks)} but the cluster has "
                 f"{len(self.node_of_rank)} devices. Give the plan's own cluster file."

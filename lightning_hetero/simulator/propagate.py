@@ -14,20 +14,20 @@ from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
 
 __all__ = ["PipelineTimes", "Timeline", "dependency_order", "propagate"]
 
-Matrix = Sequence[Sequence[float]]
+_Matrix = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
     """Seconds of every action and message of one pipeline, as [stage][micro-batch]."""
 
-    forward_s: Matrix
+    forward_s: _Matrix
     """Forward of a micro-batch on a stage."""
-    backward_s: Matrix
+    backward_s: _Matrix
     """Backward of a micro-batch on a stage."""
-    forward_message_s: Matrix
+    forward_message_s: _Matrix
     """Hidden state from a stage to the next; one row less than stages."""
-    backward_message_s: Matrix
+    backward_message_s: _Matrix
     """Its gradient from the next stage back to this one; one row less than stages."""
 
 

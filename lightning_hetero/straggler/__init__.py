@@ -18,12 +18,10 @@ from lightning_hetero.straggler.levels import LevelWatch, RankNote
 from lightning_hetero.straggler.locate import (
     Finding,
     FindingKind,
-    RankTimes,
     Suspect,
-    diagnose,
+    diagnose_links,
     find_suspects,
     ring_rounds,
-    suspect_ranks,
     tree_rounds,
 )
 from lightning_hetero.straggler.look import Probes, Suspicion, conclude, probe_rounds, suspect
@@ -89,7 +87,6 @@ __all__ = [
     "RankHistory",
     "RankNote",
     "RankReport",
-    "RankTimes",
     "RunModel",
     "RunWatch",
     "Slowness",
@@ -101,7 +98,7 @@ __all__ = [
     "WatchedPlans",
     "balance_microbatches",
     "conclude",
-    "diagnose",
+    "diagnose_links",
     "find_measures",
     "find_suspects",
     "format_message",
@@ -116,7 +113,6 @@ __all__ = [
     "restart_measure",
     "ring_rounds",
     "suspect",
-    "suspect_ranks",
     "swap_ranks",
     "tree_rounds",
 ]

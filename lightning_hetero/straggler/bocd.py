@@ -74,12 +74,6 @@ class BocdDetector:
         """Whether a reported slowdown hasn't ended."""
         return self._healthy_log is not None
 
-    @property
-    def level(self) -> float | None:
-        """Median of the recent values of the present level; None before the first value."""
-        recent = self._regime_logs()[-self.config.history :]
-        return math.exp(median(recent)) if recent else None
-
     def update(self, value: float) -> ChangePoint | None:
         """Take in the value of the next iteration; return the change it completes, if any.
 

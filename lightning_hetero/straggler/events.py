@@ -56,9 +56,7 @@ class ChangeEvent:
     """Whose stream: "the run", "pipeline 1", "rank 3"."""
 
     @classmethod
-    def from_change(
-        cls, change: ChangePoint, *, step: int, onset_step: int, where: str = "the run"
-    ) -> Self:
+    def from_change(cls, change: ChangePoint, *, step: int, onset_step: int) -> Self:
         """Return the event of a change point, with the steps of the run instead of indices."""
         return cls(
             step=step,
@@ -68,7 +66,6 @@ class ChangeEvent:
             before=change.before,
             after=change.after,
             confidence=change.confidence,
-            where=where,
         )
 
 

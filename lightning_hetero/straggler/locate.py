@@ -18,32 +18,17 @@ from lightning_hetero.core.errors import ConfigurationError
 __all__ = [
     "Finding",
     "FindingKind",
-    "RankTimes",
     "Suspect",
-    "diagnose",
+    "diagnose_links",
     "find_suspects",
     "normalise_pair",
     "ring_rounds",
-    "suspect_ranks",
     "tree_rounds",
 ]
 
 Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
 _LEAST_RATIO = 1.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankTimes:
-    """What a rank did with its time in one iteration."""
-
-    global_rank: int
-    computing_s: float
-    """Seconds in forward and backward, per micro-batch, waiting left out."""
-    waiting_s: float = 0.0
-    """Seconds spent waiting for messages."""
-    expected_s: float = 1.0
-    """Computing time that the plan predicts for this rank's layers and device (any common unit)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +63,6 @@ def find_suspects(
         if time >= least_ratio * peers:
             suspects.append(Suspect(key=key, ratio=time / peers))
     return tuple(sorted(suspects, key=lambda suspect: -suspect.ratio))
-
-
-def suspect_ranks(
-    times: Sequence[RankTimes], *, least_ratio: float = _LEAST_RATIO
-) -> tuple[Suspect[int], ...]:
-    """Return ranks that compute slower than their peers, for what the plan expects of each.
-
-    A rank that only waits isn't suspected: its waiting is another's slowness.
-    """
-    return find_suspects(
-        {t.global_rank: t.computing_s for t in times},
-        expected_s={t.global_rank: t.expected_s for t in times},
-        least_ratio=least_ratio,
-    )
 
 
 def normalise_pair(rank_a: int, rank_b: int) -> Pair:
@@ -170,30 +141,21 @@ class Finding:
         return f"the link between ranks {ends} is {self.ratio:.1f}× slower than its peers"
 
 
-def diagnose(
-    device_s: Mapping[int, float],
+def diagnose_links(
     link_s: Mapping[Pair, float],
     *,
-    expected_device_s: Mapping[int, float] | None = None,
     expected_link_s: Mapping[Pair, float] | None = None,
     least_ratio: float = _LEAST_RATIO,
 ) -> tuple[Finding, ...]:
-    """Return what the probes show to be slow, the slowest first; empty if nothing is.
+    """Return the links and ports that probes show to be slow, the slowest first.
 
     Args:
-        device_s: Matmul probe of each rank, seconds.
         link_s: Point-to-point probe of each pair (smaller rank first), seconds.
-        expected_device_s: What each device should take, where devices are unequal.
         expected_link_s: What each link should take, where links are unequal.
         least_ratio: Where slowness begins.
     """
-    devices = find_suspects(device_s, expected_s=expected_device_s, least_ratio=least_ratio)
-    findings = [
-        Finding(kind=FindingKind.DEVICE, ranks=(suspect.key,), ratio=suspect.ratio)
-        for suspect in devices
-    ]
     links = find_suspects(link_s, expected_s=expected_link_s, least_ratio=least_ratio)
-    findings += _links_and_ports({suspect.key: suspect.ratio for suspect in links}, link_s)
+    findings = _links_and_ports({suspect.key: suspect.ratio for suspect in links}, link_s)
     return tuple(sorted(findings, key=lambda finding: -finding.ratio))
 
 

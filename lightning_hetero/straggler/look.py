@@ -18,7 +18,7 @@ from lightning_hetero.straggler.locate import (
     FindingKind,
     Pair,
     Suspect,
-    diagnose,
+    diagnose_links,
     find_suspects,
     normalise_pair,
     ring_rounds,
@@ -26,7 +26,6 @@ from lightning_hetero.straggler.locate import (
 
 __all__ = ["Probes", "Suspicion", "are_alike", "conclude", "probe_rounds", "suspect"]
 
-_LEAST_RATIO = 1.1
 _LEAST_LINK_RATIO = 1.5
 """A message between two ranks varies more than a matrix product does."""
 _LEAST_HOST_RATIO = 1.25
@@ -101,7 +100,7 @@ def suspect(
     waited = sorted((p for p in excess_s if excess_s[p] > least_s), key=lambda p: -excess_s[p])
     before = [normalise_pair(*f.ranks) for f in known if f.kind is FindingKind.LINK]
     return Suspicion(
-        ranks=find_suspects(slowness, least_ratio=_LEAST_RATIO),
+        ranks=find_suspects(slowness),
         pairs=tuple(dict.fromkeys([*before, *waited[:_MOST_PAIRS]])),
         is_informed=bool(slowness),
     )
@@ -152,10 +151,7 @@ def conclude(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
         healthy: What they measured when training began.
     """
     slow_devices = {
-        s.key: s.ratio
-        for s in find_suspects(
-            probes.device_s, expected_s=healthy.device_s or None, least_ratio=_LEAST_RATIO
-        )
+        s.key: s.ratio for s in find_suspects(probes.device_s, expected_s=healthy.device_s or None)
     }
     if suspicion.is_informed:
         findings = [
@@ -174,8 +170,7 @@ def conclude(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
         ]
     findings += [
         finding
-        for finding in diagnose(
-            {},
+        for finding in diagnose_links(
             probes.link_s,
             expected_link_s=healthy.expected_link_s(probes.link_s),
             least_ratio=_LEAST_LINK_RATIO,

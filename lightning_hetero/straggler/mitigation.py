@@ -72,7 +72,7 @@ _STEP_OF = {state: step for step, state in _STATE_OF.items()} | {
     PolicyState.HEALTHY: Mitigation.IGNORE
 }
 
-TRANSITIONS: Mapping[PolicyState, frozenset[PolicyState]] = {
+_TRANSITIONS: Mapping[PolicyState, frozenset[PolicyState]] = {
     PolicyState.HEALTHY: frozenset({PolicyState.IGNORING}),
     PolicyState.IGNORING: frozenset(
         {
@@ -292,7 +292,7 @@ class MitigationPolicy:
         return Decision(kind=kind, mitigation=step, reason=reason, dry_run=self.config.dry_run)
 
     def _move(self, state: PolicyState) -> None:
-        assert state in TRANSITIONS[self._state], (self._state, state)
+        assert state in _TRANSITIONS[self._state], (self._state, state)
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:

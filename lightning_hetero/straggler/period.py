@@ -51,8 +51,6 @@ class Period:
     """Autocorrelation at that lag, at most 1."""
     iteration_times_s: tuple[float, ...]
     """Times between the starts of iterations, oldest first."""
-    start_indices: tuple[int, ...]
-    """Index of the operation with which each iteration starts; one more than times."""
 
 
 def infer_period(
@@ -84,7 +82,6 @@ def infer_period(
         num_ops=lag,
         correlation=float(correlations[lag]),
         iteration_times_s=tuple(times_s),
-        start_indices=tuple(starts),
     )
 
 

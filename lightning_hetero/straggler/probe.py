@@ -1,7 +1,7 @@
 """Measure devices and links for a moment, at a step boundary, where stragglers are suspected.
 
 Greyhound's validation: one matrix product per device, and one message to and fro per pair of a
-round. Every rank of the group calls these functions together; they communicate.
+round. Every rank calls these functions together; they communicate.
 """
 
 import statistics
@@ -26,20 +26,17 @@ def probe_device(
     *,
     size: int = 1024,
     repeats: int = 5,
-    dtype: torch.dtype | None = None,
     within: AbstractContextManager[Any] | None = None,
 ) -> float:
-    """Return the median seconds of one `size`³ matrix product here. No messages.
+    """Return the median seconds of one `size`³ matrix product here, in bf16 on CUDA. No messages.
 
     Args:
         device: The device.
         size: Rows and columns of the matrices.
         repeats: Products, after one to warm up.
-        dtype: Their dtype; None takes bf16 on CUDA, else fp32.
         within: A context for each product that emulates the device's speed.
     """
-    if dtype is None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left = torch.ones(size, size, device=device, dtype=dtype)
     out = torch.empty_like(left)
     around = nullcontext() if within is None else within
@@ -56,12 +53,11 @@ def probe_devices(
     *,
     size: int = 1024,
     repeats: int = 5,
-    group: dist.ProcessGroup | None = None,
     within: AbstractContextManager[Any] | None = None,
 ) -> dict[int, float]:
-    """Return every rank's matmul probe, seconds, by global rank. All ranks of the group call it."""
+    """Return every rank's matmul probe, seconds, by global rank. All ranks call it."""
     own_s = probe_device(device, size=size, repeats=repeats, within=within)
-    return _gather({dist.get_rank(): own_s}, group)
+    return _gather({dist.get_rank(): own_s})
 
 
 def probe_links(
@@ -70,14 +66,13 @@ def probe_links(
     *,
     num_bytes: int = 16 * 2**20,
     repeats: int = 3,
-    group: dist.ProcessGroup | None = None,
     wait_for: Callable[[dist.Work, int, int], None] | None = None,
 ) -> dict[Pair, float]:
     """Return the least seconds of a message to and fro for every pair of the rounds.
 
     A slow link is slow for each message; what a busy host adds to some of them isn't the link's.
 
-    All ranks of the group call it with the same rounds. Pairs of one round run at the same time;
+    All ranks call it with the same rounds. Pairs of one round run at the same time;
     rounds are kept apart by barriers.
 
     Args:
@@ -85,7 +80,6 @@ def probe_links(
         device: Where the messages lie.
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.
-        group: The ranks that take part; None for all.
         wait_for: Waits for a message, given its sender and its bytes, as the runtime does; None
             just waits.
     """
@@ -94,7 +88,7 @@ def probe_links(
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s: dict[Pair, float] = {}
     for pairs in rounds:
-        dist.barrier(group=group)
+        dist.barrier()
         for rank_a, rank_b in pairs:
             if own not in (rank_a, rank_b):
                 continue
@@ -103,7 +97,7 @@ def probe_links(
             seconds = min(
                 _repeat_s(
                     lambda peer=peer, first=first: _ping_pong(  # type: ignore[misc]
-                        payload, peer, wait, sends_first=first, group=group
+                        payload, peer, wait, sends_first=first
                     ),
                     device=device,
                     repeats=repeats,
@@ -111,7 +105,7 @@ def probe_links(
             )
             if first:
                 times_s[pair] = seconds
-    return _gather(times_s, group)
+    return _gather(times_s)
 
 
 def _ping_pong(
@@ -120,20 +114,19 @@ def _ping_pong(
     wait_for: Callable[[dist.Work, int, int], None],
     *,
     sends_first: bool,
-    group: dist.ProcessGroup | None,
 ) -> None:
     def receive() -> None:
-        work = dist.irecv(payload, peer, group=group)
+        work = dist.irecv(payload, peer)
         assert work is not None
         wait_for(work, peer, payload.nbytes)
 
     # Send before receive on one side only: two peers that both receive first would deadlock.
     if sends_first:
-        dist.send(payload, peer, group=group)
+        dist.send(payload, peer)
         receive()
     else:
         receive()
-        dist.send(payload, peer, group=group)
+        dist.send(payload, peer)
 
 
 def _just_wait(work: dist.Work, peer: int, num_bytes: int) -> None:
@@ -158,12 +151,12 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gather(own: dict[Key, float], group: dist.ProcessGroup | None) -> dict[Key, float]:
-    everyone: list[dict[Key, float] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
+def _gather(own: dict[Key, float]) -> dict[Key, float]:
+    everyone: list[dict[Key, float] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
     gathered: dict[Key, float] = {}
     for part in everyone:
         if part is None:
-            raise PeerError("A rank gave no probe results. All ranks of the group must probe.")
+            raise PeerError("A rank gave no probe results. All ranks must probe.")
         gathered |= part
     return gathered

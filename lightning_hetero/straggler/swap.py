@@ -222,4 +222,4 @@ def _penalty(
 
 
 def _join(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))

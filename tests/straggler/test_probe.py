@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.straggler import FindingKind, diagnose, ring_rounds
+from lightning_hetero.straggler import FindingKind, diagnose_links, ring_rounds
 from lightning_hetero.straggler import probe as probe_module
 from lightning_hetero.straggler.probe import probe_device, probe_devices, probe_links
 
@@ -58,7 +58,7 @@ def delay_link(rank, world_size):
 def test_a_delayed_link_is_named(pool):
     _, links = pool.run(delay_link, 4, 4)[0]
     assert links[1, 2] == pytest.approx(0.05)
-    finding = diagnose({}, links)[0]
+    finding = diagnose_links(links)[0]
     assert (finding.kind, finding.ranks) == (FindingKind.LINK, (1, 2))
 
 
