@@ -1,7 +1,7 @@
 """Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV)."""
 
 from lightning_hetero.checkpoint.content import CheckpointContent, RestoredSlice, SliceContent
-from lightning_hetero.checkpoint.export import export_checkpoint, restore_from_lightning
+from lightning_hetero.checkpoint.export import export_checkpoint
 from lightning_hetero.checkpoint.fakes import (
     FaultyStore,
     MemoryStore,
@@ -79,6 +79,5 @@ __all__ = [
     "open_store",
     "place_replicas",
     "recover",
-    "restore_from_lightning",
     "take_inventory",
 ]

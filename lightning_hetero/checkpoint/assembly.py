@@ -102,7 +102,8 @@ class Assembly:
             }
             if WEIGHT not in tensors:
                 raise CheckpointError(
-                    f"The checkpoint has state but no weights of {need.parameter}."
+                    f"The checkpoint has state but no weights of {need.parameter}. Delete it, and "
+                    "go on from an older one."
                 )
             weight = tensors.pop(WEIGHT)
             slices.append(

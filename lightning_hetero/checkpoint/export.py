@@ -1,4 +1,4 @@
-"""How layer-wise checkpoints become plain Lightning ones and the other way round.
+"""How layer-wise checkpoints become plain Lightning ones.
 
 Export puts all slices together into one file with `state_dict`, `optimizer_states` and whatever the
 metadata holds, which `LightningModule.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` on one
@@ -22,7 +22,7 @@ from lightning_hetero.checkpoint.resharding import SliceNeed
 from lightning_hetero.checkpoint.tiers import Tier
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["consolidate", "export_checkpoint", "restore_from_lightning", "whole_needs"]
+__all__ = ["consolidate", "export_checkpoint", "whole_needs"]
 
 
 def whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
@@ -88,56 +88,6 @@ def export_checkpoint(
     return recovered
 
 
-def restore_from_lightning(
-    checkpoint: Mapping[str, Any],
-    needs: Sequence[SliceNeed],
-    *,
-    optimizer_parameters: Sequence[Sequence[str]] = (),
-) -> tuple[RestoredSlice, ...]:
-    """Cut the slices that a rank owns out of a plain Lightning checkpoint.
-
-    Args:
-        checkpoint: What `torch.load` returned; may be memory-mapped.
-        needs: What this rank owns.
-        optimizer_parameters: For each optimizer its parameters' names, in the order of its groups.
-
-    Raises:
-        CheckpointError: A parameter is missing or has another shape.
-    """
-    states: dict[str, Mapping[str, Any]] = {}
-    for names, optimizer in zip(
-        optimizer_parameters, checkpoint.get("optimizer_states", ()), strict=False
-    ):
-        for number, state in optimizer["state"].items():
-            states[names[number]] = state
-    return tuple(
-        _cut(checkpoint["state_dict"], states.get(need.parameter, {}), need) for need in needs
-    )
-
-
-def _cut(
-    state_dict: Mapping[str, torch.Tensor], state: Mapping[str, Any], need: SliceNeed
-) -> RestoredSlice:
-    weight = state_dict.get(need.parameter)
-    if weight is None or tuple(weight.shape) != need.shape:
-        found = "no such parameter" if weight is None else f"shape {tuple(weight.shape)}"
-        raise CheckpointError(
-            f"The model has {need.parameter} of shape {need.shape}; the checkpoint has {found}."
-        )
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tuple(tensor.shape) != need.shape or not need.shape:
-            return tensor.clone()
-        return tensor.narrow(need.dim, need.start, need.stop - need.start).clone()
-
-    return RestoredSlice(
-        parameter=need.parameter,
-        weight=cut(weight),
-        state={k: cut(v) for k, v in state.items() if isinstance(v, torch.Tensor)},
-        scalars={k: v for k, v in state.items() if not isinstance(v, torch.Tensor)},
-    )
-
-
 def _by_number(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]) -> dict[str, Any]:
     """Return one optimizer's `state_dict` with running numbers in place of names."""
     groups, state, number = [], {}, 0
@@ -149,7 +99,7 @@ def _by_number(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]
             if name not in slices:
                 raise CheckpointError(
                     f"The metadata's optimizer_states name the parameter {name!r}, which the "
-                    "checkpoint doesn't hold."
+                    "checkpoint doesn't hold. Export another step."
                 )
             if values := slices[name].optimizer_state:
                 state[index] = values

@@ -199,7 +199,8 @@ def _cheapest(
         unit = manifest.file(item.file).unit
         what = "metadata" if unit is None else name_of_unit(unit, manifest.num_layers)
         raise CheckpointError(
-            f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}."
+            f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}. Bring back a "
+            "node that had one, or delete this checkpoint to go on from an older one."
         )
     best = min(source_of(holder, node) for holder in options)
     return [holder for holder in options if source_of(holder, node) is best]

@@ -69,7 +69,7 @@ def find_targets(
         if tuple(entry.shape) != need.shape:
             raise CheckpointError(
                 f"Parameter {need.parameter} has shape {entry.shape} in the checkpoint but "
-                f"{need.shape} in the model."
+                f"{need.shape} in the model. Give the model that was saved, or another folder."
             )
     ordered = sorted(slices, key=lambda pair: (pair[1].start, pair[0]))
     dim = ordered[0][1].dim
@@ -127,7 +127,9 @@ def _row_target(
         offset += end - begin
         position = until
     if first is None:
-        raise CheckpointError(f"Rows [{start}, {stop}) of {need.parameter} are none at all.")
+        raise CheckpointError(
+            f"Rows [{start}, {stop}) of {need.parameter} are none at all. Ask for one or more."
+        )
     entry, tensor = first
     shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
     return Target(need, key, tensor.dtype, shape, True, entry.dim, offset, tuple(spans))

@@ -44,7 +44,7 @@ class Assignment:
                     if sample in seen:
                         raise AssignmentError(
                             f"Sample {sample} is assigned twice, the second time to micro-batch "
-                            f"{batch_index} of pipeline {pipeline_index}."
+                            f"{batch_index} of pipeline {pipeline_index}. Name each sample once."
                         )
                     seen.add(sample)
 
@@ -76,7 +76,9 @@ class Assignment:
                 lower_bound_s=float(data["lower_bound_s"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise AssignmentError(f"The data is no assignment: {error!r}.") from error
+            raise AssignmentError(
+                f"The data is no assignment: {error!r}. Give what `to_dict` returns."
+            ) from error
 
     def to_json(self) -> str:
         """Return the assignment as a JSON text."""
@@ -88,7 +90,9 @@ class Assignment:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise AssignmentError(f"The assignment is not valid JSON: {error}.") from error
+            raise AssignmentError(
+                f"The assignment is not valid JSON: {error}. Give what `to_json` returns."
+            ) from error
         if not isinstance(data, dict):
             raise AssignmentError(f"The assignment is a {type(data).__name__}; it must be a dict.")
         return cls.from_dict(data)

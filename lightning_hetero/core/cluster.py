@@ -119,7 +119,7 @@ class Cluster:
             if low < 0 or high >= len(self.nodes):
                 raise ClusterError(
                     f"A link joins nodes {list(link.nodes)} but the cluster has nodes 0 to "
-                    f"{len(self.nodes) - 1}."
+                    f"{len(self.nodes) - 1}. Name two of these."
                 )
             first = seen.setdefault((low, high), link)
             if (first.bytes_per_s, first.latency_s) != (link.bytes_per_s, link.latency_s):

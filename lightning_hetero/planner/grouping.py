@@ -69,7 +69,6 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     max_stages: int,
     *,
     time_limit_s: float = 60.0,
-    num_groups: int | None = None,
 ) -> Grouping:
     """Solve Eq. 3 for units of several types.
 
@@ -81,7 +80,6 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
         num_microbatches: K of Eq. 2.
         max_stages: Most units in a group, such as the model's number of layers.
         time_limit_s: Afterwards the best grouping so far is returned, with its gap.
-        num_groups: If given, groups of this number only, with the largest z.
 
     Raises:
         PlanningError: No grouping uses every unit and gives each group enough memory.
@@ -100,7 +98,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     search = _Search(compositions[order], _rounded(power)[order], kept, time_limit_s)
     # A group's effective power is at most its power, so the sum of all powers bounds Eq. 3a.
     search.bound = float(sum(n * power for n, power in zip(counts, powers, strict=True)))
-    search.run(num_groups)
+    search.run()
     if search.solution is None:
         raise PlanningError(_infeasible(counts, memories_bytes, min_memory_bytes, max_stages))
     groups = [_widen(row, used, len(counts)) for row in search.solution]
@@ -137,17 +135,14 @@ class _Search:
         self.bound = 0.0
         self.finished = False
 
-    def run(self, num_groups: int | None) -> None:
+    def run(self) -> None:
         """Fill `solution`, `bound` and `finished`."""
         if not len(self.candidates):
             self.finished = True
             return
         try:
-            if num_groups is None:
-                self._start_from_deal()
-                self._search_intervals()
-            else:
-                self._resolve(num_groups, 0, exact=True)
+            self._start_from_deal()
+            self._search_intervals()
             self.finished = True
         except TimeoutError:
             pass
@@ -211,7 +206,7 @@ class _Search:
             self.bounds[candidate] = cover_bound(allowed, self.counts, self.pool)
         return self.bounds[candidate]
 
-    def _resolve(self, num_groups: int, first: int, *, exact: bool = False) -> None:
+    def _resolve(self, num_groups: int, first: int) -> None:
         """Find the largest z with which `num_groups` groups cover all units, by bisection.
 
         Covers exist from some candidate on, because a smaller z only allows more compositions.
@@ -222,7 +217,7 @@ class _Search:
         step, found = 1, -1
         probe = first
         while low <= high:
-            rows = self._cover(probe, num_groups, exact=exact)
+            rows = self._cover(probe, num_groups)
             if rows is None:
                 low = probe + 1
                 probe = (low + high) // 2 if found >= 0 else min(probe + step, high)
@@ -235,9 +230,7 @@ class _Search:
                 probe = (low + high) // 2
         self.resolved.add(num_groups)
 
-    def _cover(
-        self, candidate: int, num_groups: int, *, exact: bool = False
-    ) -> list[tuple[int, ...]] | None:
+    def _cover(self, candidate: int, num_groups: int) -> list[tuple[int, ...]] | None:
         relaxed = self._relax(candidate)
         if relaxed.num_groups < num_groups:
             return None
@@ -249,7 +242,6 @@ class _Search:
             allowed[keep],
             self.counts,
             num_groups=num_groups,
-            exact=exact,
             time_limit_s=self._check_time(),
         )
         if times is None:

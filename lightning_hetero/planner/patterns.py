@@ -119,12 +119,11 @@ def solve_cover(
     counts: IntArray,
     *,
     num_groups: int,
-    exact: bool,
     time_limit_s: float,
 ) -> IntArray | None:
     """Return how often to use each composition so that all units form `num_groups` groups or more.
 
-    One integer x_p per composition: Σ x_p·p = counts, Σ x_p ≥ num_groups (= if `exact`).
+    One integer x_p per composition: Σ x_p·p = counts, Σ x_p ≥ num_groups.
 
     Raises:
         TimeoutError: HiGHS ran out of time before it knew.
@@ -145,8 +144,7 @@ def solve_cover(
         values = compositions[used, t].astype(np.float64)
         solver.addRow(float(counts[t]), float(counts[t]), len(used), used, values)
     ones = np.ones(num_columns)
-    most = float(num_groups) if exact else highspy.kHighsInf
-    solver.addRow(float(num_groups), most, num_columns, indices, ones)
+    solver.addRow(float(num_groups), highspy.kHighsInf, num_columns, indices, ones)
     solver.run()
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kOptimal:

@@ -135,7 +135,7 @@ class InjectFaults(Callback):
             if missing:
                 raise ConfigurationError(
                     f"A fault names rank {missing[0]} but {trainer.world_size} ranks run (0 to "
-                    f"{trainer.world_size - 1})."
+                    f"{trainer.world_size - 1}). Name ranks that run."
                 )
             if isinstance(fault, SlowLink) and not isinstance(trainer.strategy, HeteroStrategy):
                 raise ConfigurationError(

@@ -21,7 +21,6 @@ from lightning_hetero.checkpoint import (
     Transport,
     export_checkpoint,
     recover,
-    restore_from_lightning,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import run_ranks
@@ -67,6 +66,20 @@ def train(folder: Path, max_steps: int, ckpt_path: Path | None = None) -> tuple[
     return net, path
 
 
+def rows_of(
+    checkpoint: dict[str, Any], need: SliceNeed
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return a slice's rows of a plain checkpoint's weight and of its optimizer state."""
+    state = checkpoint["optimizer_states"][0]["state"][NAMES.index(need.parameter)]
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        is_whole = tuple(whole.shape) == need.shape
+        return whole.narrow(need.dim, need.start, need.stop - need.start) if is_whole else whole
+
+    weight = cut(checkpoint["state_dict"][need.parameter])
+    return weight, {name: cut(value) for name, value in state.items()}
+
+
 def parts_of(checkpoint: dict[str, Any], world_size: int) -> list[CheckpointContent]:
     """Cut a plain checkpoint over ranks, as a sharded run of the same step would hold it."""
     metadata = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
@@ -83,8 +96,7 @@ def parts_of(checkpoint: dict[str, Any], world_size: int) -> list[CheckpointCont
             start, stop = rows * rank // world_size, rows * (rank + 1) // world_size
             if start == stop:
                 continue
-            need = SliceNeed(name, tuple(full.shape), 0, start, stop)
-            piece = restore_from_lightning(checkpoint, [need], optimizer_parameters=[NAMES])[0]
+            weight, state = rows_of(checkpoint, SliceNeed(name, tuple(full.shape), 0, start, stop))
             slices[rank].append(
                 SliceContent(
                     parameter=name,
@@ -93,9 +105,8 @@ def parts_of(checkpoint: dict[str, Any], world_size: int) -> list[CheckpointCont
                     dim=0,
                     start=start,
                     stop=stop,
-                    weight=piece.weight,
-                    state=piece.state,
-                    scalars=piece.scalars,
+                    weight=weight,
+                    state=state,
                 )
             )
     return [
@@ -146,12 +157,12 @@ def test_slices_of_a_plain_checkpoint_are_those_that_were_saved_from_it(tmp_path
     needs = [SliceNeed("up.weight", (8, 3), 1, 1, 3), SliceNeed("up.bias", (8,), 0, 5, 8)]
     recovered = recover(needs, tiers)
     assert recovered is not None
-    direct = restore_from_lightning(plain, needs, optimizer_parameters=[NAMES])
-    for one, other in zip(recovered.slices, direct, strict=True):
-        assert torch.equal(one.weight, other.weight)
-        assert one.state.keys() == other.state.keys()
-        for key in one.state:
-            assert torch.equal(one.state[key], other.state[key])
+    for found, need in zip(recovered.slices, needs, strict=True):
+        weight, state = rows_of(plain, need)
+        assert torch.equal(found.weight, weight)
+        assert found.state.keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(found.state[key], value)
 
 
 def test_state_that_is_not_element_by_element_is_never_cut() -> None:
@@ -190,11 +201,3 @@ def test_an_export_without_a_trainers_metadata_is_refused(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="saved without a Trainer"):
         export_checkpoint(save([content]), tmp_path / "x.ckpt")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plain_checkpoint_of_another_model_is_refused() -> None:
-    plain = {"state_dict": {"w": torch.ones(3)}}
-    with pytest.raises(CheckpointError, match=r"shape \(3,\)"):
-        restore_from_lightning(plain, [SliceNeed("w", (4,), 0, 0, 4)])
-    with pytest.raises(CheckpointError, match="no such parameter"):
-        restore_from_lightning(plain, [SliceNeed("v", (4,), 0, 0, 4)])

@@ -14,7 +14,7 @@ from lightning_hetero.planner.patterns import cover_bound, enumerate_composition
 GIB = 2**30
 
 
-def best_by_brute_force(counts, powers, memories, minimum, num_microbatches, max_stages, only=None):
+def best_by_brute_force(counts, powers, memories, minimum, num_microbatches, max_stages):
     """Return the largest (groups x least power) over all partitions of the units."""
     compositions = [
         row
@@ -27,8 +27,7 @@ def best_by_brute_force(counts, powers, memories, minimum, num_microbatches, max
     def extend(left, start, num_groups, weakest):
         nonlocal best
         if not any(left):
-            if only in (None, num_groups):
-                best = max(best, num_groups * weakest)
+            best = max(best, num_groups * weakest)
             return
         for index in range(start, len(compositions)):
             row = compositions[index]
@@ -79,19 +78,6 @@ def test_grouping_equals_brute_force_up_to_8_units_of_3_types(problem):
     assert grouping.objective == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=80, deadline=None)
-@given(problems(), st.integers(1, 8))
-def test_a_fixed_number_of_groups_equals_brute_force(problem, num_groups):
-    expected = best_by_brute_force(*problem, only=num_groups)
-    if expected == 0.0:
-        with pytest.raises(PlanningError, match="No grouping"):
-            group_devices(*problem, num_groups=num_groups)
-        return
-    grouping = group_devices(*problem, num_groups=num_groups)
-    assert len(grouping.groups) == num_groups
-    assert grouping.objective == pytest.approx(expected, rel=1e-9)
-
-
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_groups_keep_every_constraint_of_eq_3(problem):
@@ -126,9 +112,7 @@ def test_the_relaxation_bounds_every_integer_cover(problem):
     compositions = enumerate_compositions(counts.tolist(), max_stages)
     bound = cover_bound(compositions, counts, set())
     more = bound.num_groups + 1
-    assert (
-        solve_cover(compositions, counts, num_groups=more, exact=False, time_limit_s=10.0) is None
-    )
+    assert solve_cover(compositions, counts, num_groups=more, time_limit_s=10.0) is None
 
 
 def test_a_time_limit_returns_the_best_so_far_with_its_gap():

@@ -42,7 +42,8 @@ def export_pretrained(
         state = state["state_dict"]
     except (OSError, RuntimeError, LookupError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"Can't read {checkpoint} as a Lightning checkpoint: {error}"
+            f"Can't read {checkpoint} as a Lightning checkpoint: {error}. Make one of a layer-wise "
+            "checkpoint with `lightning-hetero checkpoint export`."
         ) from error
     names = list(model.state_dict())
     prefix = _find_prefix(state, names, type(model).__name__, checkpoint)
