@@ -57,19 +57,18 @@ class MemoryStore:
 class Throttle:
     """A link or device of limited bandwidth that several users share."""
 
-    def __init__(self, bytes_per_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._clock = clock
         self._free_at_s = 0.0
         self._lock = threading.Lock()
 
     def pass_through(self, num_bytes: int) -> None:
         """Return when that many bytes have got through, first come first served."""
         with self._lock:
-            start_s = max(self._free_at_s, self._clock())
+            start_s = max(self._free_at_s, time.monotonic())
             self._free_at_s = start_s + num_bytes / self._bytes_per_s
             wake_s = self._free_at_s
-        time.sleep(max(0.0, wake_s - self._clock()))
+        time.sleep(max(0.0, wake_s - time.monotonic()))
 
 
 class ThrottledStore:

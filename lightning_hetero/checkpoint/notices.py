@@ -11,12 +11,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from types import FrameType
+from typing import Any, Protocol
 
 __all__ = [
     "AwsSpotNotice",
@@ -200,25 +200,16 @@ class SigtermNotice:
 
 
 class NoticeWatcher:
-    """Asks from a daemon thread and keeps the first notice; a context that ends the thread."""
+    """Asks from a daemon thread and keeps the first notice.
 
-    def __init__(
-        self,
-        notices: Sequence[PreemptionNotice],
-        *,
-        interval_s: float = 2.0,
-        on_notice: Callable[[Notice], None] | None = None,
-    ) -> None:
-        """Watch.
+    Args:
+        notices: Whom to ask.
+        interval_s: Seconds between rounds.
+    """
 
-        Args:
-            notices: Whom to ask.
-            interval_s: Seconds between rounds.
-            on_notice: Called once, from the watching thread.
-        """
+    def __init__(self, notices: Sequence[PreemptionNotice], *, interval_s: float = 2.0) -> None:
         self._notices = tuple(notices)
         self._interval_s = interval_s
-        self._on_notice = on_notice
         self._found: Notice | None = None
         self._ended = threading.Event()
         self._silent: set[int] = set()
@@ -238,18 +229,6 @@ class NoticeWatcher:
         """Return the first notice found so far; never waits for a server."""
         return self._found
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
-
     def _watch(self) -> None:
         while not self._ended.is_set() and self._found is None:
             for index, notice in enumerate(self._notices):
@@ -257,8 +236,6 @@ class NoticeWatcher:
                 if found is not None:
                     self._found = found
                     _log.warning("This machine will go: %s, at %s", found.reason, found.at)
-                    if self._on_notice is not None:
-                        self._on_notice(found)
                     return
             self._ended.wait(self._interval_s)
 

@@ -52,7 +52,7 @@ class _Session:
     chunk_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def store_of(self, holder: Holder) -> Tier | None:
+    def tier_of(self, holder: Holder) -> Tier | None:
         """Return the tier behind a holder that this rank reaches."""
         own = self.node_of_rank[self.transport.global_rank]
         for tier in self.tiers:
@@ -218,7 +218,7 @@ def _read_any(
     session: _Session, checkpoint: CheckpointId, part: int, holders: Sequence[Holder]
 ) -> str | None:
     for holder in holders:
-        tier = session.store_of(holder)
+        tier = session.tier_of(holder)
         if tier is not None:
             try:
                 data = tier.store.read(manifest_name(checkpoint, part))
@@ -264,7 +264,7 @@ def _fetch_all(
     holders = {
         key: list(items) for key, items in holders_of_files(session.inventory, manifests).items()
     }
-    fetcher = Fetcher(session.transport, session.store_of, manifests, assembly.deliver)
+    fetcher = Fetcher(session.transport, session.tier_of, manifests, assembly.deliver)
     reasons: list[str] = []
     while any(ranges.values()):
         try:

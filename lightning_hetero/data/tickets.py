@@ -95,11 +95,6 @@ class TicketDealer:
         self._slowdowns = tuple(slowdowns)
         return self._serial
 
-    @property
-    def num_drawn(self) -> int:
-        """Iterations drawn so far."""
-        return self._serial
-
     def close(self) -> None:
         """Let go of the source."""
         self._drawing = iter(())
