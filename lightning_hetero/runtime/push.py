@@ -134,7 +134,6 @@ class Push:
 
     def finish(self) -> dict[str, Tensor]:
         """Post what is left, wait, and return the summed gradient of each slice with rows."""
-        self._ready.update(self._waiting)
         while self._waiting:
             self._post(self._waiting.pop(0))
         with traced("push.wait"):

@@ -32,6 +32,13 @@ def test_cross_entropy_counts_targets_that_are_not_ignored() -> None:
     assert watched(lambda: F.cross_entropy(logits, labels.abs() % 4, ignore_index=0)) == 2
 
 
+def test_class_weights_count_whether_given_by_name_or_place() -> None:
+    logits, labels = torch.randn(4, 3), labels_of(0, -100, 2, 2)
+    weights = torch.tensor([1.0, 2.0, 4.0])
+    assert watched(lambda: F.cross_entropy(logits, labels, weights)) == 9
+    assert watched(lambda: F.cross_entropy(logits, labels, weight=weights)) == 9
+
+
 def test_losses_that_average_over_elements_count_those() -> None:
     a, b = torch.rand(3, 4), torch.rand(3, 4)
     for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy):
