@@ -16,13 +16,11 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.batches import EmptyBatch
+from lightning_hetero.models.packing import QUADRATIC_WEIGHT
 from lightning_hetero.runtime.clock import IterationTimes
 from lightning_hetero.straggler import Observation
 
 __all__ = ["StepTimes", "work_of"]
-
-_QUADRATIC_WEIGHT = 1 / 12_288
-"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
 
 
 class StepTimes:
@@ -103,7 +101,7 @@ def work_of(batch: Any) -> float:
     starts = getattr(batch, "cu_seqlens", None)
     if isinstance(starts, Tensor) and starts.device.type == "cpu":
         lengths = starts.diff().double()
-        return float((lengths + _QUADRATIC_WEIGHT * lengths.square()).sum())
+        return float((lengths + QUADRATIC_WEIGHT * lengths.square()).sum())
     if is_dataclass(batch):
         batch = vars(batch)
     elif isinstance(batch, Mapping):

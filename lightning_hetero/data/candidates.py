@@ -8,11 +8,10 @@ from lightning_hetero.assign import PipelineCost
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.models.packing import QUADRATIC_WEIGHT
 
 __all__ = ["Candidates", "assumed_costs", "fill_empty"]
 
-_QUADRATIC_WEIGHT = 1 / 12_288
-"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
 _UNLIMITED = 2**40
 
 
@@ -42,7 +41,7 @@ class Candidates:
     def equal_ranks(cls, world_size: int) -> Self:
         """Return the one plan of a strategy without plans: each rank a pipeline."""
         cost = PipelineCost(
-            a=_QUADRATIC_WEIGHT, b=1.0, c=0.0, max_len=_UNLIMITED, util_len=_UNLIMITED, num_stages=1
+            a=QUADRATIC_WEIGHT, b=1.0, c=0.0, max_len=_UNLIMITED, util_len=_UNLIMITED, num_stages=1
         )
         return cls(costs=((cost,) * world_size,))
 
@@ -110,7 +109,7 @@ def assumed_costs(
         layers = max(len(stage.layers) / stage.tp_degree for stage in pipeline.stages)
         costs.append(
             PipelineCost(
-                a=_QUADRATIC_WEIGHT * layers,
+                a=QUADRATIC_WEIGHT * layers,
                 b=layers,
                 c=0.0,
                 max_len=limit,

@@ -8,7 +8,7 @@ from lightning_hetero.models.attention import (
     register_attention,
     varlen_attention,
 )
-from lightning_hetero.models.flops import flops_per_token, matmul_parameters, step_flops
+from lightning_hetero.models.flops import matmul_parameters, step_flops
 from lightning_hetero.models.llama import HeteroLM, LMConfig, LMLayer
 from lightning_hetero.models.loss import IGNORED_LABEL, packed_cross_entropy
 from lightning_hetero.models.packing import PackedBatch, PackedCollate, pack_samples
@@ -24,7 +24,6 @@ __all__ = [
     "SequenceMask",
     "attention_backends",
     "choose_attention",
-    "flops_per_token",
     "matmul_parameters",
     "pack_samples",
     "packed_cross_entropy",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from lightning_hetero.models.llama import LMConfig
 
-__all__ = ["flops_per_token", "matmul_parameters", "step_flops"]
+__all__ = ["matmul_parameters", "step_flops"]
 
 
 def matmul_parameters(config: LMConfig) -> int:
@@ -33,8 +33,3 @@ def step_flops(config: LMConfig, lengths: Iterable[int]) -> int:
         squares += length * length
     attention = 6 * config.num_layers * config.hidden_size * squares
     return 6 * matmul_parameters(config) * tokens + attention
-
-
-def flops_per_token(config: LMConfig, length: int) -> float:
-    """Return `step_flops` per token of one sample of `length` tokens."""
-    return step_flops(config, (length,)) / length

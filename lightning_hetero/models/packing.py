@@ -18,10 +18,13 @@ from torch import Tensor
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models.loss import IGNORED_LABEL
 
-__all__ = ["PackedBatch", "PackedCollate", "pack_samples"]
+__all__ = ["QUADRATIC_WEIGHT", "PackedBatch", "PackedCollate", "pack_samples"]
 
-_QUADRATIC_WEIGHT = 1 / 12_288
-"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products."""
+QUADRATIC_WEIGHT = 1 / 12_288
+"""Attention of a token over l others costs l / (12 · hidden_size) of its matrix products.
+
+Here hidden_size is 1,024: what stands in where nothing says how wide the model is.
+"""
 
 
 # Not frozen: Lightning's own bf16 precision converts a copy of the batch field by field.
@@ -90,7 +93,7 @@ class PackedBatch:
         )
 
     def split(
-        self, num_microbatches: int, *, quadratic_weight: float = _QUADRATIC_WEIGHT
+        self, num_microbatches: int, *, quadratic_weight: float = QUADRATIC_WEIGHT
     ) -> list[Self]:
         """Return at most `num_microbatches` batches of whole samples, about equal in cost.
 

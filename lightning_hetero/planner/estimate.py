@@ -1,9 +1,8 @@
-"""How long a layout takes, about: layers by Eq. 4, micro-batches by water-filling.
+"""How long a layout takes, about: layers by Eq. 4, micro-batches by a common level.
 
 The search looks at thousands of layouts; this says in microseconds what the simulator says in
 milliseconds, from the same cost model. Pipelines of one class (same devices in the same order) are
-balanced and timed once. With time `fill + slope·K` for K micro-batches of a pipeline, the numbers
-that minimise the longest pipeline are found by filling to a common level.
+balanced and timed once: K micro-batches take `fill + slope·K`, and are shared by that (`sharing`).
 """
 
 import itertools
@@ -16,17 +15,12 @@ from numpy.typing import NDArray
 
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.layout import Layout, PipelineLayout, classify_nodes
+from lightning_hetero.planner.sharing import deal_microbatches, share_microbatches
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
 
-__all__ = [
-    "Estimate",
-    "Estimator",
-    "PipelineEstimate",
-    "deal_microbatches",
-    "share_microbatches",
-]
+__all__ = ["Estimate", "Estimator", "PipelineEstimate"]
 
 FloatArray = NDArray[np.float64]
 _PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
@@ -320,71 +314,3 @@ def _makespan_s(
     )
     starts = [0.0] * len(forward_s)
     return max(propagate(times, starts, blocking=blocking).end_s)
-
-
-def deal_microbatches(
-    repeats: Sequence[int], limits: Sequence[int], total: int
-) -> list[list[int]] | None:
-    """Return equal numbers of micro-batches, one apart at most, for every pipeline of every class.
-
-    None if a pipeline would get none or more than its limit.
-    """
-    num_pipelines = sum(repeats)
-    if total < num_pipelines:
-        return None
-    base, extra = divmod(total, num_pipelines)
-    dealt = iter([base + 1] * extra + [base] * (num_pipelines - extra))
-    shares = [[next(dealt) for _ in range(count)] for count in repeats]
-    fits = all(max(share) <= limit for share, limit in zip(shares, limits, strict=True))
-    return shares if fits else None
-
-
-def share_microbatches(
-    fills_s: Sequence[float],
-    slopes_s: Sequence[float],
-    repeats: Sequence[int],
-    limits: Sequence[int],
-    total: int,
-) -> list[list[int]] | None:
-    """Return the micro-batches of every pipeline of every class, each pipeline at least one.
-
-    Minimises the longest `fill + slope·K`, exactly: the least level at which all micro-batches are
-    done is found by bisection. None if the pipelines' limits leave too few or too many.
-
-    Args:
-        fills_s: Seconds of each class that don't grow with K.
-        slopes_s: Seconds of a micro-batch of each class.
-        repeats: Pipelines of each class.
-        limits: Most micro-batches of a pipeline of each class.
-        total: Micro-batches to share.
-    """
-    fills, slopes = np.asarray(fills_s), np.asarray(slopes_s)
-    numbers, most = np.asarray(repeats), np.minimum(np.asarray(limits), total)
-    if not int(numbers.sum()) <= total <= int((numbers * most).sum()):
-        return None
-
-    def done(level: float) -> NDArray[np.int64]:
-        finished: NDArray[np.int64] = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
-        return np.clip(finished, 1, most)
-
-    low, high = 0.0, float((fills + slopes * (most + 1)).max())
-    for _ in range(50):
-        middle = (low + high) / 2
-        if int((done(middle) * numbers).sum()) >= total:
-            high = middle
-        else:
-            low = middle
-    counts = done(high)
-    surplus = int((counts * numbers).sum()) - total
-    shares = [[int(k)] * int(n) for k, n in zip(counts, numbers, strict=True)]
-    # At the level where the last micro-batches finish together, some too many are handed out: take
-    # one from as many of those that finish last.
-    finish = fills + slopes * counts
-    for index in np.argsort(-finish, kind="stable"):
-        share = shares[index]
-        for position in range(len(share)):
-            if surplus and share[position] > 1:
-                share[position] -= 1
-                surplus -= 1
-    assert not surplus, "more micro-batches finish together than pipelines can give back"
-    return shares

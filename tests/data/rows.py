@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -53,6 +54,22 @@ class RowStream(IterableDataset[Any]):
 def indices(samples: list[Any]) -> list[int]:
     """Collate samples to the indices of their rows."""
     return [sample["index"] for sample in samples]
+
+
+class Collects(L.LightningModule):
+    """Keeps the samples that its steps get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: list[int], batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch)
+        return self.layer(torch.tensor([[float(len(batch))]])).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def equal_costs(num_pipelines: int, **changes: Any) -> tuple[PipelineCost, ...]:

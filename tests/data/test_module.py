@@ -5,12 +5,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.models import PackedBatch
-from tests.data.rows import Rows, RowStream, indices, lengths_of
+from tests.data.rows import Collects, Rows, RowStream, indices, lengths_of
 from tests.toy import quiet
 
 pytestmark = pytest.mark.filterwarnings(
@@ -27,22 +26,6 @@ def data(*, stream: bool = False, **options: Any) -> HeteroDataModule:
         fields |= {"lengths": LENGTHS, "val_lengths": LENGTHS}
     dataset = RowStream(LENGTHS) if stream else Rows(LENGTHS)
     return HeteroDataModule(dataset, **(fields | options))
-
-
-class Collects(L.LightningModule):
-    """Keeps the samples that its steps get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch: list[int], batch_idx: int) -> torch.Tensor:
-        self.seen.append(batch)
-        return self.layer(torch.tensor([[float(len(batch))]])).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 class Validates(Collects):

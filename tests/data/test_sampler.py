@@ -2,7 +2,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -10,7 +9,7 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.data.dealing import deal_out
 from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.data.schedule import Deal
-from tests.data.rows import Rows, indices, lengths_of
+from tests.data.rows import Collects, Rows, indices, lengths_of
 from tests.processes import ProcessPool
 from tests.toy import quiet
 
@@ -79,22 +78,6 @@ def test_impossible_ranks_are_refused() -> None:
     few = TwoStageBatchSampler([3, 4], tokens_per_step=10, ranks=(0, 3))
     with pytest.raises(ConfigurationError, match="one a rank"):
         len(few)
-
-
-class Collects(L.LightningModule):
-    """Keeps the samples that its steps get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch: list[int], batch_idx: int) -> torch.Tensor:
-        self.seen.append(batch)
-        return self.layer(torch.tensor([[float(len(batch))]])).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def train_under_ddp(rank: int) -> list[list[int]]:

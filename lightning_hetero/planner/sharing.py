@@ -1,0 +1,80 @@
+"""How many micro-batches each pipeline runs: the same for all, or so that all end together.
+
+Pipelines of one class are alike. K micro-batches take a pipeline `fill + slope·K` seconds, so the
+numbers that minimise the longest one are found by filling all to a common level.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["deal_microbatches", "share_microbatches"]
+
+
+def deal_microbatches(
+    repeats: Sequence[int], limits: Sequence[int], total: int
+) -> list[list[int]] | None:
+    """Return equal numbers of micro-batches, one apart at most, for every pipeline of every class.
+
+    None if a pipeline would get none or more than its limit.
+    """
+    num_pipelines = sum(repeats)
+    if total < num_pipelines:
+        return None
+    base, extra = divmod(total, num_pipelines)
+    dealt = iter([base + 1] * extra + [base] * (num_pipelines - extra))
+    shares = [[next(dealt) for _ in range(count)] for count in repeats]
+    fits = all(max(share) <= limit for share, limit in zip(shares, limits, strict=True))
+    return shares if fits else None
+
+
+def share_microbatches(
+    fills_s: Sequence[float],
+    slopes_s: Sequence[float],
+    repeats: Sequence[int],
+    limits: Sequence[int],
+    total: int,
+) -> list[list[int]] | None:
+    """Return the micro-batches of every pipeline of every class, each pipeline at least one.
+
+    Minimises the longest `fill + slope·K`, exactly: the least level at which all micro-batches are
+    done is found by bisection. None if the pipelines' limits leave too few or too many.
+
+    Args:
+        fills_s: Seconds of each class that don't grow with K.
+        slopes_s: Seconds of a micro-batch of each class.
+        repeats: Pipelines of each class.
+        limits: Most micro-batches of a pipeline of each class.
+        total: Micro-batches to share.
+    """
+    fills, slopes = np.asarray(fills_s), np.asarray(slopes_s)
+    numbers, most = np.asarray(repeats), np.minimum(np.asarray(limits), total)
+    if not int(numbers.sum()) <= total <= int((numbers * most).sum()):
+        return None
+
+    def done(level: float) -> NDArray[np.int64]:
+        finished: NDArray[np.int64] = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
+        return np.clip(finished, 1, most)
+
+    low, high = 0.0, float((fills + slopes * (most + 1)).max())
+    for _ in range(50):
+        middle = (low + high) / 2
+        if int((done(middle) * numbers).sum()) >= total:
+            high = middle
+        else:
+            low = middle
+    counts = done(high)
+    surplus = int((counts * numbers).sum()) - total
+    shares = [[int(k)] * int(n) for k, n in zip(counts, numbers, strict=True)]
+    # At the level where the last micro-batches finish together, some too many are handed out: take
+    # one from as many of those that finish last.
+    finish = fills + slopes * counts
+    for index in np.argsort(-finish, kind="stable"):
+        share = shares[index]
+        for position in range(len(share)):
+            if surplus and share[position] > 1:
+                share[position] -= 1
+                surplus -= 1
+    assert not surplus, "more micro-batches finish together than pipelines can give back"
+    return shares
