@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from tests.callbacks.servers import S3Server
 from tests.processes import LAUNCHER_VARIABLES, ProcessPool
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -32,3 +33,12 @@ def pool() -> Iterator[ProcessPool]:
     processes = ProcessPool()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """One S3 server for all tests; each keeps to a bucket or folder of its own."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with S3Server() as server:
+        yield server

@@ -85,7 +85,7 @@ class ElasticRestart(Callback):
         if len(found) != 1:
             raise ConfigurationError(
                 f"ElasticRestart needs one LayerwiseCheckpoint among the callbacks; there are "
-                f"{len(found)}."
+                f"{len(found)}. Give the Trainer one."
             )
         self._checkpoint = found[0]
         self._global_rank = trainer.global_rank

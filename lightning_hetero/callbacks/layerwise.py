@@ -64,8 +64,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
     holds, also where a `ckpt_path` is given, which is for the first start. Delete the folders to
-    start anew. Works under `HeteroStrategy`, for any plan before and
-    after, and on a single device.
+    start anew. Works under `HeteroStrategy`, for any plan before and after, and on a single device.
 
     Args:
         path_or_url: A folder or URL that all nodes reach, such as "s3://bucket/run"; None keeps

@@ -10,15 +10,14 @@ import torch
 
 from lightning_hetero.checkpoint.blocks import Buffer
 from lightning_hetero.checkpoint.content import RestoredSlice
-from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, SHARED_METADATA, rank_metadata_name
+from lightning_hetero.checkpoint.encoding import SHARED_METADATA, rank_metadata_name
 from lightning_hetero.checkpoint.manifest import WEIGHT, PartManifest, Scalar, SliceEntry
 from lightning_hetero.checkpoint.recovery_plan import FileRange, whole_blocks
 from lightning_hetero.checkpoint.resharding import SliceNeed, Span, Target, find_targets
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
 __all__ = ["Assembly", "RankNeeds"]
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class RankNeeds:
@@ -127,7 +126,7 @@ class Assembly:
 
 
 def _as_tensor(target: Target, buffer: torch.Tensor) -> torch.Tensor:
-    tensor = buffer.view(_DTYPES[target.dtype]).reshape(target.shape)
+    tensor = buffer.view(SAFETENSORS_DTYPES[target.dtype]).reshape(target.shape)
     if not target.by_rows or not target.shape:
         return tensor
     tensor = tensor.movedim(0, target.dim)

@@ -26,6 +26,7 @@ from lightning_hetero.checkpoint.manifest import (
 )
 from lightning_hetero.checkpoint.snapshot import Snapshot
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
 __all__ = [
     "DTYPE_NAMES",
@@ -37,20 +38,7 @@ __all__ = [
     "rank_metadata_name",
 ]
 
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 """Spelling of each dtype in safetensors."""
 
 SHARED_METADATA = "metadata.pt"

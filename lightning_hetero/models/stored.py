@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = [
+    "SAFETENSORS_DTYPES",
     "Box",
     "JoinedTensor",
     "PieceOfTensor",
@@ -32,7 +33,7 @@ __all__ = [
 Box = tuple[tuple[int, int], ...]
 """Half-open [start, stop) along each dim."""
 
-_DTYPES = {
+SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -46,6 +47,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""How safetensors spells each dtype."""
 _LENGTH_BYTES = 8
 """A file begins with its header's length, little-endian; offsets count from the header's end."""
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,7 +98,7 @@ class SafetensorsFile:
                     name,
                     _FileTensor(
                         file=self,
-                        dtype=_DTYPES[item["dtype"]],
+                        dtype=SAFETENSORS_DTYPES[item["dtype"]],
                         shape=tuple(item["shape"]),
                         first_byte=_LENGTH_BYTES + length + item["data_offsets"][0],
                     ),

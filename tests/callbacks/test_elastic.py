@@ -189,12 +189,14 @@ def test_nodes_come_and_go_and_the_loss_curve_stays(folders: Path, uninterrupted
 
 
 def test_a_failing_remote_never_stops_training_and_brings_lost_nodes_back(
-    folders: Path, uninterrupted: Steps
+    folders: Path, uninterrupted: Steps, s3: S3Server
 ) -> None:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    with S3Server() as s3, UnreliableProxy(s3.port) as proxy:
-        settings: dict[str, Any] = {"steps": NUM_STEPS, "every": EVERY, "remote": "s3://bucket/run"}
+    with UnreliableProxy(s3.port) as proxy:
+        settings: dict[str, Any] = {
+            "steps": NUM_STEPS,
+            "every": EVERY,
+            "remote": "s3://bucket/elastic",
+        }
         settings["storage_options"] = s3.options(proxy.port)
         with Nodes(folders / "remote", "2", **settings) as nodes:
             nodes.let_go_on_to(0)

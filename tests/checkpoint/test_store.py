@@ -1,14 +1,10 @@
 """Stores write whole files or none: on disk, in memory, and on a real S3 server."""
 
 import contextlib
-import http.client
 import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,46 +23,15 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.core.errors import CheckpointError
+from tests.callbacks.servers import S3Server
 from tests.checkpoint.states import assert_is_state, contents, needs_of
 from tests.checkpoint.test_recovery import PLANS
 
 
 @pytest.fixture(scope="module")
-def s3_options() -> Iterator[dict[str, object]]:
-    """Start an S3 server on loopback; give the options that reach it."""
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(port, server)
-        yield {
-            "key": "test",
-            "secret": "test",
-            "endpoint_url": f"http://127.0.0.1:{port}",
-            "client_kwargs": {"region_name": "eu-west-1"},
-            "config_kwargs": {"retries": {"max_attempts": 1}},
-        }
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _wait_for(port: int, server: "subprocess.Popen[bytes]") -> None:
-    while server.poll() is None:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        with contextlib.closing(connection), contextlib.suppress(OSError):
-            connection.request("GET", "/")
-            connection.getresponse().close()
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"the S3 server ended with code {server.returncode}")
+def s3_options(s3: S3Server) -> dict[str, Any]:
+    """Give the options that reach the S3 server."""
+    return s3.options(s3.port)
 
 
 @pytest.fixture(params=["local", "memory", "fsspec-memory", "s3"])
@@ -80,7 +45,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return s3_store(request.getfixturevalue("s3_options"), tmp_path.name.replace("_", "-").lower())
 
 
-def s3_store(options: dict[str, object], bucket: str) -> FsspecStore:
+def s3_store(options: dict[str, Any], bucket: str) -> FsspecStore:
     found = FsspecStore(f"s3://{bucket}/run", multipart_bytes=5 << 20, **options)
     with contextlib.suppress(FileExistsError):
         found._fs.mkdir(bucket)
@@ -133,7 +98,7 @@ def test_an_empty_place_lists_nothing(tmp_path: Path) -> None:
     assert FsspecStore("memory://no/such/place").list() == {}
 
 
-def test_large_files_go_to_s3_in_parts(s3_options: dict[str, object]) -> None:
+def test_large_files_go_to_s3_in_parts(s3_options: dict[str, Any]) -> None:
     store = s3_store(s3_options, "large")
     data = os.urandom(11 << 20)
     store.write("x/y", [data[i : i + (1 << 20)] for i in range(0, len(data), 1 << 20)])
@@ -141,7 +106,7 @@ def test_large_files_go_to_s3_in_parts(s3_options: dict[str, object]) -> None:
     assert store.read("x/y", 5 << 20, 6 << 20) == data[5 << 20 : 6 << 20]
 
 
-def test_a_checkpoint_goes_through_s3(s3_options: dict[str, object]) -> None:
+def test_a_checkpoint_goes_through_s3(s3_options: dict[str, Any]) -> None:
     plan, size = PLANS["one device"]
     s3_store(s3_options, "runs")
 

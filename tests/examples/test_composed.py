@@ -5,32 +5,21 @@ One run on a single device without a restart says what every step must come to.
 
 import csv
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.callbacks.servers import S3Server
-from tests.processes import clean_environment
+from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--every=2", "--hidden=32", "--tokens=512", "--context=128", "--files=20", "--slowdowns"]
 
 
-def run(folder, *options, **variables):
+def run(folder, *options, num_processes=1, **variables):
     """Run the example there; return what it printed and the losses of its steps."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/composed.py", *options],
-        cwd=folder,
-        env=clean_environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
+    command = [ROOT / "examples/composed.py", *options]
+    code, output = run_python(command, folder=folder, num_processes=num_processes, **variables)
+    assert code == 0, output
     newest = max((folder / "outputs/composed/logs").iterdir(), key=lambda p: p.stat().st_mtime)
     rows = list(csv.DictReader((newest / "metrics.csv").read_text().splitlines()))
     losses = {int(row["step"]): float(row["train_loss"]) for row in rows if row["train_loss"]}
@@ -39,19 +28,17 @@ def run(folder, *options, **variables):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_runs_in_two_orders_of_callbacks_are_one_run_through_an_s3_store(tmp_path):
+def test_runs_in_two_orders_of_callbacks_are_one_run_through_an_s3_store(tmp_path, s3):
     folders = [tmp_path / name for name in ("alone", "store")]
     for folder in folders:
         folder.mkdir()
     _, expected = run(folders[0], "--steps", "6", *SMALL, "1")
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    with S3Server() as server:
-        address = f"http://127.0.0.1:{server.port}"
-        store = ["--store", "s3://bucket/run", "--endpoint-url", address]
-        first, losses = run(folders[1], "--steps", "4", *store, *SMALL, "2", "4", **keys)
-        second, later = run(
-            folders[1], "--steps", "6", "--reverse", *store, *SMALL, "2", "4", **keys
-        )
+    store = ["--store", "s3://bucket/composed", "--endpoint-url", f"http://127.0.0.1:{s3.port}"]
+    store += [*SMALL, "2", "4"]
+    first, losses = run(folders[1], "--steps", "4", *store, **keys)
+    # The first run has started its processes itself.
+    second, later = run(folders[1], "--steps", "6", "--reverse", *store, num_processes=2, **keys)
     assert losses.keys() == {0, 1, 2, 3}
     assert later.keys() == {4, 5}
     assert losses | later == pytest.approx(expected, rel=1e-4)
