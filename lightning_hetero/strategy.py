@@ -205,7 +205,7 @@ class HeteroStrategy(SlicesStrategy):
         Iterations that are planned already run under the plans that they are planned for.
 
         Returns:
-            The number of this run's training iterations, at most, that do so.
+            Training iterations, at most, that still do so.
 
         Raises:
             PlanError: A plan is for another number of ranks or layers.

@@ -99,8 +99,7 @@ class HeteroRun(PlainRun):
         self._wanted = strategy.plan
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._datamodule = datamodule if isinstance(datamodule, HeteroDataModule) else None
-        self._num_run_before = trainer.fit_loop.total_batch_idx + 1
-        self._num_before = 0
+        self._last_before = -1
         self._first_plans: tuple[ParallelPlan, ...] = ()
 
     @property
@@ -134,17 +133,14 @@ class HeteroRun(PlainRun):
         restarts = super().find_measures(reports, findings, healthy_s=healthy_s, probes=probes)
         slowness = Slowness.of(findings, self._world_size)
         plans = self._plans_without_fault()
-        models = [
-            RunModel(measured, slowness)
-            for measured in self._measure(plans, reports, healthy_s, probes)
-        ]
+        measured = self._measure(plans, reports, healthy_s, probes)
+        models = sorted(
+            (RunModel(facts, slowness) for facts in measured), key=lambda model: -model.share
+        )
         if not models:
             return restarts
-        models.sort(key=lambda model: -model.share)
-        return (
-            *find_measures(WatchedPlans(plans=plans, models=tuple(models)), slowness),
-            *restarts,
-        )
+        watched = WatchedPlans(plans=plans, models=tuple(models))
+        return (*find_measures(watched, slowness), *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
         """Return the plans that ran before the fault, whatever was done since."""
@@ -193,7 +189,9 @@ class HeteroRun(PlainRun):
         """Return the micro-batches of a plan's pipelines in an iteration."""
         if self._datamodule is None:
             usual = self._strategy.engine.config.num_microbatches
-            return tuple(p.num_microbatches or usual for p in plan.pipelines)
+            return tuple(
+                usual if p.num_microbatches is None else p.num_microbatches for p in plan.pipelines
+            )
         return tuple(
             max(1, *(round(reports[rank].num_microbatches) for rank in pipeline.ranks))
             for pipeline in plan.pipelines
@@ -213,9 +211,8 @@ class HeteroRun(PlainRun):
                 self._datamodule.set_slowdowns(
                     [slowdowns.get(rank, 1.0) for rank in range(self._world_size)]
                 )
-                self._num_before = self._strategy.set_candidate_plans(
-                    plans, self._strategy.candidate_costs
-                )
+                num_left = self._strategy.set_candidate_plans(plans, self._strategy.candidate_costs)
+                self._last_before = self._trainer.fit_loop.total_batch_idx + num_left
         except (PlanError, ConfigurationError) as error:
             return str(error)
         self._first_plans = () if undoes else measure.first_plans
@@ -225,9 +222,7 @@ class HeteroRun(PlainRun):
     def is_changing(self) -> bool:
         """Return whether batches of before the last act are still being run."""
         if self._datamodule is not None:
-            # What was planned before the act still runs.
-            num_run = self._trainer.fit_loop.total_batch_idx + 1 - self._num_run_before
-            return num_run <= self._num_before
+            return self._trainer.fit_loop.total_batch_idx <= self._last_before
         return self._strategy.plan != self._wanted
 
 

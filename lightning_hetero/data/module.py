@@ -101,6 +101,8 @@ class HeteroDataModule(pl.LightningDataModule):
         self._planner: AheadPlanner | None = None
         self._train_loader: AssignedLoader | None = None
         self._val_loader: AssignedLoader | None = None
+        self._slowdowns: tuple[float, ...] | None = None
+        self._num_trained_before = 0
         if val_dataset is None:
             # Lightning validates if the hook is overridden, and warns of an empty loader.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -131,6 +133,10 @@ class HeteroDataModule(pl.LightningDataModule):
         self._train_loader = self._make_loader(
             "train", candidates, self._progress, num_trained=self._num_trained
         )
+        if self._slowdowns is not None:
+            self._train_loader.dealer.set_slowdowns(self._slowdowns)
+        self._num_trained_before = 0
+        self._num_trained_before = self._count_trained()
         return self._train_loader
 
     @override
@@ -157,7 +163,7 @@ class HeteroDataModule(pl.LightningDataModule):
             self._planner.close()
         if self._train_loader is not None:
             self._train_loader.dealer.close()
-        self._planner = self._train_loader = self._val_loader = None
+        self._planner = self._train_loader = self._val_loader = self._slowdowns = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -181,17 +187,28 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._training_dealer().num_dealt
 
     def set_slowdowns(self, by_rank: Sequence[float]) -> int:
-        """Give less work to slow ranks; see `TicketDealer.set_slowdowns`."""
-        return self._training_dealer().set_slowdowns(by_rank)
+        """Give less work to slow ranks from the first iteration on that isn't planned yet.
+
+        Called by every rank with the same factors, between steps.
+
+        Args:
+            by_rank: How many times longer each rank takes than the plans' costs say.
+
+        Returns:
+            Training iterations, at most, that are planned already and still to be trained.
+        """
+        num_drawn = self._training_dealer().set_slowdowns(by_rank)
+        self._slowdowns = tuple(by_rank)
+        return num_drawn - self._count_trained()
 
     def refresh_plans(self) -> int:
-        """Choose among the strategy's present plans; see `TicketDealer.set_candidates`."""
+        """Choose among the strategy's present plans; see `HeteroStrategy.set_candidate_plans`."""
         candidates = self._find_candidates()
         if self._val_loader is not None:
             self._val_loader.dealer.set_candidates(candidates.first())
         if self._train_loader is None:
             return 0
-        return self._train_loader.dealer.set_candidates(candidates)
+        return self._train_loader.dealer.set_candidates(candidates) - self._count_trained()
 
     def sample_lengths(self) -> NDArray[np.int64]:
         """Return the lengths of training samples as they will be, or of a fair part of them."""
@@ -306,6 +323,12 @@ class HeteroDataModule(pl.LightningDataModule):
             return None
         tracked: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(tracked.processed)
+
+    def _count_trained(self) -> int:
+        """Return how many iterations the Trainer has trained with the present loader."""
+        if self.trainer is None:
+            return 0
+        return int(self.trainer.fit_loop.total_batch_idx) + 1 - self._num_trained_before
 
     def _training_dealer(self) -> TicketDealer:
         if self._train_loader is None:

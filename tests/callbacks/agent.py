@@ -135,11 +135,8 @@ def watching(settings: dict[str, Any]) -> list[Callback]:
     ]
 
 
-def train() -> None:
-    warnings.simplefilter("ignore")
-    settings = json.loads(os.environ["ELASTIC"])
-    world_size = int(os.environ["WORLD_SIZE"])
-    L.seed_everything(3, verbose=False)
+def elastic_callbacks(settings: dict[str, Any]) -> list[Callback]:
+    """Return what saves and restarts, and what writes it down."""
     checkpoint = LayerwiseCheckpoint(
         settings.get("remote"),
         every_n_train_steps=settings["every"],
@@ -156,8 +153,16 @@ def train() -> None:
     if "metadata_url" in settings:
         notice = AwsSpotNotice(base_url=f"{settings['metadata_url']}/{NODE}", timeout_s=30.0)
     elastic = ElasticRestart(notice, poll_interval_s=0.2)
+    return [checkpoint, elastic, Record(checkpoint, elastic)]
+
+
+def train() -> None:
+    warnings.simplefilter("ignore")
+    settings = json.loads(os.environ["ELASTIC"])
+    world_size = int(os.environ["WORLD_SIZE"])
+    L.seed_everything(3, verbose=False)
+    callbacks = elastic_callbacks(settings)
     arm(settings.get("faults", []), FOLDER, NODE)
-    callbacks: list[Callback] = [checkpoint, elastic, Record(checkpoint, elastic)]
     plan: ParallelPlan | str = two_pipelines(world_size)
     batch_size = SAMPLES_PER_STEP // 2
     if world_size == settings.get("watched"):

@@ -91,7 +91,8 @@ class Moves(L.Callback):
         by, size = (-1 if self.num_before else 1), trainer.world_size
         taken_by = {rank: (rank + by) % size for rank in range(size)}
         plans = [move_ranks(plan, taken_by) for plan in strategy.candidate_plans]
-        self.num_before.append(strategy.set_candidate_plans(plans, strategy.candidate_costs))
+        num_left = strategy.set_candidate_plans(plans, strategy.candidate_costs)
+        self.num_before.append(trainer.global_step + num_left)
         groups = strategy.engine.comms._groups
         assert all(s.ranks in groups for p in plans for *_, s in p.iter_stages() if s.tp_degree > 1)
 
