@@ -83,7 +83,12 @@ class StartUp:
         varied = self.facts.data is not None
         counts = [None for _ in self.plan.pipelines] if varied else self._counts()
         table = plan_table(self.plan, known, counts)
-        head = f"HeteroStrategy on {devices_line(self.cluster)}:"
+        # Lightning's own summary counts what rank 0 owns, the only parameters there are then.
+        size = sum(spec.numel for spec in self.specs)
+        head = (
+            f"HeteroStrategy on {devices_line(self.cluster)}: {type(self.facts.module).__name__}, "
+            f"{size:,} parameters in all"
+        )
         return "\n".join([head, format_table(table.header, table.rows), *lines])
 
     def _counts(self) -> list[int]:

@@ -94,7 +94,8 @@ def test_a_given_plan_is_predicted_where_data_sheets_know_the_devices():
     # A loader's batch of 6 for each pipeline, in three micro-batches of 2.
     expected = simulate(PLAN, cost, [[(128, 128)] * 3] * 2)
     lines = str(found).splitlines()
-    assert lines[0] == "HeteroStrategy on 3 × A100-80GB:"
+    size = sum(parameter.numel() for parameter in found.facts.module.parameters())
+    assert lines[0] == f"HeteroStrategy on 3 × A100-80GB: HeteroLM, {size:,} parameters in all"
     assert f"iteration time  {expected.iteration_time_s:.4g} s" in str(found)
     assert f"({12 * 128:,} tokens an iteration)" in str(found)
     assert f"limited by      {expected.bottleneck}" in lines
