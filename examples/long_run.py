@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from long_run_node import Settings, be_agent, checkpoint_of, train_alone
 from long_run_timeline import Event, Timeline, show
 from rich.console import Console
 
+from lightning_hetero import ParallelPlan
 from lightning_hetero.callbacks import read_log
 
 SLOWDOWNS = {"a": 8.0, "b": 8.0, "c": 4.0, "d": 4.0}
@@ -176,14 +178,20 @@ def steps(count: int) -> Callable[[list[Event]], bool]:
     return lambda events: sum(item["event"] == "trained" for item in events) >= count
 
 
+def is_steady(events: list[Event]) -> bool:
+    """Return whether the last iterations have taken about as long as each other."""
+    times_s = [e["scalars"]["run/iteration_s"] for e in events if e["event"] == "metrics"][-12:]
+    return len(times_s) == 12 and max(times_s) < 1.6 * statistics.median(times_s)
+
+
 def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
     """Do to the run what happens to runs."""
     watch.order()
     nodes.start(*SLOWDOWNS)
     watch.wait_for(started(4))
-    watch.wait_for(steps(14))
 
-    fault({"nodes": ["c"], "slowdown": 2.5}, watch)
+    slow_down({"nodes": ["c"], "slowdown": 3.0}, watch)
+    slow_down({"nodes": busy_link(watch.last("started")), "bytes_per_s": 1.5e6}, watch)
 
     nodes.kill("d")
     watch.did("killed", node="d")
@@ -205,14 +213,21 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
         agent.join()
 
 
-def fault(order: dict[str, Any], watch: Watch) -> None:
-    """Slow something down until the run has worked around it, and until that is undone."""
+def busy_link(started: Event) -> list[str]:
+    """Return the nodes of a link that carries weights and gradients: first stages of pipelines."""
+    plan = ParallelPlan.from_dict(started["plans"][0])
+    ranks = [pipeline.stages[0].ranks[0] for pipeline in plan.pipelines]
+    return [started["nodes"][rank] for rank in (ranks if len(ranks) > 1 else plan.ranks)[:2]]
+
+
+def slow_down(order: dict[str, Any], watch: Watch) -> None:
+    """Slow something down until the run has worked around it; go on when that is undone."""
+    watch.wait_for(is_steady)
     watch.order(order)
     watch.wait_for(happened("action", kind="apply"))
     watch.wait_for(steps(6))
     watch.order()
     watch.wait_for(happened("action", kind="undo"))
-    watch.wait_for(steps(6))
 
 
 @contextlib.contextmanager

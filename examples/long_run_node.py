@@ -205,7 +205,7 @@ def work(settings: Settings, node: str, slowdown: float) -> None:
             EmulatedDevices(slowdown, memory_bytes=settings.memory_bytes),
             checkpoint_of(settings, node),
             ElasticRestart(notice, poll_interval_s=0.5),
-            StragglerMonitor(),
+            StragglerMonitor(recheck_share=0.3),  # A small model's links are soon probed.
             RunMetrics(),
             Orders(settings.orders, run_log),
             run_log,
