@@ -40,6 +40,8 @@ class StepTimes:
         self._num_microbatches = 0
         self._hidden_bytes = 0
         self._waits_s: dict[int, float] = defaultdict(float)
+        self._num_messages: dict[int, int] = defaultdict(int)
+        self._num_bytes: dict[int, int] = defaultdict(int)
         self._hook_forward_s = 0.0
 
     def begin_batch(self, batch: Any) -> None:
@@ -67,6 +69,9 @@ class StepTimes:
         self._backward_s += times.compute_s(ActionKind.BACKWARD)
         for peer, seconds in times.wait_by_peer_s().items():
             self._waits_s[peer] += seconds
+        for message in times.messages:
+            self._num_messages[message.peer] += 1
+            self._num_bytes[message.peer] += message.num_bytes
         hidden = (m.num_bytes for m in times.messages if not m.is_exchange)
         self._hidden_bytes = max(self._hidden_bytes, *hidden, 0)
 
@@ -81,6 +86,8 @@ class StepTimes:
             work=self._work / count if count else 0.0,
             num_microbatches=count,
             waits_s=dict(self._waits_s),
+            num_messages=dict(self._num_messages),
+            num_bytes=dict(self._num_bytes),
             hidden_bytes=self._hidden_bytes,
         )
         iteration_s = self._iteration_s

@@ -37,6 +37,10 @@ class Observation:
     num_microbatches: int = 1
     waits_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of waiting for messages of each peer."""
+    num_messages: Mapping[int, int] = field(default_factory=dict)
+    """How many there were of each peer."""
+    num_bytes: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of them all."""
     hidden_bytes: int = 0
     """Bytes of the largest hidden state received; 0 if none was."""
 
@@ -63,6 +67,10 @@ class RankReport:
     """Median number of micro-batches of an iteration."""
     excess_wait_s: Mapping[int, float]
     """By peer how many seconds longer than before an iteration waits for its messages."""
+    num_messages: Mapping[int, float]
+    """By peer how many messages an iteration brings."""
+    num_bytes: Mapping[int, float]
+    """Their bytes."""
     hidden_bytes: int
     """Bytes of the largest hidden state received."""
 
@@ -145,6 +153,14 @@ class RankHistory:
             excess_wait_s={
                 peer: statistics.median(o.waits_s.get(peer, 0.0) for o, _ in recent)
                 - median(self._baseline, lambda o, peer=peer: o.waits_s.get(peer, 0.0), 0.0)  # type: ignore[misc]
+                for peer in sorted(peers)
+            },
+            num_messages={
+                peer: statistics.median(o.num_messages.get(peer, 0) for o, _ in recent)
+                for peer in sorted(peers)
+            },
+            num_bytes={
+                peer: statistics.median(o.num_bytes.get(peer, 0) for o, _ in recent)
                 for peer in sorted(peers)
             },
             hidden_bytes=max((o.hidden_bytes for o in self._baseline), default=0),

@@ -2,9 +2,10 @@
 
 Suspects are ranks whose pace has fallen behind their peers' (Greyhound: 1.1 times the median) and
 links whose messages are waited for longer than before; waiting for a slow rank looks like that too,
-so links are believed only when their probe is slow. A rank whose probe is as fast as ever is slow
-all the same, but not because of its device. Where the run shows nothing of its ranks (strategies
-that don't tell computing from waiting), all are suspects.
+so links are believed only when their probe is slow, and so slow that it explains the waiting. A
+rank whose probe is as fast as ever is slow all the same, but not because of its device. Where the
+run shows nothing of its ranks (strategies that don't tell computing from waiting), all are
+suspects.
 """
 
 import math
@@ -24,7 +25,7 @@ from lightning_hetero.straggler.locate import (
     ring_rounds,
 )
 
-__all__ = ["Probes", "Suspicion", "are_alike", "conclude", "probe_rounds", "suspect"]
+__all__ = ["Probes", "Suspicion", "Waiting", "are_alike", "conclude", "probe_rounds", "suspect"]
 
 _LEAST_LINK_RATIO = 1.5
 """A message between two ranks varies more than a matrix product does."""
@@ -34,9 +35,29 @@ _LEAST_EXCESS = 0.05
 """Share of an iteration by which waiting for a peer must have grown."""
 _ALIKE = 1.3
 """Ratio up to which two findings about the same device or link are the same."""
+_LEAST_EXPLAINED = 0.25
+"""Share of the waiting that a slow link must explain; ends wait for each other in turns."""
 _MOST_PAIRS = 8
 _MOST_MEMBERS = 16
 """Ranks whose links are probed beside a suspect's, so that there is something to compare with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """How a rank waits for a peer in an iteration."""
+
+    excess_s: float
+    """Seconds longer than before."""
+    num_messages: float
+    num_bytes: float
+
+    def is_explained(self, slower_s: float, probe_bytes: int) -> bool:
+        """Return whether a link can be the cause whose probe, one way, is slower by so much.
+
+        A smaller message is slower by no more than the probe, a larger one in proportion.
+        """
+        probes = self.num_messages + (self.num_bytes / probe_bytes if probe_bytes else 0.0)
+        return slower_s * max(1.0, probes) >= _LEAST_EXPLAINED * self.excess_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +68,8 @@ class Suspicion:
     """Ranks whose pace has fallen behind."""
     pairs: tuple[Pair, ...] = ()
     """Links whose messages are waited for longer."""
+    waiting: Mapping[Pair, Waiting] = field(default_factory=dict)
+    """By link, of the end that waits more."""
     is_informed: bool = True
     """Whether the run shows the paces of its ranks; else all are suspects."""
 
@@ -91,17 +114,23 @@ def suspect(
         known: What was found before.
     """
     slowness = {r.global_rank: r.slowness for r in reports if math.isfinite(r.slowness)}
-    excess_s: dict[Pair, float] = {}
+    least_s = _LEAST_EXCESS * iteration_s if math.isfinite(iteration_s) else 0.0
+    waiting: dict[Pair, Waiting] = {}
     for report in reports:
         for peer, seconds in report.excess_wait_s.items():
             pair = normalise_pair(report.global_rank, peer)
-            excess_s[pair] = max(seconds, excess_s.get(pair, 0.0))
-    least_s = _LEAST_EXCESS * iteration_s if math.isfinite(iteration_s) else 0.0
-    waited = sorted((p for p in excess_s if excess_s[p] > least_s), key=lambda p: -excess_s[p])
+            if seconds > max(least_s, waiting[pair].excess_s if pair in waiting else 0.0):
+                waiting[pair] = Waiting(
+                    excess_s=seconds,
+                    num_messages=report.num_messages[peer],
+                    num_bytes=report.num_bytes[peer],
+                )
+    waited = sorted(waiting, key=lambda pair: -waiting[pair].excess_s)
     before = [normalise_pair(*f.ranks) for f in known if f.kind is FindingKind.LINK]
     return Suspicion(
         ranks=find_suspects(slowness),
         pairs=tuple(dict.fromkeys([*before, *waited[:_MOST_PAIRS]])),
+        waiting=waiting,
         is_informed=bool(slowness),
     )
 
@@ -168,17 +197,31 @@ def conclude(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Fin
             Finding(kind=FindingKind.DEVICE, ranks=(rank,), ratio=ratio)
             for rank, ratio in slow_devices.items()
         ]
+    expected_s = healthy.expected_link_s(probes.link_s)
     findings += [
         finding
         for finding in diagnose_links(
-            probes.link_s,
-            expected_link_s=healthy.expected_link_s(probes.link_s),
+            _explaining(suspicion, probes, expected_s),
+            expected_link_s=expected_s,
             least_ratio=_LEAST_LINK_RATIO,
         )
         if not suspicion.is_informed
         or any(set(finding.ranks) <= set(pair) for pair in suspicion.pairs)
     ]
     return tuple(sorted(findings, key=lambda finding: -finding.ratio))
+
+
+def _explaining(
+    suspicion: Suspicion, probes: Probes, expected_s: Mapping[Pair, float]
+) -> dict[Pair, float]:
+    """Return the probes of links, those as expected that can't be why their messages are late."""
+    found = {}
+    for pair, seconds in probes.link_s.items():
+        waiting = suspicion.waiting.get(pair)
+        slower_s = (seconds - expected_s[pair]) / 2
+        is_cause = waiting is None or waiting.is_explained(slower_s, probes.link_bytes)
+        found[pair] = seconds if is_cause else expected_s[pair]
+    return found
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:

@@ -13,7 +13,7 @@ from lightning_hetero.straggler import (
 DEVICE, HOST, LINK, PORT = FindingKind
 
 
-def report(rank: int, slowness: float = 1.0, waits_s=None) -> RankReport:
+def report(rank: int, slowness: float = 1.0, waits_s=None, num_messages=1) -> RankReport:
     return RankReport(
         global_rank=rank,
         slowness=slowness,
@@ -22,6 +22,8 @@ def report(rank: int, slowness: float = 1.0, waits_s=None) -> RankReport:
         work=1.0,
         num_microbatches=1,
         excess_wait_s=waits_s or {},
+        num_messages=dict.fromkeys(waits_s or {}, num_messages),
+        num_bytes=dict.fromkeys(waits_s or {}, 0),
         hidden_bytes=0,
     )
 
@@ -70,6 +72,15 @@ def test_a_link_is_believed_only_if_its_messages_and_its_probe_are_slow():
     assert (found.kind, found.ranks) == (LINK, (0, 3))
     other = probes((), p0_1=1.0, p1_2=50.0, p2_3=1.0, p0_3=5.0)
     assert conclude(suspicion, other, HEALTHY) == ()
+
+
+def test_a_probe_that_is_slow_by_chance_does_not_explain_a_long_wait():
+    slow = probes((), p0_1=1.0, p1_2=5.0, p2_3=1.0, p0_3=8.0)
+    for num_messages, is_believed in ((1, False), (100, True)):
+        waiting = [report(0, waits_s={3: 90.0}, num_messages=num_messages), *map(report, (1, 2, 3))]
+        suspicion = suspect(waiting, iteration_s=100.0)
+        found = [f.ranks for f in conclude(suspicion, slow, HEALTHY)]
+        assert found == ([(0, 3)] if is_believed else [])
 
 
 def test_waiting_a_little_longer_is_no_reason_to_probe():
