@@ -14,7 +14,7 @@ around it, take a pipeline of PP stages at least
   forward before t_M's backward. The others pass it whole, before or after.
 
 The last argument, made for every micro-batch and not the longest alone, says how steeply their
-times can rise and fall, so how many of them, each with its c, work with little loss needs (`_ramp`).
+times can rise and fall, so how many, each with its c, work with little loss needs (`_ramp`).
 With `t_M >= T(h) + c` for the longest sequence h, each limits the seconds S that a pipeline of
 latency x has for micro-batches, and `covering` says what fits into them.
 """
