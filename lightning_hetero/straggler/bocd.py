@@ -6,8 +6,8 @@ a change is a ratio at any scale. The paper thresholds the change probability; u
 hazard P(run length = 0) never moves, so the probability here is that of a *short* run.
 
 The verification compares medians, asks for more than the noise of medians of that many values (as
-seen in the values before, so correlated noise counts), tells bursts of outliers from a level, and
-is tried again with each further value.
+seen in the values before, also those of the last level, so correlated noise counts), tells bursts
+of outliers from a level, and is tried again with each further value.
 """
 
 import math
@@ -63,6 +63,7 @@ class BocdDetector:
         self._num_values = 0
         self._num_in_regime = 0
         self._old_logs: list[float] = []
+        self._noise: list[float] = []
         self._healthy_log: float | None = None
         self._healthy_logs: list[float] = []
         self._scale = _DEFAULT_SCALE
@@ -163,7 +164,9 @@ class BocdDetector:
         middle = 0.5 * (before_log + after_log)
         if not enough or self._is_burst(after, middle, rises=shift > 0.0):
             return False
-        return is_significant(before, after, scale=self._scale)
+        missing = self.config.history - len(before)
+        noise = self._noise[-missing:] if missing > 0 else []
+        return is_significant(before, after, scale=self._scale, noise=noise)
 
     def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
         """Tell whether a run may be outliers and the values between them.
@@ -196,6 +199,7 @@ class BocdDetector:
             kind = ChangeKind.RECOVERY if was_slow else ChangeKind.IMPROVEMENT
         is_back = not rises and abs(after_log - healthy) < self._least_shift
         self._old_logs = self._healthy_logs if is_back and was_slow else []
+        self._noise = [value - before_log for value in before]
         self._healthy_log = healthy if still_slow else None
         self._num_in_regime = run
         self._in_first_regime = False
@@ -253,6 +257,7 @@ _STATE = (
     "_num_values",
     "_num_in_regime",
     "_old_logs",
+    "_noise",
     "_healthy_log",
     "_healthy_logs",
     "_scale",

@@ -44,12 +44,25 @@ def robust_scale(values: Sequence[float]) -> float:
     return _NORMAL_MAD * median([abs(value - center) for value in values])
 
 
-def is_significant(before: Sequence[float], after: Sequence[float], *, scale: float) -> bool:
+def is_significant(
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    scale: float,
+    noise: Sequence[float] = (),
+) -> bool:
     """Tell whether the noise of `before` can't have made the medians differ as they do.
 
-    `scale` stands in for that noise where `before` is too short to tell it. Four things must hold:
-    the new median lies far out for independent values, far out for values as correlated as those of
-    `before`, far out beside the running medians of `before`, and farther out than any of them.
+    Four things must hold: the new median lies far out for independent values, far out for values as
+    correlated as those of `before`, far out beside the running medians of `before`, and farther out
+    than any of them.
+
+    Args:
+        before: Values of the old level.
+        after: Values of the new one.
+        scale: Standard deviation of `before` where it is too short to tell it.
+        noise: Deviations of values before those from their own level, which tell how values follow
+            each other where `before` is short: that is the machine's way, not the level's.
     """
     center = median(before)
     kept = without_outliers(after, scale=scale) or after
@@ -58,14 +71,15 @@ def is_significant(before: Sequence[float], after: Sequence[float], *, scale: fl
     # A few values tell their own spread badly, as Student's t says.
     doubt = 1.0 + 6.0 / len(before)
     error = doubt * spread * math.sqrt(1.0 / len(kept) + 1.0 / len(before)) * _MEDIAN_SPREAD
-    if abs(shift) < max(_FACTOR_INDEPENDENT, _FACTOR_AUTOREGRESSIVE * _stray(before)) * error:
+    deviations = [*noise, *(value - center for value in before)]
+    if abs(shift) < max(_FACTOR_INDEPENDENT, _FACTOR_AUTOREGRESSIVE * _stray(deviations)) * error:
         return False
-    medians = _running_medians(before, len(after))
+    medians = _running_medians(deviations, len(after))
     if not medians.size:
         return True
     if abs(shift) < _FACTOR_CORRELATED * doubt * float(medians.std()):
         return False
-    extreme = float(medians.max() if shift > 0.0 else medians.min()) - center
+    extreme = float(medians.max() if shift > 0.0 else medians.min())
     return abs(shift) >= _BEYOND * abs(extreme)
 
 

@@ -149,6 +149,16 @@ def test_clock_jumps_and_failed_measurements_are_ignored_and_counted():
     assert abs(change.onset_step - 100) <= 1
 
 
+def test_correlated_noise_is_known_for_what_it_is_right_after_a_change_too():
+    for seed in range(60):
+        noise = np.random.default_rng(seed).normal(size=240)
+        for step in range(1, 240):
+            noise[step] = 0.8 * noise[step - 1] + 0.6 * noise[step]
+        levels = np.repeat([1.0, 0.6], [150, 90])
+        (change,) = changes(levels * np.exp(0.05 * noise))
+        assert change.onset_step == pytest.approx(150, abs=3)
+
+
 @pytest.mark.parametrize("cut", [1, 50, 104, 160])
 def test_state_survives_json_and_goes_on_identically(cut):
     values = noisy([(1.0, 100), (1.6, 80), (1.0, 80)])
