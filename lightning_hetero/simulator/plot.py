@@ -11,7 +11,7 @@ from typing import Any
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.report import alike_pipelines, simulated_facts, times
+from lightning_hetero.simulator.report import alike_pipelines, list_indices, simulated_facts
 from lightning_hetero.simulator.simulate import Event, Simulation
 
 __all__ = ["plot_timeline"]
@@ -122,7 +122,7 @@ def _head(axes: Any, top: float, members: Sequence[int], num_microbatches: int) 
     """Write above its first lane which pipelines a group is."""
     name = "pipeline" if len(members) == 1 else "pipelines"
     axes.annotate(
-        f"{name} {times(members)}, {num_microbatches} micro-batches"
+        f"{name} {list_indices(members)}, {num_microbatches} micro-batches"
         f"{' each' if len(members) > 1 else ''}",
         xy=(0, top),
         xytext=(0, 2),

@@ -19,10 +19,10 @@ __all__ = [
     "alike_pipelines",
     "bound_line",
     "devices_line",
+    "list_indices",
     "plan_table",
     "prediction_lines",
     "simulated_facts",
-    "times",
 ]
 
 _GIB, _MIB = 2**30, 2**20
@@ -78,7 +78,7 @@ def plan_table(
             busy = [facts[m][index].busy for m in members]
             section.append(
                 (
-                    times(members) if index == 0 else "",
+                    list_indices(members) if index == 0 else "",
                     str(index),
                     known.device,
                     _ranges(ranks),
@@ -170,7 +170,7 @@ def _memory(known: StageFacts, unit_bytes: int) -> str:
     return f"{used} of {known.usable_bytes / unit_bytes:,.1f}"
 
 
-def times(indices: Sequence[int]) -> str:
+def list_indices(indices: Sequence[int]) -> str:
     """Return `0-3 (4 ×)` for four indices, `7` for one."""
     return _ranges(indices) + (f" ({len(indices)} ×)" if len(indices) > 1 else "")
 
