@@ -190,8 +190,20 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
     nodes.start(*SLOWDOWNS)
     watch.wait_for(started(4))
 
-    slow_down({"nodes": ["c"], "slowdown": 3.0}, watch)
-    slow_down({"nodes": busy_link(watch.last("started")), "bytes_per_s": 1.5e6}, watch)
+    watch.wait_for(is_steady)
+    watch.order({"nodes": ["c"], "slowdown": 3.0})
+    watch.wait_for(happened("action", kind="apply"))
+    watch.wait_for(steps(6))
+    watch.order()
+    watch.wait_for(happened("action", kind="undo"))
+
+    watch.wait_for(is_steady)
+    watch.order({"nodes": busy_link(watch.last("started")), "bytes_per_s": 1.5e6})
+    watch.wait_for(happened("finding", kind="link"))
+    # Whether another plan pays depends on what changing it has cost so far.
+    watch.wait_for(steps(16))
+    watch.order()
+    watch.wait_for(steps(8))
 
     nodes.kill("d")
     watch.did("killed", node="d")
@@ -218,16 +230,6 @@ def busy_link(started: Event) -> list[str]:
     plan = ParallelPlan.from_dict(started["plans"][0])
     ranks = [pipeline.stages[0].ranks[0] for pipeline in plan.pipelines]
     return [started["nodes"][rank] for rank in (ranks if len(ranks) > 1 else plan.ranks)[:2]]
-
-
-def slow_down(order: dict[str, Any], watch: Watch) -> None:
-    """Slow something down until the run has worked around it; go on when that is undone."""
-    watch.wait_for(is_steady)
-    watch.order(order)
-    watch.wait_for(happened("action", kind="apply"))
-    watch.wait_for(steps(6))
-    watch.order()
-    watch.wait_for(happened("action", kind="undo"))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,8 @@ class StepTimes:
         self._clear()
 
     def _clear(self) -> None:
-        self._iteration_s = self._forward_s = self._backward_s = self._work = 0.0
+        self._iteration_s = self._forward_s = self._backward_s = 0.0
+        self._work = self._held_work = self._batch_work = 0.0
         self._num_microbatches = 0
         self._hidden_bytes = 0
         self._waits_s: dict[int, float] = defaultdict(float)
@@ -46,20 +47,23 @@ class StepTimes:
 
     def begin_batch(self, batch: Any) -> None:
         """Note the start of a batch."""
-        self._work += work_of(batch)
+        self._batch_work = work_of(batch)
         self._start_s = time.perf_counter()
 
     def end_forward(self) -> None:
         """Note that the batch's backward begins, where one call computes the whole batch."""
         self._hook_forward_s = time.perf_counter() - self._start_s
 
-    def end_batch(self, times: IterationTimes | None) -> None:
+    def end_batch(self, times: IterationTimes | None, *, share: float = 1.0) -> None:
         """Note the end of a batch.
 
         Args:
             times: What the engine's clock says of it; None where there is none.
+            share: Share of the model that this rank had under the batch's plan.
         """
         self._iteration_s += time.perf_counter() - self._start_s
+        self._work += self._batch_work
+        self._held_work += self._batch_work * share
         if times is None:
             self._num_microbatches += 1
             self._forward_s += self._hook_forward_s
@@ -85,6 +89,7 @@ class StepTimes:
             backward_s=self._backward_s / count if count else 0.0,
             work=self._work / count if count else 0.0,
             num_microbatches=count,
+            share=self._held_work / self._work if self._work else 0.0,
             waits_s=dict(self._waits_s),
             num_messages=dict(self._num_messages),
             num_bytes=dict(self._num_bytes),

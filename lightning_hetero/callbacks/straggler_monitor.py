@@ -128,8 +128,11 @@ class StragglerMonitor(Callback):
         batch_idx: int,
     ) -> None:
         strategy = trainer.strategy
-        times = strategy.engine.clock.last if isinstance(strategy, HeteroStrategy) else None
-        self._step.end_batch(times)
+        if isinstance(strategy, HeteroStrategy):
+            share = strategy.plan.share(trainer.global_rank)
+            self._step.end_batch(strategy.engine.clock.last, share=share)
+        else:
+            self._step.end_batch(None)
         # Batches that only accumulate gradients belong to the step that uses them.
         if trainer.global_step == self._step.index or self._session is None:
             return

@@ -167,7 +167,7 @@ class HeteroRun(PlainRun):
                 plan=plan,
                 counts=self._counts(plan, reports),
                 iteration_s=healthy_s,
-                places={rank: _place_times(reports[rank]) for rank in plan.ranks},
+                places={r: _place_times(reports[r], plan.share(r)) for r in plan.ranks},
                 probe_s={} if equal else device_s,
                 link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
                 hidden_bytes=max(report.hidden_bytes for report in reports),
@@ -226,6 +226,10 @@ class HeteroRun(PlainRun):
         return self._strategy.plan != self._wanted
 
 
-def _place_times(report: RankReport) -> PlaceTimes:
-    total_s, share = report.pace * report.work, report.forward_share
-    return PlaceTimes(forward_s=total_s * share, backward_s=total_s * (1 - share), work=report.work)
+def _place_times(report: RankReport, share: float) -> PlaceTimes:
+    total_s = report.pace * report.work * share
+    return PlaceTimes(
+        forward_s=total_s * report.forward_share,
+        backward_s=total_s * (1 - report.forward_share),
+        work=report.work,
+    )

@@ -171,6 +171,14 @@ class ParallelPlan:
         """Return where a rank stands, or None if it is idle under this plan."""
         return self._places.get(global_rank)
 
+    def share(self, global_rank: int) -> float:
+        """Return the share of a micro-batch's layers that a rank computes; 0 if it is idle."""
+        place = self.place(global_rank)
+        if place is None:
+            return 0.0
+        stage = self.pipelines[place.pipeline_index].stages[place.stage_index]
+        return len(stage.layers) / (self.num_layers * stage.tp_degree)
+
     def iter_stages(self) -> Iterator[tuple[int, int, StagePlan]]:
         """Yield (pipeline_index, stage_index, stage) in order."""
         for pipeline_index, pipeline in enumerate(self.pipelines):

@@ -35,6 +35,8 @@ class Observation:
     work: float = 1.0
     """Work of a micro-batch on average, in any unit that is the same in all iterations."""
     num_microbatches: int = 1
+    share: float = 1.0
+    """Share of the model that the rank had, which changes with the plan."""
     waits_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of waiting for messages of each peer."""
     num_messages: Mapping[int, int] = field(default_factory=dict)
@@ -46,8 +48,9 @@ class Observation:
 
     @property
     def pace(self) -> float:
-        """Seconds a unit of work."""
-        return (self.forward_s + self.backward_s) / self.work if self.work > 0 else math.nan
+        """Seconds a unit of work, were the whole model here."""
+        work = self.work * self.share
+        return (self.forward_s + self.backward_s) / work if work > 0 else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class RankReport:
     slowness: float
     """Its pace now over its pace before; NaN if it knows one of them not."""
     pace: float
-    """Healthy seconds a unit of work in its first place; NaN if unknown."""
+    """Healthy seconds a unit of work, were the whole model there; NaN if unknown."""
     forward_share: float
     """Share of forwards in it, 0 to 1."""
     work: float
@@ -105,7 +108,7 @@ class RankHistory:
             return 0.0
         if math.isnan(self._first_pace) and len(self._kept) >= _NUM_FIRST:
             self._first_pace = self._median([kept for kept, _ in self._kept], lambda o: o.pace)
-        work = observation.work * observation.num_microbatches
+        work = observation.work * observation.num_microbatches * observation.share
         return self._first_pace * work / self._factor
 
     def step_of(self, index: int) -> int:

@@ -170,13 +170,18 @@ class RunModel:
         return self.with_counts(plan, counts)
 
     def paces(self, plan: ParallelPlan) -> dict[int, float]:
-        """Return for each rank that computes what a unit of work takes it without a fault."""
+        """Return for each rank that computes what a unit of work takes it without a fault.
+
+        As a rank's own history has it: were the whole model there.
+        """
         places = {
             rank: self._place(p, s, rank, healthy=True)
             for p, s, stage in plan.iter_stages()
             for rank in stage.ranks
         }
-        return {rank: place.total_s / place.work for rank, place in places.items()}
+        return {
+            rank: place.total_s / (place.work * plan.share(rank)) for rank, place in places.items()
+        }
 
     def slowdown(self, rank: int, other: int, *, healthy: bool = False) -> float:
         """Return how many times longer a rank takes in another's place than that one did there."""

@@ -123,7 +123,7 @@ class Timed(ToyModule):
 
 
 class Packed(PackedModule):
-    """The reference model on packed samples, whose micro-batches take time by their tokens."""
+    """The reference model on packed samples: time by tokens and the layers of the rank."""
 
     time: VirtualTime
 
@@ -131,7 +131,8 @@ class Packed(PackedModule):
         if not isinstance(batch, AssignedBatch):
             return
         sizes = [item.num_tokens for item in batch.micro_batches] or [0]
-        self.time.action_s = 1e-4 * sum(sizes) / len(sizes)
+        share = batch.plan.share(self.trainer.global_rank)
+        self.time.action_s = 2e-4 * share * sum(sizes) / len(sizes)
 
 
 def run(rank: int, drill: Drill, folder: str) -> Seen:

@@ -51,6 +51,15 @@ def test_a_step_is_all_its_batches():
     assert seen.hidden_bytes == 64
 
 
+def test_the_pace_is_that_of_the_whole_model_whatever_share_a_plan_gives_the_rank():
+    times, paces = StepTimes(0), []
+    for step, share in enumerate((1.0, 0.25), 1):
+        times.begin_batch(torch.zeros(6))
+        times.end_batch(iteration(share), share=share)
+        paces.append(times.finish(step)[0].pace)
+    assert paces[0] == paces[1] == 2.0
+
+
 def test_without_a_clock_the_forward_counts():
     times = StepTimes(0)
     times.begin_batch(torch.zeros(6))

@@ -89,6 +89,14 @@ def test_even_splits_ranks_once_and_layers_to_within_one(
     assert {item.tp_degree for item in plan.pipelines} == {tp_degree}
 
 
+def test_the_ranks_of_a_pipeline_share_its_layers():
+    first = [{"ranks": [0, 1], "layers": [0, 1]}, {"ranks": [4, 5], "layers": [1, 4]}]
+    second = [{"ranks": [2], "layers": [0, 4]}]
+    plan = ParallelPlan.from_dict({"pipelines": [{"stages": first}, {"stages": second}]})
+    shares = [plan.share(rank) for rank in range(6)]
+    assert shares == [1 / 8, 1 / 8, 1.0, 0.0, 3 / 8, 3 / 8]
+
+
 def test_the_example_of_the_manual_loads_and_prints_as_a_table(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(ASYMMETRIC))
