@@ -67,7 +67,8 @@ def plan_lower_bound_s(
         for scheme in schemes
         if all(num_devices.get(device, 0) >= count for device, count in scheme.devices)
     ]
-    runs = SequenceRuns.of(as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept]))
+    sizes, table = as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept])
+    runs = SequenceRuns.of(sizes, table)
 
     def is_possible(latency_s: float, *, whole: bool) -> bool:
         programme = Programme()
@@ -84,7 +85,7 @@ def plan_lower_bound_s(
         found = programme.minimize(time_limit_s=_SOLVE_S, enough=1.0)
         return found.lower_bound <= 1 + ROUNDING
 
-    bound_s = min(_alone_s(runs), upper_bound_s)
+    bound_s = min(_alone_s(int(sizes.max()), table), upper_bound_s)
     # Fractional numbers take a fiftieth of the time, and leave less for whole ones to try.
     for whole in (False, True):
         test = functools.partial(is_possible, whole=whole)
@@ -92,10 +93,9 @@ def plan_lower_bound_s(
     return bound_s
 
 
-def _alone_s(runs: SequenceRuns) -> float:
-    """Return how long the longest run's least sequence takes alone where it is quickest."""
-    table, longest = runs.table, runs.least[0]
-    alone_s = (table.times_s(longest) + table.c) * (table.num_bubbles + 1)
+def _alone_s(longest: int, table: CostTable) -> float:
+    """Return how long the longest sequence takes alone where it is quickest."""
+    alone_s = (table.times_s(np.array(longest)) + table.c) * (table.num_bubbles + 1)
     return float(np.where(longest <= table.max_len, alone_s, np.inf).min())
 
 
