@@ -110,7 +110,7 @@ class Timeline:
 
     def _leaving(self, event: Event) -> str:
         how = event["error"] or f"checkpoint safe after {event['drain_s']:.2f} s"
-        if len(event["ranks"]) == len(self._nodes):
+        if self._fault is None:
             return f"drained: all start again with who has come, {how}"
         nodes = " and ".join(self._nodes[rank] for rank in event["ranks"])
         return f"drained: {nodes} leaves{self._since(event)}, {how}"
@@ -180,6 +180,7 @@ class _Phases:
         self._slowdowns = slowdowns
         self._nodes: Sequence[str] = ()
         self._present: list[str] = []
+        self._noticed: list[str] = []
         self._faults: list[Event] = []
         self._words: list[str] = []
 
@@ -199,10 +200,10 @@ class _Phases:
             self._present.remove(event["node"])
             self._cut(event, "restart")
         elif kind == "leaving":
-            gone = {self._nodes[rank] for rank in event["ranks"]}
-            if len(gone) < len(self._nodes):  # Else all start again.
-                self._present = [name for name in self._present if name not in gone]
+            self._present = [name for name in self._present if name not in self._noticed]
             self._cut(event, "restart")
+        elif kind == "notice":
+            self._noticed.append(event["node"])
         elif kind == "plan":
             self.found[-1].num_changes += 1
         elif kind == "metrics":

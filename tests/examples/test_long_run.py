@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.long_run_timeline import compare, find_phases
 from lightning_hetero.callbacks import read_log
 from tests.processes import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples"))
-
-from long_run_timeline import compare, find_phases  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(3600)]
 
@@ -66,6 +64,10 @@ def test_every_fault_is_found_and_worked_around(done):
     kinds = [(e["kind"], e["mitigation"]) for e in of_kind(run, "action") if e["kind"] != "keep"]
     assert kinds.index(("apply", "S2")) < kinds.index(("undo", "S2"))
 
+    link = next(e for e in of_kind(run, "faults") if "bytes_per_s" in (e["faults"] or [{}])[0])
+    found = of_kind(after(run, "faults", faults=link["faults"]), "finding")
+    assert link["faults"][0]["ranks"] in [finding["ranks"] for finding in found]
+
     killed = after(run, "killed", node="d")
     assert "PeerError" in of_kind(killed, "failed")[0]["error"]
     recovered = of_kind(killed, "recovered")[0]
@@ -92,9 +94,11 @@ def test_plans_change_with_the_iterations(done):
 def test_the_timeline_tells_it(done):
     run, undisturbed, text = done
     for words in (
-        "FAULT node c computes 2.5x slower",
+        "FAULT node c computes 3x slower",
         "detected: device of c",
         "mitigated: S2 assigned less to rank",
+        "FAULT link ",
+        "detected: link of ",
         "FAULT node d is killed",
         "recovered: ",
         "FAULT node b gets a spot notice",
