@@ -197,11 +197,12 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
     watch.order()
     watch.wait_for(happened("action", kind="undo"))
 
+    watch.wait_for(steps(16))
     watch.wait_for(is_steady)
-    watch.order({"nodes": busy_link(watch.last("started")), "bytes_per_s": 1.5e6})
+    watch.order({"nodes": busy_link(watch.last("started")), "bytes_per_s": 6e5})
     watch.wait_for(happened("finding", kind="link"))
     # Whether another plan pays depends on what changing it has cost so far.
-    watch.wait_for(steps(16))
+    watch.wait_for(steps(12))
     watch.order()
     watch.wait_for(steps(8))
 
