@@ -37,6 +37,8 @@ from rich.console import Console
 from lightning_hetero import ParallelPlan
 from lightning_hetero.callbacks import read_log
 
+MOST_STEPS = 100
+"""After which something that the run should have noted counts as missed."""
 SLOWDOWNS = {"a": 8.0, "b": 8.0, "c": 4.0, "d": 4.0}
 
 
@@ -154,6 +156,8 @@ class Watch:
             for event in self.events[num_known:]:
                 if line := self._timeline.line(event):
                     self._console.print(line)
+            if steps(MOST_STEPS)(self.events[start:]):
+                raise SystemExit(f"the run hasn't answered within {MOST_STEPS} steps")
 
     def last(self, event: str) -> Event:
         """Return the last event of a kind."""
