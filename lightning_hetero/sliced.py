@@ -63,6 +63,11 @@ class SlicesStrategy(ProcessesStrategy):
         assert self._engine is not None, "the strategy has not been set up"
         return self._engine
 
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     def _cut_copies(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Let whole state dicts be loaded into slices, and cut what callbacks have copied."""
         assert self._communicators is not None
@@ -79,9 +84,7 @@ class SlicesStrategy(ProcessesStrategy):
     @override
     def model_to_device(self) -> None:
         # Parameters are slices on the device already; what is left are buffers.
-        module = self.lightning_module
-        assert module is not None
-        for owner in module.modules():
+        for owner in self._module.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[name] = buffer.to(self.root_device)
@@ -102,13 +105,8 @@ class SlicesStrategy(ProcessesStrategy):
                 callback._internal_optimizer_metadata[index] = groups
 
     def _finetuning_callbacks(self) -> list[BaseFinetuning]:
-        callbacks: list[pl.Callback] = self._trainer.callbacks
+        callbacks: list[pl.Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         return [item for item in callbacks if isinstance(item, BaseFinetuning)]
-
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @override
     def optimizer_step(
@@ -148,12 +146,11 @@ class SlicesStrategy(ProcessesStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         if self._engine is None:
             # Saved after the run: parameters are whole on every rank.
-            return self.lightning_module.state_dict()
+            return self._module.state_dict()
         assert self._communicators is not None
-        return whole_module_state(self.engine.store, self._communicators, self.lightning_module)
+        return whole_module_state(self.engine.store, self._communicators, self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -179,10 +176,7 @@ class SlicesStrategy(ProcessesStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_module_state(
-            self.engine.store, self.lightning_module, checkpoint["state_dict"], strict=strict
-        )
+        load_module_state(self.engine.store, self._module, checkpoint["state_dict"], strict=strict)
         self.engine.mark_weights_stale()
 
     @override
@@ -190,7 +184,7 @@ class SlicesStrategy(ProcessesStrategy):
         for callback in self._finetuning_callbacks():
             # It makes the groups that it added again, but Lightning has called it too early: this
             # strategy restores callbacks after `on_fit_start`.
-            callback.on_fit_start(self._trainer, self._trainer.lightning_module)
+            callback.on_fit_start(self._module.trainer, self._module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             scatter_optimizer_state(self.engine.store, optimizer, state)
             _optimizer_to_device(optimizer, self.root_device)

@@ -1,7 +1,8 @@
 """`HeteroStrategy`: a Lightning strategy that runs a `ParallelPlan`.
 
-A thin adapter on Lightning's public hooks, in three classes: `processes` starts and connects ranks,
-`sliced` saves and loads what is in slices, and this one brings plan, data and steps. In order:
+A thin adapter on Lightning's public hooks, one class on another: `processes` starts and connects
+ranks, `sliced` saves and loads what is in slices, `steps` deals batches and steps through them, and
+this one brings the plan. In order:
 
 1. `setup_environment`: processes meet, communicators are made,
 2. `setup`: layers are found, the plan is checked or made, the module's parameters become slices,
@@ -12,16 +13,14 @@ A thin adapter on Lightning's public hooks, in three classes: `processes` starts
 6. `teardown`: whole parameters go back into the module.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
@@ -32,7 +31,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
@@ -45,19 +43,15 @@ from lightning_hetero.runtime.engine import Engine, EngineConfig
 from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
-from lightning_hetero.runtime.microbatches import join_outputs
-from lightning_hetero.runtime.propagation import IterationKey
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.whole_matrices import check_optimizers
-from lightning_hetero.sliced import SlicesStrategy
+from lightning_hetero.steps import StepsStrategy
 from lightning_hetero.summary import StartUp
 
 __all__ = ["HeteroStrategy"]
 
-_STAGES = {"train": 0, "validate": 1, "sanity_check": 1, "test": 2, "predict": 3}
 
-
-class HeteroStrategy(SlicesStrategy):
+class HeteroStrategy(StepsStrategy):
     """Train one model across unequal pipelines.
 
     Args:
@@ -155,23 +149,9 @@ class HeteroStrategy(SlicesStrategy):
         self._layer_options = LayerOptions(
             activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
         )
-        self._dealer: Dealer | None = None
         self._failed = False
 
     # -- plan and data --------------------------------------------------------------------------
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Not used by our own runs, see `setup`; for users who build samplers from it.
-        place = self.engine.place
-        index = 0 if place is None else place.pipeline_index
-        return {"num_replicas": self.plan.num_pipelines, "rank": index}
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan that runs."""
-        return self.engine.plan
 
     def change_plan(self, plan: ParallelPlan) -> int:
         """Run another plan from now on; called by every rank with the same plan, between steps.
@@ -215,8 +195,7 @@ class HeteroStrategy(SlicesStrategy):
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
         self._make_candidate_groups()
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
+        trainer: Any = self._module.trainer
         datamodule = trainer.datamodule
         return datamodule.refresh_plans() if isinstance(datamodule, HeteroDataModule) else 0
 
@@ -256,8 +235,7 @@ class HeteroStrategy(SlicesStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         self._failed = False
         if self._detector is not None:
             self._detector.start()
@@ -371,108 +349,6 @@ class HeteroStrategy(SlicesStrategy):
             f"{remedy}"
         )
 
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self._dealer is not None
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        return self._dealer.deal(
-            dataloader, is_training=trainer.training, epoch=_epoch_to_load(trainer)
-        )
-
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        if not isinstance(batch, AssignedBatch):
-            return super().batch_to_device(batch, device, dataloader_idx)
-        moved = [
-            super(HeteroStrategy, self).batch_to_device(item, device, dataloader_idx)
-            for item in batch.micro_batches
-        ]
-        return replace(batch, micro_batches=tuple(moved))
-
-    # -- steps ----------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
-
-        def step(microbatch: Any) -> Any:
-            return module.training_step(microbatch, *args, **kwargs)
-
-        assert self._dealer is not None
-        batch_idx = module.trainer.fit_loop.batch_idx
-        with self._watching():
-            self.engine.change_plan(self._dealer.plan_to_run(batch, batch_idx))
-            self._follow_freezing()
-            loss, outputs = self.engine.train(step, batch, self._key(args))
-        return {"loss": loss, **(join_outputs(outputs) or {})}
-
-    @override
-    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        return self._evaluate(self.lightning_module.validation_step, batch, args, kwargs)
-
-    @override
-    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        return self._evaluate(self.lightning_module.test_step, batch, args, kwargs)
-
-    @override
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        outputs = self._evaluate(self.lightning_module.predict_step, batch, args, kwargs)
-        return self._share_in_pipeline(outputs)
-
-    def _evaluate(
-        self, method: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        assert self._dealer is not None
-        with self._watching():
-            self.engine.change_plan(self._dealer.plan_to_evaluate(batch))
-            outputs = self.engine.evaluate(
-                lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
-            )
-            return join_outputs(outputs)
-
-    def _share_in_pipeline(self, outputs: Any) -> Any:
-        """Return the last stage's outputs on every rank of its pipeline; collective."""
-        if self.world_size == 1:
-            return outputs
-        everyone: list[Any] = [None] * self.world_size
-        place = self.engine.place
-        dist.all_gather_object(everyone, outputs, group=self._control)
-        if place is None:
-            return None
-        last = self.plan.pipelines[place.pipeline_index].stages[-1]
-        return everyone[last.ranks[0]]
-
-    def _key(self, args: tuple[Any, ...]) -> IterationKey:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        stage = trainer.state.stage
-        assert stage is not None
-        batch_idx = args[0] if args and isinstance(args[0], int) else 0
-        return IterationKey(
-            stage=_STAGES[str(stage.value)], epoch=trainer.current_epoch, batch_idx=batch_idx
-        )
-
-    def _deposit_gradients(self) -> None:
-        """Add the iteration's gradients to the slices, as a backward would."""
-        module = self.lightning_module
-        assert module is not None
-        scale = 1.0 / module.trainer.accumulate_grad_batches
-        for name, gradient in self.engine.gradients.items():
-            master = self.engine.store.masters[name]
-            gradient = gradient.mul_(scale) if scale != 1.0 else gradient
-            if master.grad is None:
-                master.grad = gradient
-            else:
-                master.grad += gradient
-        self.engine.gradients = {}
-
     # -- the end --------------------------------------------------------------------------------
 
     @override
@@ -499,18 +375,6 @@ class HeteroStrategy(SlicesStrategy):
         strategy_registry.register(
             cls.strategy_name, cls, description="Unequal pipelines on unequal devices"
         )
-
-
-def _epoch_to_load(trainer: pl.Trainer) -> int:
-    """Return the epoch that a new loader is for: the next one if a run resumes where one ended."""
-    loop: Any = trainer.fit_loop
-    counted = loop.epoch_progress.total
-    has_ended = (
-        loop.restarting
-        and loop.epoch_loop.batch_progress.is_last_batch
-        and counted.processed < counted.started
-    )
-    return int(trainer.current_epoch + has_ended)
 
 
 def _check_trainable(module: pl.LightningModule) -> None:
