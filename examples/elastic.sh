@@ -19,7 +19,7 @@ start() {
     local is_host=false
     if [[ $1 == node0 ]]; then is_host=true; fi
     local rendezvous="is_host=$is_host,last_call_timeout=5"
-    rendezvous+=",keep_alive_interval=1,keep_alive_max_attempt=15"
+    rendezvous+=",keep_alive_interval=3,keep_alive_max_attempt=5"
     python -m torch.distributed.run --nnodes=1:3 --nproc-per-node=1 --max-restarts=100 \
         --rdzv-backend=c10d --rdzv-endpoint="localhost:$port" --local-addr=127.0.0.1 \
         --rdzv-conf="$rendezvous" --monitor-interval=0.5 \

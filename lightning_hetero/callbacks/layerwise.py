@@ -265,7 +265,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self.places.note(Progress(step=step, at_s=time.time()))
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.then(self._save(trainer, leaving.nodes))
+            leaving.then(self._save(trainer, leaving))
         elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
             self._save(trainer)
             if step == trainer.max_steps or _has_finished_epoch(trainer):
@@ -278,7 +278,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if is_last and self._last_step != trainer.global_step:
             self._save(trainer).wait_for_snapshot()
 
-    def _save(self, trainer: pl.Trainer, leaving: Collection[str] = ()) -> SavedCheckpoint:
+    def _save(self, trainer: pl.Trainer, leaving: _Leaving | None = None) -> SavedCheckpoint:
         assert self._writer is not None
         owned = OwnedState(trainer)
         content = CheckpointContent(
@@ -291,7 +291,9 @@ class LayerwiseCheckpoint(Checkpoint):
             rank_metadata=dump_random_state(),
             plan=owned.plan,
         )
-        self.saved = self._writer.save(content, leaving=leaving)
+        self.saved = self._writer.save(content, leaving=() if leaving is None else leaving.nodes)
+        if leaving is not None:
+            self._writer.upload_newest()
         self._last_step = trainer.global_step
         return self.saved
 

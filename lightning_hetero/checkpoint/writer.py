@@ -8,7 +8,7 @@
 3. The host memory is free for the next snapshot.
 4. A second thread uploads the part to the remote tier, from the fastest own tier, so a slow remote
    delays no later checkpoint. While one upload runs anywhere, later checkpoints stay local: all
-   ranks skip the same ones.
+   ranks skip the same ones. Only the newest is uploaded in any case, when training ends or leaves.
 
 Memory: one copy of the rank's slices and a few chunks, whatever the tiers' speed. What fails shows
 at the next call, if the tier is `required`.
@@ -73,7 +73,10 @@ class SavedCheckpoint:
         self._local.result(timeout_s)
 
     def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
-        """Return True once this rank's part is in the remote tier, False if it was skipped."""
+        """Return True once this rank's part is in the remote tier, False if it was skipped.
+
+        Behind an upload that still runs, that is decided by the next save or `upload_newest`.
+        """
         self._local.result(timeout_s)
         return bool(self._remote.result(timeout_s))
 
@@ -136,7 +139,8 @@ class CheckpointWriter:
         self._memory = HostBuffer()
         self._writing = BackgroundThread("checkpoint-write")
         self._uploading = BackgroundThread("checkpoint-upload")
-        self._upload_id: CheckpointId | None = None
+        self._uploads: list[CheckpointId] = []
+        self._deferred: tuple[_Part, Future[bool]] | None = None
         self._lock = threading.Lock()
         self._errors: list[str] = []
 
@@ -179,8 +183,16 @@ class CheckpointWriter:
         if errors:
             raise CheckpointError(" ".join(errors))
 
+    def upload_newest(self) -> None:
+        """Upload the newest checkpoint, even if it must wait for an older one's upload.
+
+        Called by all ranks, where no other save follows soon; the upload goes on behind it.
+        """
+        self._writing.submit(self._upload_deferred)
+
     def close(self) -> None:
-        """Finish all that was started, then raise what failed."""
+        """Finish all that was started and upload the newest checkpoint, then raise what failed."""
+        self.upload_newest()
         self._writing.finish()
         self._uploading.finish()
         self._memory.close()
@@ -190,31 +202,49 @@ class CheckpointWriter:
         """Write one checkpoint; runs on the writing thread."""
         try:
             with job.snapshot:
-                errors, upload = self._write_locally(job)
-                if upload is not None and not upload.stores:
-                    # Nowhere else to upload from: the host memory stays in use until it is done.
-                    self._upload_part(upload, job.uploaded)
+                errors, part, is_free = self._write_locally(job)
+                self._upload(part, job.uploaded, is_free=is_free)
         except BaseException as error:
             self._note(f"Checkpoint {job.snapshot.content.id} wasn't written: {error!r}.")
             if not job.uploaded.done():
                 job.uploaded.set_exception(error)
             raise
-        if upload is None:
-            job.uploaded.set_result(False)
-        elif upload.stores:
-            self._uploading.submit(self._upload_part, upload, job.uploaded)
         if errors:
             raise CheckpointError(" ".join(errors))
 
-    def _write_locally(self, job: _Job) -> tuple[list[str], _Part | None]:
-        """Return what went wrong in required tiers, and what to upload, if it is to be."""
+    def _upload(self, part: _Part, uploaded: "Future[bool]", *, is_free: bool) -> None:
+        """Start the upload of a part, or keep it for later where the remote isn't free."""
+        self._drop_deferred()
+        if self._remote is None or not (is_free or part.stores):
+            uploaded.set_result(False)
+        elif not part.stores:
+            # Nowhere else to upload from: the host memory stays in use until it is done.
+            self._upload_part(part, uploaded)
+        else:
+            self._deferred = part, uploaded
+            if is_free:
+                self._upload_deferred()
+
+    def _drop_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred[1].set_result(False)
+
+    def _upload_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._uploads.append(deferred[0].manifest.id)
+            self._uploading.submit(self._upload_part, *deferred)
+
+    def _write_locally(self, job: _Job) -> tuple[list[str], _Part, bool]:
+        """Return what went wrong in required tiers, this part, and whether no rank uploads."""
         content = job.snapshot.content
         part, failed = self._write_own_tiers(job)
         statuses = self._gather(
             {
                 "errors": [text for tier, text in failed if tier.required],
                 "bytes": part.manifest.size_bytes,
-                "uploading": None if self._upload_id is None else self._upload_id.folder,
+                "uploading": [item.folder for item in list(self._uploads)],
             }
         )
         errors = [text for status in statuses for text in status["errors"]]
@@ -222,7 +252,7 @@ class CheckpointWriter:
         if self._own:
             safe = self._replicate(part, job.leaving, [s["bytes"] for s in statuses]) and safe
             safe = all(self._gather(safe))
-        busy = {CheckpointId.parse(s["uploading"]) for s in statuses if s["uploading"]}
+        busy = {CheckpointId.parse(name) for status in statuses for name in status["uploading"]}
         if safe:
             in_use = {content.id, *(item for item in busy if item is not None)}
             self._confirm_and_prune(content.id, in_use)
@@ -230,10 +260,7 @@ class CheckpointWriter:
             _log.warning("Checkpoint %s isn't complete in the nodes' own tiers.", content.id)
         for text in errors:
             self._note(text)
-        if self._remote is None or busy:
-            return errors, None
-        self._upload_id = content.id
-        return errors, part
+        return errors, part, not busy
 
     def _write_own_tiers(self, job: _Job) -> tuple[_Part, list[tuple[Tier, str]]]:
         content = job.snapshot.content
@@ -303,7 +330,8 @@ class CheckpointWriter:
         else:
             uploaded.set_result(True)
         finally:
-            self._upload_id = None
+            if part.stores:
+                self._uploads.remove(id_)
 
     def _gather(self, status: Any) -> list[Any]:
         return [

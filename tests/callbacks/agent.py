@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 import zlib
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ class Record(Callback):
         self.waiting: list[SavedCheckpoint] = []
         self.seen: SavedCheckpoint | None = None
         self.confirmed = -1
+        self.uploading = 0
         self.samples = 0
 
     def write(self, **entry: Any) -> None:
@@ -95,17 +95,21 @@ class Record(Callback):
         if saved is not None and saved is not self.seen:
             self.waiting.append(saved)
             self.seen = saved
-        for item in self.waiting:
-            if _has_succeeded(item._local) and item.id.step > self.confirmed:
+        waiting, self.waiting = self.waiting, []
+        states = [(item, item._local.done(), item._remote.done()) for item in waiting]
+        # Noted before what is confirmed, because an upload starts before.
+        uploading = len(self.checkpoint._writer._uploads)
+        if uploading != self.uploading:
+            self.write(uploading=uploading)
+            self.uploading = uploading
+        for item, is_local, is_remote in states:
+            if is_local and item._local.exception() is None and item.id.step > self.confirmed:
                 self.write(confirmed=item.id.step)
                 self.confirmed = item.id.step
-            if _has_succeeded(item._remote) and item._remote.result():
+            if not (is_local and is_remote):
+                self.waiting.append(item)
+            elif item._remote.exception() is None and item._remote.result():
                 self.write(uploaded=item.id.step)
-        self.waiting = [item for item in self.waiting if not item._remote.done()]
-
-
-def _has_succeeded(future: Future[Any]) -> bool:
-    return future.done() and future.exception() is None
 
 
 def two_pipelines(world_size: int) -> ParallelPlan:

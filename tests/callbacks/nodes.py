@@ -19,7 +19,7 @@ from tests.processes import free_port
 from tests.scripts import start_python
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 1500.0
+PATIENCE_S = 600.0
 RUN_ID = "run"
 
 
@@ -135,6 +135,10 @@ class Nodes:
             lines = path.read_text().split("\n")[:-1] if path.exists() else []
             found += [json.loads(line) for line in lines]
         return found
+
+    def is_uploading(self, name: str) -> bool:
+        counts = [item["uploading"] for item in self.records(name) if "uploading" in item]
+        return bool(counts and counts[-1])
 
     def last(self, key: str, *names: str) -> int:
         return max((item[key] for item in self.records(*names) if key in item), default=-1)

@@ -207,6 +207,8 @@ def test_a_failing_remote_never_stops_training_and_brings_lost_nodes_back(
                 nodes.wait_until(lambda step=step: nodes.last("confirmed") >= 6 * step)
                 nodes.wait_until(lambda mode=mode: proxy.num_requests[mode] > 0)
             proxy.mode = Mode.GOOD
+            # While an upload runs, later checkpoints stay local.
+            nodes.wait_until(lambda: not nodes.is_uploading("a") and not nodes.is_uploading("b"))
             nodes.let_go_on_to(30)
             nodes.wait_until(lambda: nodes.last("uploaded", "a") >= 26)
             nodes.wait_until(lambda: nodes.last("uploaded", "b") >= nodes.last("uploaded", "a"))

@@ -204,7 +204,8 @@ def test_an_optional_remote_that_fails_never_stops_training() -> None:
     writer.close()
 
 
-def test_a_slow_remote_delays_no_checkpoint_and_all_ranks_skip_the_same_uploads() -> None:
+@pytest.mark.parametrize("ends", ["training", "by notice"])
+def test_a_slow_remote_delays_no_checkpoint_and_gets_the_newest_in_the_end(ends: str) -> None:
     plan = ParallelPlan.even(world_size=2, num_layers=4)
     gates = [Gate(), Gate()]
     remote = MemoryStore()
@@ -222,13 +223,16 @@ def test_a_slow_remote_delays_no_checkpoint_and_all_ranks_skip_the_same_uploads(
             saved.append(writer.save(contents(step, plan, 2)[rank]))
             saved[-1].wait_until_confirmed(20)
         assert gates[rank].reached.wait(20)
+        if ends == "by notice":
+            writer.upload_newest()
         gates[0].open.set()
-        uploaded = [item.wait_until_uploaded(20) for item in saved]
-        writer.close()
-        return uploaded
+        if ends == "training":
+            writer.close()
+        # All ranks skip the same ones, though the remote is slow for one of them only.
+        return [item.wait_until_uploaded(20) for item in saved]
 
-    assert run_ranks(2, save) == [[True, False, False]] * 2
-    assert {name.split("-")[1] for name in remote.files} == {"000000000001"}
+    assert run_ranks(2, save) == [[True, False, True]] * 2
+    assert {int(name.split("-")[1]) for name in remote.files} == {1, 3}
 
 
 def test_a_leaving_nodes_part_goes_to_a_node_that_stays() -> None:
