@@ -6,10 +6,8 @@ Read in this order: `cost` (what a sequence costs), `dispatch` (which pipeline g
 
 from lightning_hetero.assign.bounds import dispatch_lower_bound_s
 from lightning_hetero.assign.coefficients import (
-    LatencyFit,
     ModelMemory,
     StageMemory,
-    fit_latency,
     max_len,
     pipeline_cost,
     util_len,
@@ -31,7 +29,6 @@ from lightning_hetero.assign.proposal import (
 
 __all__ = [
     "Dispatch",
-    "LatencyFit",
     "ModelMemory",
     "Packing",
     "PipelineCost",
@@ -44,7 +41,6 @@ __all__ = [
     "dispatch_exact",
     "dispatch_lower_bound_s",
     "draw_iteration",
-    "fit_latency",
     "max_len",
     "pack",
     "pack_all",

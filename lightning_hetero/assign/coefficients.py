@@ -13,16 +13,17 @@ from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.cost import FloatArray, PipelineCost
 from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.core.profile import TimeFit
 
 __all__ = [
-    "LatencyFit",
     "ModelMemory",
     "StageMemory",
-    "fit_latency",
     "max_len",
     "pipeline_cost",
     "util_len",
 ]
+
+_MULTIPLE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,51 +84,13 @@ class ModelMemory:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatencyFit:
-    """Coefficients of `a·l² + b·l + c`, seconds."""
-
-    a: float
-    b: float
-    c: float
-
-
-def max_len(stages: Sequence[StageMemory], *, multiple: int = 128) -> int:
-    """Return the most tokens that every stage can hold, a multiple of `multiple`; 0 if none."""
+def max_len(stages: Sequence[StageMemory]) -> int:
+    """Return the most tokens that every stage can hold, a multiple of 128; 0 if none."""
     least = min(stage.max_len for stage in stages)
-    return max(0, int(least) // multiple * multiple)
+    return max(0, int(least) // _MULTIPLE * _MULTIPLE)
 
 
-def fit_latency(lengths: ArrayLike, times_s: ArrayLike) -> LatencyFit:
-    """Fit coefficients of 0 or more to measured times, by least squares of relative errors.
-
-    Args:
-        lengths: [M] tokens, at least two different ones.
-        times_s: [M] seconds of one sequence of that length, forward and backward, with `c`.
-
-    Raises:
-        AssignmentError: Too few lengths, or a time is not positive.
-    """
-    tokens, seconds = np.asarray(lengths, dtype=float), np.asarray(times_s, dtype=float)
-    if tokens.shape != seconds.shape or len(np.unique(tokens)) < 2 or seconds.min() <= 0:
-        raise AssignmentError(
-            f"A fit of {tokens.size} lengths to {seconds.size} times needs two different lengths "
-            "or more, and positive times. Profile at least two lengths."
-        )
-    basis = np.stack([tokens**2, tokens, np.ones_like(tokens)], axis=1) / seconds[:, None]
-    best, least = np.zeros(3), np.inf
-    # Three coefficients, so trying every set of non-zero ones is the whole of NNLS. b is always in.
-    for kept in ([0, 1, 2], [1, 2], [0, 1], [1]):
-        solution = np.linalg.lstsq(basis[:, kept], np.ones_like(seconds), rcond=None)[0]
-        coefficients = np.zeros(3)
-        coefficients[kept] = solution
-        error = float(np.square(basis @ coefficients - 1).sum())
-        if solution.min() >= 0 and solution[kept.index(1)] > 0 and error < least - 1e-12:
-            best, least = coefficients, error
-    return LatencyFit(a=float(best[0]), b=float(best[1]), c=float(best[2]))
-
-
-def util_len(fit: LatencyFit, *, threshold: float = 0.85, limit: int) -> int:
+def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
     """Return the least length whose tokens per second reach `threshold` of the best's (App. C).
 
     `l / (a·l² + b·l + c)` is best at `sqrt(c / a)`, or at `limit` if that is shorter, and reaches
@@ -147,20 +110,19 @@ def pipeline_cost(
     lengths: ArrayLike,
     stage_times_s: ArrayLike,
     stages: Sequence[StageMemory],
-    *,
-    threshold: float = 0.85,
 ) -> PipelineCost:
     """Return the cost of a pipeline from its stages' times and memory.
 
     Args:
-        lengths: [M] tokens at which the stages were timed.
+        lengths: [M] tokens at which the stages were timed, at least two different ones.
         stage_times_s: [stages, M] seconds of a forward and backward of one such sequence.
         stages: What a rank of each stage holds.
-        threshold: Efficiency that counts as well used.
 
     Raises:
-        AssignmentError: The stages have no memory for tokens, or times don't match the stages.
+        AssignmentError: The stages have no memory for tokens, times don't match the stages or
+            aren't positive, or there are too few lengths.
     """
+    tokens = np.asarray(lengths, dtype=np.int64)
     times_s: FloatArray = np.atleast_2d(np.asarray(stage_times_s, dtype=float))
     if len(times_s) != len(stages):
         raise AssignmentError(
@@ -175,12 +137,20 @@ def pipeline_cost(
             f"{stage.capacity_bytes / 2**30:.1f} GiB, which leaves room for less than 128 tokens. "
             "Use more stages or more tensor parallelism."
         )
-    fit = fit_latency(lengths, times_s.max(axis=0))
+    if times_s.shape[1:] != tokens.shape or len(np.unique(tokens)) < 2 or times_s.min() <= 0:
+        raise AssignmentError(
+            f"A fit of {tokens.size} lengths to {times_s[0].size} times needs two different "
+            "lengths or more, and positive times. Profile at least two lengths."
+        )
+    slowest_s = times_s.max(axis=0)
+    fit = TimeFit.of(
+        [((int(n),), float(t)) for n, t in zip(tokens, slowest_s, strict=True)], needs_b=True
+    )
     return PipelineCost(
         a=fit.a,
         b=fit.b,
         c=fit.c,
         max_len=limit,
-        util_len=util_len(fit, threshold=threshold, limit=limit),
+        util_len=util_len(fit, limit=limit),
         num_stages=len(stages),
     )

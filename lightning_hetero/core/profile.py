@@ -118,11 +118,12 @@ class TimeFit:
         return self.a * squares + self.b * sum(lengths) + self.c
 
     @classmethod
-    def of(cls, samples: Sequence[tuple[Sequence[int], float]]) -> Self:
+    def of(cls, samples: Sequence[tuple[Sequence[int], float]], *, needs_b: bool = False) -> Self:
         """Fit measured (lengths, seconds) by least squares, weighted so that ratios count.
 
         Coefficients that would be negative are left out, and so are those that the samples can't
-        tell apart: one measured length says nothing about the square.
+        tell apart: one measured length says nothing about the square. With `needs_b` every token
+        takes time, whatever the samples say.
         """
         features = np.array(
             [[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths, _ in samples]
@@ -138,6 +139,8 @@ class TimeFit:
                 continue
             solution = np.linalg.lstsq(system, seconds * weights, rcond=None)[0]
             error = float(np.sum((system @ solution - seconds * weights) ** 2))
+            if needs_b and not (1 in columns and solution[columns.index(1)] > 0):
+                continue
             if np.all(solution >= 0) and error < best_error - 1e-12:
                 best, best_error = np.zeros(3), error
                 best[columns] = solution / scale

@@ -4,58 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.assign import (
-    LatencyFit,
     ModelMemory,
     StageMemory,
-    fit_latency,
     max_len,
     pipeline_cost,
     util_len,
 )
 from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.core.profile import TimeFit
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096, 8192, 16384])
-
-
-@given(
-    st.sampled_from([0.0, 1e-10, 1e-8]), st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-3, 0.1])
-)
-def test_a_fit_recovers_the_coefficients_that_made_the_times(a, b, c) -> None:
-    times_s = a * LENGTHS**2 + b * LENGTHS + c
-    fit = fit_latency(LENGTHS, times_s)
-    assert fit.a * LENGTHS**2 + fit.b * LENGTHS + fit.c == pytest.approx(times_s, rel=1e-6)
-
-
-def test_a_fit_never_has_negative_coefficients() -> None:
-    # Concave times would want a negative a.
-    fit = fit_latency(LENGTHS, np.sqrt(LENGTHS) * 1e-3)
-    assert fit.a >= 0
-    assert fit.b > 0
-    assert fit.c >= 0
-
-
-@pytest.mark.parametrize(
-    ("lengths", "times"), [([100, 100], [1, 1]), ([1, 2], [1, 0]), ([1, 2], [1])]
-)
-def test_too_little_to_fit_is_refused(lengths, times) -> None:
-    with pytest.raises(AssignmentError, match="two different lengths"):
-        fit_latency(lengths, times)
-
-
-@given(
-    st.sampled_from([0.0, 1e-9, 1e-7, 1e-5]), st.floats(1e-6, 1e-3), st.sampled_from([1e-3, 0.1, 2])
-)
-def test_utillen_is_the_first_length_that_reaches_the_threshold(a, b, c) -> None:
-    limit = 5000
-    lengths = np.arange(1, limit + 1)
-    speeds = lengths / (a * lengths**2.0 + b * lengths + c)
-    first = util_len(LatencyFit(a=a, b=b, c=c), threshold=0.85, limit=limit)
-    expected = int(np.argmax(speeds >= 0.85 * speeds.max())) + 1
-    assert abs(first - expected) <= 1
-
-
-def test_without_a_constant_every_length_is_well_used() -> None:
-    assert util_len(LatencyFit(a=1e-9, b=1e-5, c=0.0), limit=4096) == 1
 
 
 def memory(**changes: float) -> StageMemory:
@@ -66,6 +24,47 @@ def memory(**changes: float) -> StageMemory:
         "num_in_flight": 4,
     }
     return StageMemory(**(fields | changes))
+
+
+@given(
+    st.sampled_from([0.0, 1e-10, 1e-8]), st.floats(1e-6, 1e-3), st.sampled_from([0.0, 1e-3, 0.1])
+)
+def test_a_fit_recovers_the_coefficients_that_made_the_times(a, b, c) -> None:
+    times_s = a * LENGTHS**2 + b * LENGTHS + c
+    cost = pipeline_cost(LENGTHS, [times_s], [memory()])
+    assert cost.a * LENGTHS**2 + cost.b * LENGTHS + cost.c == pytest.approx(times_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("times", [np.sqrt(LENGTHS), np.ones(len(LENGTHS)), LENGTHS**2.0])
+def test_every_token_takes_time_and_no_coefficient_is_negative(times) -> None:
+    cost = pipeline_cost(LENGTHS, [times * 1e-3], [memory()])
+    assert cost.a >= 0
+    assert cost.b > 0
+    assert cost.c >= 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "times"), [([100, 100], [1, 1]), ([1, 2], [1, 0]), ([1, 2], [1])]
+)
+def test_too_little_to_fit_is_refused(lengths, times) -> None:
+    with pytest.raises(AssignmentError, match="two different lengths"):
+        pipeline_cost(lengths, [times], [memory()])
+
+
+@given(
+    st.sampled_from([0.0, 1e-9, 1e-7, 1e-5]), st.floats(1e-6, 1e-3), st.sampled_from([1e-3, 0.1, 2])
+)
+def test_utillen_is_the_first_length_that_reaches_the_threshold(a, b, c) -> None:
+    limit = 5000
+    lengths = np.arange(1, limit + 1)
+    speeds = lengths / (a * lengths**2.0 + b * lengths + c)
+    first = util_len(TimeFit(a=a, b=b, c=c), threshold=0.85, limit=limit)
+    expected = int(np.argmax(speeds >= 0.85 * speeds.max())) + 1
+    assert abs(first - expected) <= 1
+
+
+def test_without_a_constant_every_length_is_well_used() -> None:
+    assert util_len(TimeFit(a=1e-9, b=1e-5, c=0.0), limit=4096) == 1
 
 
 def test_maxlen_is_where_the_tightest_stage_is_full() -> None:
