@@ -16,20 +16,13 @@ whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorit
 """
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import KNOWN_DEVICES
-from lightning_hetero.core.errors import (
-    ClusterError,
-    HeteroError,
-    PlanningError,
-)
+from lightning_hetero.core.errors import ClusterError, PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
@@ -42,7 +35,6 @@ from lightning_hetero.planner import (
     plan,
     propose_plans,
 )
-from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.detect import Seat, cluster_of, detect_seats
 from lightning_hetero.runtime.profile_cache import profile_seats
 from lightning_hetero.runtime.profiling import ProfileOptions
@@ -58,7 +50,6 @@ from lightning_hetero.simulator import (
 
 __all__ = ["make_plan"]
 
-_T = TypeVar("_T")
 _DEFAULT_SAMPLES = 8
 _DEFAULT_LENGTH = 512
 _MAX_PROFILED_TOKENS = 4096
@@ -92,13 +83,13 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
         )
     if facts.data is not None:
         return _plan_for_data(options, facts, model, seats)
-    job = _on_rank_0(facts.comms, lambda: _Job.of(options, facts, model, seats))
+    job = facts.comms.on_rank_0(lambda: _Job.of(options, facts, model, seats))
     if options.cluster is None and not unequal and _holds_everything(job, facts):
         return _data_parallel(
             facts, "data parallelism: the devices are equal and hold the whole model"
         )
     profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
-    return _on_rank_0(facts.comms, lambda: _search(job, options, facts, profile))
+    return facts.comms.on_rank_0(lambda: _search(job, options, facts, profile))
 
 
 def _plan_for_data(
@@ -106,12 +97,12 @@ def _plan_for_data(
 ) -> AutoPlanned:
     """Propose plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
     assert facts.data is not None
-    data = _on_rank_0(facts.comms, facts.data)
+    data = facts.comms.on_rank_0(facts.data)
     samples = max(1, data.tokens_per_step // (data.typical * facts.comms.world_size))
     typical = replace(options, sequence_length=data.typical, batch_size=samples)
-    job = _on_rank_0(facts.comms, lambda: _Job.of(typical, facts, model, seats))
+    job = facts.comms.on_rank_0(lambda: _Job.of(typical, facts, model, seats))
     profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
-    return _on_rank_0(facts.comms, lambda: _propose(job, options, facts, data, profile))
+    return facts.comms.on_rank_0(lambda: _propose(job, options, facts, data, profile))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +221,7 @@ def _profile_of(
             profile.check(model=job.model, max_age=age)
             return profile
 
-        return _on_rank_0(facts.comms, read)
+        return facts.comms.on_rank_0(read)
     if options.cluster is not None or all(seat.device.name in KNOWN_DEVICES for seat in seats):
         return None
     measured = ProfileOptions(
@@ -329,20 +320,3 @@ def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: boo
 
 def _source(*, measured: bool) -> str:
     return "a measured profile" if measured else "data sheets"
-
-
-def _on_rank_0(comms: Communicators, work: Callable[[], _T]) -> _T:
-    """Run on rank 0 and return what it returned, or raise what it raised, on every rank."""
-    if comms.world_size == 1:
-        return work()
-    answers: list[_T | HeteroError | None] = [None]
-    if comms.global_rank == 0:
-        try:
-            answers[0] = work()
-        except HeteroError as error:
-            answers[0] = error
-    dist.broadcast_object_list(answers, 0, group=comms.control)
-    answer = answers[0]
-    if isinstance(answer, HeteroError):
-        raise answer
-    return answer  # type: ignore[return-value]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_hetero.core.batches import AssignedBatch
@@ -111,11 +110,7 @@ class StepsStrategy(SlicesStrategy):
 
     def _share_in_pipeline(self, outputs: Any) -> Any:
         """Return the last stage's outputs on every rank of its pipeline; collective."""
-        if self.world_size == 1:
-            return outputs
-        everyone: list[Any] = [None] * self.world_size
-        place = self.engine.place
-        dist.all_gather_object(everyone, outputs, group=self._control)
+        everyone, place = self.engine.comms.gather_objects(outputs), self.engine.place
         if place is None:
             return None
         last = self.plan.pipelines[place.pipeline_index].stages[-1]

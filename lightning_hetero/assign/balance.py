@@ -5,7 +5,8 @@ A row is one problem: its items, its number of bins and the most tokens a bin ho
 together. With R rows, U items and V bins a step costs about 25 NumPy calls on [R, U, U + V] arrays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ __all__ = ["BinRows", "balance", "improve_balance"]
 
 _BLOCKED = 1e30
 _GAIN = 1e-9
+_MAX_STEPS = 60
+"""Most changes of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,10 @@ class BinRows:
     """[R, U] bin of each item."""
     is_valid: NDArray[np.bool_]
     """[R] whether every item found room."""
+
+    def only(self, rows: IntArray) -> Self:
+        """Return some of the problems."""
+        return type(self)(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
 
     def loads_s(self) -> FloatArray:
         """Return the seconds in each bin, [R, V]; -1 for bins that a row doesn't have."""
@@ -83,38 +90,23 @@ def balance(
     )
 
 
-def improve_balance(rows: BinRows, *, stop_at_s: FloatArray, max_steps: int = 60) -> BinRows:
+def improve_balance(rows: BinRows, *, stop_at_s: FloatArray) -> BinRows:
     """Return the rows after moves and swaps out of the fullest bin; never a worse row.
 
     Args:
         rows: The problems; invalid ones are left as they are.
         stop_at_s: [R] lower bounds; a row that meets its own is finished.
-        max_steps: Most changes of a row.
     """
     bin_of = rows.bin_of.copy()
     active = np.flatnonzero(rows.is_valid)
-    for _ in range(max_steps):
+    for _ in range(_MAX_STEPS):
         if not len(active):
             break
-        part = BinRows(
-            times_s=rows.times_s[active],
-            tokens=rows.tokens[active],
-            num_bins=rows.num_bins[active],
-            max_tokens=rows.max_tokens[active],
-            bin_of=bin_of[active],
-            is_valid=rows.is_valid[active],
-        )
+        part = replace(rows, bin_of=bin_of).only(active)
         changed, improved = _step(part, stop_at_s[active])
         active = active[improved]
         bin_of[active] = changed[improved]
-    return BinRows(
-        times_s=rows.times_s,
-        tokens=rows.tokens,
-        num_bins=rows.num_bins,
-        max_tokens=rows.max_tokens,
-        bin_of=bin_of,
-        is_valid=rows.is_valid,
-    )
+    return replace(rows, bin_of=bin_of)
 
 
 def _step(part: BinRows, stop_at_s: FloatArray) -> tuple[IntArray, NDArray[np.bool_]]:

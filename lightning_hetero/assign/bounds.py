@@ -30,6 +30,7 @@ from lightning_hetero.assign.programme import Programme
 __all__ = ["dispatch_lower_bound_s", "fast_lower_bound_s"]
 
 _NUM_PRICE_STEPS = 40
+_PRECISION = 1e-3
 
 
 def fast_lower_bound_s(lengths: IntArray, times_s: FloatArray, table: CostTable) -> float:
@@ -82,11 +83,7 @@ def _latency_of_area_s(area_s: float, weights: FloatArray, lost_s: FloatArray) -
 
 
 def dispatch_lower_bound_s(
-    lengths: ArrayLike,
-    pipelines: Sequence[PipelineCost],
-    *,
-    upper_bound_s: float,
-    precision: float = 1e-3,
+    lengths: ArrayLike, pipelines: Sequence[PipelineCost], *, upper_bound_s: float
 ) -> float:
     """Return a lower bound near the optimum of Eq. 3, by bisection over a linear relaxation.
 
@@ -98,7 +95,6 @@ def dispatch_lower_bound_s(
         lengths: [B].
         pipelines: The D pipelines.
         upper_bound_s: Latency of a known dispatch.
-        precision: Relative width at which the bisection ends.
     """
     sizes, every = as_lengths(lengths), CostTable.of(pipelines)
     low_s = min(fast_lower_bound_s(sizes, fitting_times_s(sizes, every), every), upper_bound_s)
@@ -119,4 +115,4 @@ def dispatch_lower_bound_s(
             programme.add_row([*columns, share], [*np.ones(len(columns)), -count], upper=0.0)
         return programme.minimize(time_limit_s=60.0).lower_bound <= 1 + ROUNDING
 
-    return least_possible_s(is_possible, low_s, upper_bound_s, precision)
+    return least_possible_s(is_possible, low_s, upper_bound_s, _PRECISION)

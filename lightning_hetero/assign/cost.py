@@ -61,10 +61,6 @@ class PipelineCost:
                 "memory for a single token belongs in no plan."
             )
 
-    def sequence_time_s(self, length: int) -> float:
-        """Return the seconds one stage takes for one sequence, without `c`."""
-        return (self.a * length + self.b) * length
-
     def schedule_s(self, microbatches_s: FloatArray) -> float:
         """Return about when a 1F1B schedule of unequal micro-batches ends, a little above it.
 

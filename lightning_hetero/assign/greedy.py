@@ -67,7 +67,7 @@ def place_greedily(
     # Rows with targets come last; a negative key goes before every time, the least roomy first.
     targets = int((targets_s > 0).sum())
     first = num_rows - targets
-    rank = np.argsort(np.argsort(table.max_len, kind="stable"), kind="stable") - 1e6
+    by_room = np.argsort(np.argsort(table.max_len, kind="stable"), kind="stable") - 1e6
     has_bubbles = bool(table.num_bubbles.any())
     for step in range(len(lengths)):
         time_s = times_s[orders[:, step]]
@@ -79,7 +79,7 @@ def place_greedily(
         total_s += fixed_s + table.c * num_microbatches
         if targets:
             in_time = total_s[first:] <= targets_s[first:, None]
-            total_s[first:][in_time] = np.broadcast_to(rank, in_time.shape)[in_time]
+            total_s[first:][in_time] = np.broadcast_to(by_room, in_time.shape)[in_time]
         chosen = total_s.argmin(axis=1)
         pipeline_of[:, step] = chosen
         chosen_s = time_s[rows, chosen]

@@ -16,6 +16,7 @@ from lightning_hetero.assign.greedy import UNFIT_S
 __all__ = ["improve_dispatch"]
 
 _GAIN = 1e-9  # Relative gain below which a step counts as none.
+_MAX_STEPS = 1000
 
 
 @dataclass(kw_only=True)
@@ -94,7 +95,6 @@ def improve_dispatch(
     pipeline_of: IntArray,
     *,
     stop_at_s: float = 0.0,
-    max_steps: int = 1000,
 ) -> tuple[IntArray, float]:
     """Return a dispatch [B] at least as good as `pipeline_of`, and its largest Eq. 2 with c.
 
@@ -104,11 +104,10 @@ def improve_dispatch(
         table: The D pipelines.
         pipeline_of: [B] where each sequence is now.
         stop_at_s: A lower bound; nothing is tried once it is met.
-        max_steps: Most changes.
     """
     state = _State.of(lengths, times_s, table, pipeline_of)
     totals_s = state.all_totals_s()
-    for _ in range(max_steps):
+    for _ in range(_MAX_STEPS):
         last = int(totals_s.argmax())
         goal_s = float(totals_s[last]) * (1 - _GAIN)
         if goal_s <= stop_at_s:

@@ -218,14 +218,7 @@ def _spread_large(problems: list[_Problem]) -> None:
     if not hopeful:
         return
     kept = [owners[index] for index in hopeful]
-    part = BinRows(
-        times_s=rows.times_s[hopeful],
-        tokens=rows.tokens[hopeful],
-        num_bins=rows.num_bins[hopeful],
-        max_tokens=rows.max_tokens[hopeful],
-        bin_of=rows.bin_of[hopeful],
-        is_valid=rows.is_valid[hopeful],
-    )
+    part = rows.only(np.array(hopeful))
     stop_at_s = np.array(
         [packing_lower_bound_s(problems[o].times_s, int(problems[o].counts[v])) for o, v in kept]
     )

@@ -12,6 +12,9 @@ from lightning_hetero.assign.cost import FloatArray, IntArray
 
 __all__ = ["Programme", "Solution"]
 
+_GAP = 1e-6
+"""Relative gap at which an integral solution counts as proven."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
@@ -67,11 +70,9 @@ class Programme:
         self._row_lower.append(lower)
         self._row_upper.append(upper)
 
-    def minimize(
-        self, *, time_limit_s: float, gap: float = 1e-6, enough: float = -np.inf
-    ) -> Solution:
-        """Solve to a relative `gap`, until the time is over or, if integral, for `enough`."""
-        solver = self._run(time_limit_s=time_limit_s, gap=gap, enough=enough)
+    def minimize(self, *, time_limit_s: float, enough: float = -np.inf) -> Solution:
+        """Solve until the optimum is proven, the time is over or, if integral, for `enough`."""
+        solver = self._run(time_limit_s=time_limit_s, enough=enough)
         status = solver.getModelStatus()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Solution(values=np.zeros(0), objective=np.inf, lower_bound=np.inf)
@@ -89,7 +90,7 @@ class Programme:
             lower_bound=bound,
         )
 
-    def _run(self, *, time_limit_s: float, gap: float, enough: float) -> Any:
+    def _run(self, *, time_limit_s: float, enough: float) -> Any:
         model = highspy.HighsLp()
         model.num_col_ = self._num_variables
         model.num_row_ = len(self._row_lower)
@@ -110,7 +111,7 @@ class Programme:
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", time_limit_s)
-        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("mip_rel_gap", _GAP)
         solver.setOptionValue("objective_target", enough)
         passed = solver.passModel(model)
         assert passed != highspy.HighsStatus.kError, "HiGHS refused a programme built here"

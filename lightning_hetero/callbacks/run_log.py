@@ -27,7 +27,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.straggler_session import Ranks
+from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.strategy import HeteroStrategy
 

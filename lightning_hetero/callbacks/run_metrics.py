@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.callbacks.run_log import note
-from lightning_hetero.callbacks.straggler_session import Ranks
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError

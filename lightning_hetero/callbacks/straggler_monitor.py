@@ -24,9 +24,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.callbacks.step_times import StepTimes
-from lightning_hetero.callbacks.straggler_session import Ranks, StragglerSession
+from lightning_hetero.callbacks.straggler_session import StragglerSession
 from lightning_hetero.callbacks.watched_run import HeteroRun, PlainRun
 from lightning_hetero.straggler import (
     BocdConfig,

@@ -7,25 +7,22 @@ Methods that communicate are called by every rank at the same step. Rank 0 leads
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from lightning_hetero.callbacks.ranks import Ranks
+from lightning_hetero.callbacks.watched_run import PlainRun
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Act,
     DecisionKind,
     Event,
-    Finding,
-    Measure,
     Mitigation,
     Observation,
     Order,
     Probes,
     RankHistory,
     RankNote,
-    RankReport,
     RunWatch,
     Suspicion,
     WatchConfig,
@@ -36,93 +33,7 @@ from lightning_hetero.straggler import (
 from lightning_hetero.straggler.locate import Pair
 from lightning_hetero.straggler.probe import probe_devices, probe_links
 
-__all__ = ["Ranks", "StragglerSession", "WatchedRun"]
-
-_T = TypeVar("_T")
-
-
-class Ranks:
-    """The ranks of a run and their small messages, on CPU.
-
-    Args:
-        group: A gloo group of all ranks; None if there is only one.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.global_rank = 0 if group is None else dist.get_rank(group)
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self.global_rank == 0
-
-    def to_leader(self, row: Sequence[float]) -> list[list[float]]:
-        """Return every rank's row on the leader, nothing elsewhere."""
-        own = torch.tensor(row, dtype=torch.float64)
-        if self._group is None:
-            return [own.tolist()]
-        rows = list(own.new_empty(self.world_size, len(own)).unbind(0)) if self.leads else None
-        dist.gather(own, rows, dst=0, group=self._group)
-        return [] if rows is None else [item.tolist() for item in rows]
-
-    def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers."""
-        values = torch.tensor(numbers, dtype=torch.int64)
-        if self._group is not None:
-            dist.broadcast(values, 0, group=self._group)
-        found: list[int] = values.tolist()
-        return found
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return every rank's value."""
-        if self._group is None:
-            return [value]
-        values: list[_T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return [item for item in values if item is not None]
-
-    def share(self, value: _T) -> _T:
-        """Return the leader's value."""
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, 0, group=self._group)
-        return values[0]
-
-
-class WatchedRun(Protocol):
-    """What a session asks of the run that it watches."""
-
-    device: torch.device
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of the largest message that this rank sends or receives, as far as is known."""
-
-    @property
-    def clock(self) -> ComputeClock | None:
-        """What times the rank, and slows its probes where devices are emulated."""
-
-    def where(self, findings: Sequence[Finding]) -> str:
-        """Return whose slowness it is: "pipeline 1"."""
-
-    def find_measures(
-        self,
-        reports: Sequence[RankReport],
-        findings: Sequence[Finding],
-        *,
-        healthy_s: float,
-        probes: Probes,
-    ) -> Sequence[Measure]:
-        """Return what could be done; called on the leader only."""
-
-    def act(self, act: Act) -> str | None:
-        """Do it; called by all ranks. Returns why not, if it can't be done."""
-
-    def is_changing(self) -> bool:
-        """Return whether the last iteration still ran as before the last act."""
+__all__ = ["StragglerSession"]
 
 
 class StragglerSession:
@@ -138,7 +49,7 @@ class StragglerSession:
 
     def __init__(
         self,
-        run: WatchedRun,
+        run: PlainRun,
         ranks: Ranks,
         config: WatchConfig,
         *,

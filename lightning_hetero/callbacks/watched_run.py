@@ -37,7 +37,7 @@ _EQUAL_DEVICES = 1.15
 
 
 class PlainRun:
-    """A run under any strategy."""
+    """What a session asks of the run that it watches, under any strategy."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self.device = trainer.strategy.root_device
@@ -56,7 +56,7 @@ class PlainRun:
         return None
 
     def where(self, findings: Sequence[Finding]) -> str:
-        """Return whose slowness it is."""
+        """Return whose slowness it is: "pipeline 1"."""
         return "the run"
 
     def find_measures(
@@ -67,7 +67,7 @@ class PlainRun:
         healthy_s: float,
         probes: Probes,
     ) -> Sequence[Measure]:
-        """Return S4 if a callback can restart the run."""
+        """Return what could be done, S4 if a callback can restart the run; on rank 0 only."""
         if self._restarter is None:
             return ()
         measure = restart_measure(
@@ -79,13 +79,13 @@ class PlainRun:
         return () if measure is None else (measure,)
 
     def act(self, act: Act) -> str | None:
-        """Ask for a restart."""
+        """Ask for a restart; called by all ranks. Returns why not, if it can't be done."""
         if self._restarter is not None:
             self._restarter.request_restart(act.measure.effect, exclude=act.measure.exclude)
         return None
 
     def is_changing(self) -> bool:
-        """Return False: a restart is another run."""
+        """Return whether the last iteration still ran as before the last act; a restart never."""
         return False
 
 

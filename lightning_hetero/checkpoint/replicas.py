@@ -38,7 +38,7 @@ def place_replicas(
     sizes = [1] * len(node_of_rank) if part_bytes is None else list(part_bytes)
     nodes = list(dict.fromkeys(node_of_rank))
     staying = [node for node in nodes if node not in leaving]
-    copies = [_num_copies(node in leaving, replicas) for node in node_of_rank]
+    copies = [max(replicas - 1, int(node in leaving)) for node in node_of_rank]
     total = sum(size * count for size, count in zip(sizes, copies, strict=True))
     even_share = total / len(staying) if staying else 0.0
     load = dict.fromkeys(nodes, 0)
@@ -56,10 +56,6 @@ def place_replicas(
             chosen.append(target)
         targets[rank] = tuple(_one_rank_of(target, rank, node_of_rank) for target in chosen)
     return tuple(targets)
-
-
-def _num_copies(leaves: bool, replicas: int) -> int:  # noqa: FBT001
-    return max(1, replicas - 1) if leaves else replicas - 1
 
 
 def _ring_after(node: str, nodes: Sequence[str]) -> list[str]:

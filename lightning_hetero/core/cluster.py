@@ -158,11 +158,7 @@ class Cluster:
         """Return the device type of a node."""
         return find_device(self.nodes[node_index].device, self.devices)
 
-    def link_between(self, rank_a: int, rank_b: int) -> tuple[float, float]:
-        """Return (bytes/s, latency in seconds) of one direction between two ranks."""
-        return self.link_between_nodes(self.node_of(rank_a), self.node_of(rank_b))
-
-    def link_between_nodes(self, node_a: int, node_b: int) -> tuple[float, float]:
+    def link_between(self, node_a: int, node_b: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) between a rank of one node and one of the other."""
         inside = node_a == node_b
         latency_s = self.intra_node_latency_s if inside else self.inter_node_latency_s

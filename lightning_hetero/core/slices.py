@@ -24,6 +24,7 @@ __all__ = [
     "Slice",
     "assign_owners",
     "holdings_of",
+    "piece_of",
 ]
 
 Interval = tuple[int, int]
@@ -146,10 +147,10 @@ def _shard(
     if spec.tp_dim is None:
         # All ranks of the group hold it. If they have the same gradient, each sends its share of
         # rows; summands are sent whole, and the owner sums them.
-        share = (_part(spec.cut_length, tp_rank, tp_degree),)
+        share = (piece_of(spec.cut_length, tp_rank, tp_degree),)
         return whole, whole if spec.tp_partial else share
     if spec.tp_uneven and spec.tp_blocks == 1:
-        own = (_part(spec.cut_length, tp_rank, tp_degree),)
+        own = (piece_of(spec.cut_length, tp_rank, tp_degree),)
         return own, own
     block = spec.cut_length // spec.tp_blocks
     if block * spec.tp_blocks != spec.cut_length or block % tp_degree:
@@ -166,8 +167,11 @@ def _shard(
     return intervals, intervals
 
 
-def _part(length: int, index: int, count: int) -> Interval:
-    # Rounded like slices, so that owners among the holders own rows that they hold.
+def piece_of(length: int, index: int, count: int) -> Interval:
+    """Return one of `count` pieces of a length, which need not be divisible.
+
+    Rounded like slices, so that owners among the holders own rows that they hold.
+    """
     return round(length * index / count), round(length * (index + 1) / count)
 
 

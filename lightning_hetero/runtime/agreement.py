@@ -21,7 +21,7 @@ from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.microbatches import epoch_weight
 from lightning_hetero.runtime.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of", "header_of"]
+__all__ = ["Agreed", "Agreement", "Header", "Report", "header_of"]
 
 _NUM_INTEGERS = 5
 _MAX_KNOWN = 64
@@ -126,7 +126,7 @@ class Agreement:
         if digests not in self._known:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
-            self._known[digests] = self._gather_reports()
+            self._known[digests] = tuple(self._comms.gather_objects(self._report))
         reports = self._known[digests]
         entries = tuple(dict.fromkeys(entry for report in reports for entry in report.entries))
         if entries != self._entries:
@@ -139,13 +139,6 @@ class Agreement:
             leaving=frozenset(rank for rank, row in enumerate(integers) if row[4]),
             sums=sums,
         )
-
-    def _gather_reports(self) -> tuple[Report, ...]:
-        if self._comms.world_size == 1:
-            return (self._report,)
-        reports: list[Report | None] = [None] * self._comms.world_size
-        dist.all_gather_object(reports, self._report, group=self._comms.control)
-        return tuple(item for item in reports if item is not None)
 
 
 class _Gather:
@@ -187,12 +180,12 @@ def header_of(microbatches: Sequence[object], place: RankPlace | None, *, leaves
     return Header(
         num_samples=sum(map(epoch_weight, microbatches)) if speaks else 0,
         pipeline_index=place.pipeline_index,
-        fingerprint=fingerprint_of(microbatches),
+        fingerprint=_fingerprint_of(microbatches),
         leaves=leaves,
     )
 
 
-def fingerprint_of(microbatches: Sequence[object]) -> int:
+def _fingerprint_of(microbatches: Sequence[object]) -> int:
     """Return a checksum of what a rank works on.
 
     It takes the micro-batches' number, the shapes of the first and the last one and, where it costs

@@ -4,15 +4,20 @@ Forward, backward and exchange traffic run on communicators of their own, so tha
 never blocks another; control messages travel on CPU (gloo) whatever the device is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.plan import ParallelPlan
 
 __all__ = ["Communicators"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,30 @@ class Communicators:
             control=control,
             timeout=timeout,
         )
+
+    def gather_objects(self, value: _T) -> list[_T]:
+        """Return every rank's value, by rank; collective over all ranks."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def on_rank_0(self, work: Callable[[], _T]) -> _T:
+        """Run on rank 0 and return what it returned, or raise what it raised, on every rank."""
+        if self.world_size == 1:
+            return work()
+        answers: list[Any] = [None]
+        if self.global_rank == 0:
+            try:
+                answers[0] = work()
+            except HeteroError as error:
+                answers[0] = error
+        dist.broadcast_object_list(answers, 0, group=self.control)
+        if isinstance(answers[0], HeteroError):
+            raise answers[0]
+        answer: _T = answers[0]
+        return answer
 
     def tensor_parallel_group(self, plan: ParallelPlan) -> dist.ProcessGroup | None:
         """Return the group of this rank's stage, None without one; collective over all ranks.

@@ -17,7 +17,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
@@ -82,11 +81,7 @@ def detect_seats(
         is_cpu=device.type == "cpu",
         shares_memory=memory_bytes is None,
     )
-    if comms.world_size == 1:
-        return (seat,)
-    seats: list[Seat | None] = [None] * comms.world_size
-    dist.all_gather_object(seats, seat, group=comms.control)
-    return tuple(item for item in seats if item is not None)
+    return tuple(comms.gather_objects(seat))
 
 
 def cluster_of(seats: Sequence[Seat]) -> Cluster:

@@ -301,11 +301,6 @@ class Engine:
         self._run.pull.mark_stale(only_trainable=only_trainable)
 
     @property
-    def num_parameter_bytes(self) -> int:
-        """Bytes of slices and compute weights on this rank."""
-        return self.store.num_bytes() + self.weights.num_bytes()
-
-    @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Micro-batches of each pipeline in a full iteration."""
         return tuple(

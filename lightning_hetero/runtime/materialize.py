@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,11 +88,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
 
 
 def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
-    if comms.world_size == 1:
-        return
-    own = len(absent), zlib.crc32(repr(absent).encode())
-    found: list[Any] = [None] * comms.world_size
-    dist.all_gather_object(found, own, group=comms.control)
+    found = comms.gather_objects((len(absent), zlib.crc32(repr(absent).encode())))
     if len(set(found)) > 1:
         counts = {global_rank: count for global_rank, (count, _) in enumerate(found)}
         raise ConfigurationError(

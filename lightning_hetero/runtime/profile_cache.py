@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.core.errors import ProfileError
@@ -29,7 +28,7 @@ from lightning_hetero.runtime.profiling import ProfileOptions, current_versions,
 
 __all__ = ["cached_profile", "profile_seats", "slowed_profile"]
 
-MAX_AGE = datetime.timedelta(days=30)
+_MAX_AGE = datetime.timedelta(days=30)
 
 
 def profile_seats(
@@ -54,10 +53,7 @@ def profile_seats(
             mine = cached_profile(model, options, device_name=base, device=device)
         except (ProfileError, RuntimeError) as error:
             mine = f"Rank {comms.global_rank} ({base}) couldn't be measured: {error}"
-    answers: list[Profile | str | None] = [mine]
-    if comms.world_size > 1:
-        answers = [None] * comms.world_size
-        dist.all_gather_object(answers, mine, group=comms.control)
+    answers = comms.gather_objects(mine)
     failures = [answer for answer in answers if isinstance(answer, str)]
     if failures:
         raise ProfileError(" ".join(failures))
@@ -82,7 +78,7 @@ def cached_profile(
     path = cache_folder() / f"{_digest(model, options, device_name)}.json"
     with contextlib.suppress(ProfileError):
         profile = Profile.load(path)
-        profile.check(model=model, versions=current_versions(), max_age=MAX_AGE)
+        profile.check(model=model, versions=current_versions(), max_age=_MAX_AGE)
         profile.device(device_name)
         return profile
     profile = measure_profile(model, options, device_name=device_name, device=device)

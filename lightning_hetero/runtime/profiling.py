@@ -7,7 +7,6 @@ reference model's (`model_shard`).
 """
 
 import datetime
-import functools
 import importlib.metadata
 import statistics
 import time
@@ -15,23 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.runtime.model_shard import ModelShard
 
-__all__ = [
-    "ProfileOptions",
-    "current_versions",
-    "measure_cluster_profile",
-    "measure_profile",
-]
+__all__ = ["ProfileOptions", "current_versions", "measure_profile"]
 
-Timed = Callable[[], tuple[float, float]]
+_Timed = Callable[[], tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,48 +108,6 @@ def measure_profile(
         versions=current_versions(),
         date=datetime.datetime.now(datetime.UTC),
     )
-
-
-def measure_cluster_profile(
-    model: ModelSpec,
-    options: ProfileOptions,
-    cluster: Cluster,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> Profile:
-    """Measure all device types at once, each on its first rank; every rank calls this.
-
-    Args:
-        model: Sizes of the model.
-        options: What is measured.
-        cluster: The nodes that the ranks run on.
-        device: This rank's device.
-        group: Communicator of all ranks for objects on CPU (gloo); None for the default one.
-
-    Returns:
-        The merged profile, the same on every rank.
-
-    Raises:
-        ProfileError: A rank couldn't measure; every rank raises it, with that rank's words.
-    """
-    first_ranks: dict[str, int] = {}
-    for global_rank in range(cluster.num_ranks):
-        first_ranks.setdefault(cluster.nodes[cluster.node_of(global_rank)].device, global_rank)
-    mine: Profile | str | None = None
-    for name, global_rank in first_ranks.items():
-        if global_rank == dist.get_rank():
-            try:
-                mine = measure_profile(model, options, device_name=name, device=device)
-            except ProfileError as error:
-                mine = f"Rank {global_rank} ({name}): {error}"
-    answers: list[Profile | str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, mine, group=group)
-    failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
-        raise ProfileError(" ".join(failures))
-    measured = [answer for answer in answers if isinstance(answer, Profile)]
-    return functools.reduce(Profile.merge, measured)
 
 
 def _measure_times(
@@ -256,7 +206,7 @@ def _forward_backward_s(run: Callable[[], Tensor], device: torch.device) -> tupl
     return middle - start, _now_s(device) - middle
 
 
-def _median(measure: Timed, num_repeats: int) -> tuple[float, float]:
+def _median(measure: _Timed, num_repeats: int) -> tuple[float, float]:
     measure()  # Warms up caches, allocator and kernels.
     pairs = [measure() for _ in range(num_repeats)]
     forward, backward = (statistics.median(column) for column in zip(*pairs, strict=True))

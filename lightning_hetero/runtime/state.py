@@ -181,10 +181,7 @@ def agree_on_groups(
     """
     names = iter(_names_of(store, optimizer))
     groups = [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
-    gathered: list[Any] = [groups]
-    if comms.world_size > 1:
-        gathered = [None] * comms.world_size
-        dist.all_gather_object(gathered, groups, group=comms.control)
+    gathered = comms.gather_objects(groups)
     for group, *found in zip(optimizer.param_groups, *gathered, strict=True):
         if any(item != found[0] for item in found):
             united = {name for item in found for name in item}
@@ -203,12 +200,8 @@ def _gather_kinds(
         name = names[index]
         if store.masters[name].numel():
             own[index] = {key: _kind(store, name, key, value) for key, value in values.items()}
-    gathered: list[Any] = [own]
-    if comms.world_size > 1:
-        gathered = [None] * comms.world_size
-        dist.all_gather_object(gathered, own, group=comms.control)
     merged: list[dict[str, tuple[bool, torch.dtype | None]]] = [{} for _ in names]
-    for kinds in gathered:
+    for kinds in comms.gather_objects(own):
         for index, keys in kinds.items():
             merged[index].update(keys)
     return merged

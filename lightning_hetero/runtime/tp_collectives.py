@@ -6,11 +6,10 @@ backward does the mirror image to gradients: the gradient of something whole tha
 shards of weights is partial, the gradient of a sum is whole (Megatron-LM's conjugate operators f
 and g, and their versions for sharded tokens).
 
-A length n need not be divisible: rank r of t has [round(n·r / t), round(n·(r + 1) / t)), as in
-`core.slices`.
+A length need not be divisible by the group: see `core.slices.piece_of`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.core.slices import piece_of
+
 __all__ = [
     "TPGroup",
     "gather_shards",
     "gather_tokens",
-    "piece_of",
     "piece_sizes",
     "reduce_partial",
     "reduce_to_tokens",
     "split_shards",
     "sum_gradients",
 ]
+
+
+_Step = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +43,6 @@ class TPGroup:
     tp_rank: int
     positions: tuple[int, ...]
     """By `tp_rank`: the rank in the communicator, which orders its members by global rank."""
-
-
-def piece_of(length: int, index: int, count: int) -> tuple[int, int]:
-    """Return [start, stop) of one of `count` pieces of a length."""
-    return round(length * index / count), round(length * (index + 1) / count)
 
 
 def piece_sizes(length: int, count: int) -> list[int]:
@@ -91,104 +89,55 @@ def _own_piece(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -
     return tensor.narrow(dim, start, sizes[peers.tp_rank]).contiguous()
 
 
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: TPGroup) -> Tensor:
-        ctx.peers = peers
-        return tensor.view_as(tensor)
+def _as_it_is(tensor: Tensor, _peers: TPGroup) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+class _Move(torch.autograd.Function):
+    """Does one thing to a tensor on its way forward, and another to its gradient on its way back.
+
+    Both take the same arguments behind the tensor.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(gradient, ctx.peers), None
-
-
-class _ReducePartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, peers: TPGroup) -> Tensor:
-        return _all_reduce(tensor, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Moved(torch.autograd.Function):
-    """Base of what moves along a dim; keeps its arguments for the way back."""
-
-    @staticmethod
-    def keep(ctx: Any, dim: int, sizes: Sequence[int], peers: TPGroup) -> None:
-        ctx.moved = dim, sizes, peers
-
-
-class _GatherShards(_Moved):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-        _Moved.keep(ctx, dim, sizes, peers)
-        return _all_gather(tensor, dim, sizes, peers)
+    def forward(ctx: Any, tensor: Tensor, there: _Step, back: _Step, *arguments: Any) -> Tensor:
+        ctx.back, ctx.arguments = back, arguments
+        return there(tensor, *arguments)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _own_piece(gradient, *ctx.moved), None, None, None
+        return ctx.back(gradient, *ctx.arguments), None, None, *[None for _ in ctx.arguments]
 
 
-class _SplitShards(_Moved):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-        _Moved.keep(ctx, dim, sizes, peers)
-        return _own_piece(tensor, dim, sizes, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_gather(gradient, *ctx.moved), None, None, None
-
-
-class _GatherTokens(_Moved):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-        _Moved.keep(ctx, dim, sizes, peers)
-        return _all_gather(tensor, dim, sizes, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _reduce_scatter(gradient, *ctx.moved), None, None, None
-
-
-class _ReduceToTokens(_Moved):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
-        _Moved.keep(ctx, dim, sizes, peers)
-        return _reduce_scatter(tensor, dim, sizes, peers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_gather(gradient, *ctx.moved), None, None, None
+def _move(tensor: Tensor, there: _Step, back: _Step, *arguments: Any) -> Tensor:
+    return _Move.apply(tensor, there, back, *arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_gradients(tensor: Tensor, peers: TPGroup) -> Tensor:
     """Return something whole as it is; its partial gradients are summed over the group."""
-    return _SumGradients.apply(tensor, peers)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(tensor, _as_it_is, _all_reduce, peers)
 
 
 def reduce_partial(tensor: Tensor, peers: TPGroup) -> Tensor:
     """Return the whole sum of the ranks' partial tensors."""
-    return _ReducePartial.apply(tensor, peers)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(tensor, _all_reduce, _as_it_is, peers)
 
 
 def gather_shards(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
     """Return what the ranks' shards are together; used alike by all ranks afterwards."""
-    return _GatherShards.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(tensor, _all_gather, _own_piece, dim, sizes, peers)
 
 
 def split_shards(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
     """Return this rank's shard of something whole."""
-    return _SplitShards.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(tensor, _own_piece, _all_gather, dim, sizes, peers)
 
 
 def gather_tokens(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
     """Return all tokens from shards of them; used with shards of weights afterwards."""
-    return _GatherTokens.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(tensor, _all_gather, _reduce_scatter, dim, sizes, peers)
 
 
 def reduce_to_tokens(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
     """Return this rank's tokens of the sum of the ranks' partial tensors."""
-    return _ReduceToTokens.apply(tensor, dim, sizes, peers)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(tensor, _reduce_scatter, _all_gather, dim, sizes, peers)

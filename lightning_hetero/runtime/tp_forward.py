@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.slices import piece_of
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.tp_collectives import (
     TPGroup,
     gather_shards,
     gather_tokens,
-    piece_of,
     piece_sizes,
     reduce_partial,
     reduce_to_tokens,
@@ -89,7 +89,7 @@ class ShardedForward:
             result: Tensor = self._forward(tensor)
             return result
 
-    def _colwise(self, peers: TPGroup, tensor: Tensor) -> Tensor:
+    def _colwise(self, _peers: TPGroup, tensor: Tensor) -> Tensor:
         return self._linear(self._copied(tensor))
 
     def _gathered(self, peers: TPGroup, tensor: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_hetero.core.slices import piece_of
 from lightning_hetero.runtime.targets import Classification
 from lightning_hetero.runtime.tp_collectives import (
     TPGroup,
     gather_shards,
-    piece_of,
     piece_sizes,
     reduce_partial,
 )

@@ -117,10 +117,6 @@ class SliceStore:
             self.specs[name] = replace(self.specs[name], requires_grad=flag)
         return bool(changed)
 
-    def num_bytes(self) -> int:
-        """Return the bytes of the slices."""
-        return sum(item.numel() * item.element_size() for item in self.masters.values())
-
 
 class ComputeWeights:
     """What one rank computes with under one plan.
@@ -191,12 +187,11 @@ class ComputeWeights:
             offset += held_stop - held_start
         return None
 
-    def rows(self, name: str, start: int, stop: int, tensor: Tensor | None = None) -> Tensor:
-        """Return global rows of this rank's shard (or of its gradient `tensor`) as a view."""
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return global rows of this rank's shard as a view."""
         local = self.local_rows(name, start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not held here"
-        source = self.shards[name].detach() if tensor is None else tensor
-        return narrow_rows(source, self._store.specs[name], *local)
+        return narrow_rows(self.shards[name].detach(), self._store.specs[name], *local)
 
     @contextmanager
     def in_module(self) -> Iterator[None]:
@@ -231,14 +226,6 @@ class ComputeWeights:
             master = self._store.masters[name]
             master.data = master.data.clone(memory_format=torch.contiguous_format)
         self.shared.clear()
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the compute weights that are not shared with slices."""
-        return sum(
-            shard.numel() * shard.element_size()
-            - (self._store.masters[name].numel() * shard.element_size()) * (name in self.shared)
-            for name, shard in self.shards.items()
-        )
 
 
 def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -113,7 +113,7 @@ class CostModel(ABC):
         ]
         self._specs = {n.device: cluster.device_of_node(i) for i, n in enumerate(cluster.nodes)}
         self.special_links = {
-            (low, high): cluster.link_between_nodes(low, high)
+            (low, high): cluster.link_between(low, high)
             for low, high in (sorted(link.nodes) for link in cluster.links)
             if low != high
         }
@@ -169,7 +169,7 @@ class CostModel(ABC):
         key = (self.node_of_rank[rank_a], self.node_of_rank[rank_b])
         found = self._links.get(key)
         if found is None:
-            found = self._links[key] = self.cluster.link_between_nodes(*key)
+            found = self._links[key] = self.cluster.link_between(*key)
         return found
 
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:

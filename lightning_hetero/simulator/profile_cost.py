@@ -7,7 +7,6 @@ step, and the links.
 from collections.abc import Sequence
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile, TimeFit
 from lightning_hetero.simulator.cost import MicroBatchShape, StageShape, StateLayout
@@ -94,8 +93,6 @@ class ProfileCost(RooflineCost):
     def _speed(self, device: str) -> float:
         """Return how fast a device ran one layer, so that mixed TP groups take the slowest."""
         times = self.profile.device(device).times
-        if not times:
-            raise ProfileError(f"The profile of {device} holds no times. Measure it again.")
         first = min(times, key=lambda entry: (entry.tp_degree, sum(entry.lengths)))
         seconds = sum(first.blocks[1])
         return sum(first.lengths) / seconds if seconds else float("inf")

@@ -45,8 +45,6 @@ class Simulation:
 
     iteration_time_s: float
     """From the first pull to the last optimizer step."""
-    pipeline_time_s: tuple[float, ...]
-    """For each pipeline the end of its last backward."""
     stage_busy: tuple[tuple[float, ...], ...]
     """[pipeline][stage] share of the iteration spent computing, 0 to 1."""
     stage_memory_bytes: tuple[tuple[float, ...], ...]
@@ -148,7 +146,6 @@ def simulate(
     exchange_s = iteration_s - propagation_s + first_start
     return Simulation(
         iteration_time_s=iteration_s,
-        pipeline_time_s=tuple(max(row) for row in ends),
         stage_busy=busy,
         stage_memory_bytes=memory,
         memory_bytes=_rank_memory(plan, memory, len(cost.node_of_rank)),

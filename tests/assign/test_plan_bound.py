@@ -22,7 +22,7 @@ def fastest_s(cost: PipelineCost, lengths: tuple[int, ...]) -> float:
     for groups in partitions(len(lengths))[0]:
         batches = [np.array(lengths)[groups == index] for index in range(groups.max() + 1)]
         if max(int(batch.sum()) for batch in batches) <= cost.max_len:
-            times_s = [sum(map(cost.sequence_time_s, batch)) + cost.c for batch in batches]
+            times_s = [sum(cost.a * n * n + cost.b * n for n in b) + cost.c for b in batches]
             for order in itertools.permutations(times_s):
                 ends_s.append(time_1f1b_s(order, cost.num_stages))
     return min(ends_s)

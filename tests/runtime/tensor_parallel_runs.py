@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.slices import piece_of
 from lightning_hetero.runtime import tp_logits
-from lightning_hetero.runtime.tp_collectives import TPGroup, piece_of
+from lightning_hetero.runtime.tp_collectives import TPGroup
 from lightning_hetero.runtime.tp_logits import ShardedLogits
 from tests.runtime.runs import MODULES, SEED, Case, Outcome, Recorded, Watch
 from tests.toy import CONTEXT, VOCABULARY, TokenRows, quiet

@@ -49,8 +49,8 @@ def test_ranks_of_a_host_and_type_make_a_node_in_order_of_ranks() -> None:
         ("T4", 2),
     ]
     assert [cluster.device_of(rank).name for rank in range(5)] == [s.base for s in seats]
-    assert cluster.link_between(0, 2)[0] == 16e9, "the slower card bounds the link in a host"
-    assert cluster.link_between(0, 3)[0] == cluster.inter_node_bytes_per_s
+    assert cluster.link_between(0, 1)[0] == 16e9, "the slower card bounds the link in a host"
+    assert cluster.link_between(0, 2)[0] == cluster.inter_node_bytes_per_s
     assert cluster.devices == ()
 
 

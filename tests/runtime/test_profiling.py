@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
@@ -12,12 +11,7 @@ from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.runtime.profiling import (
-    ProfileOptions,
-    current_versions,
-    measure_cluster_profile,
-    measure_profile,
-)
+from lightning_hetero.runtime.profiling import ProfileOptions, current_versions, measure_profile
 from lightning_hetero.simulator import ProfileCost, simulate, split_batch
 
 TINY = ModelSpec(
@@ -128,36 +122,3 @@ def test_ungated_models_are_measured_with_as_many_parameters():
 def test_what_cannot_be_measured_is_refused(model, options, message):
     with pytest.raises(ProfileError, match=message):
         measure(model, **options)
-
-
-def _device(name: str) -> DeviceSpec:
-    return DeviceSpec(
-        name=name,
-        peak_flops_per_s=1e10,
-        memory_bytes=2**30,
-        memory_bytes_per_s=1e10,
-        intra_node_bytes_per_s=1e9,
-    )
-
-
-def _measure_on_rank(global_rank: int) -> tuple[Profile, str]:
-    dist.init_process_group("gloo")
-    cluster = Cluster(
-        nodes=(Node(device="fast", count=1), Node(device="slow", count=1)),
-        devices=(_device("fast"), _device("slow")),
-    )
-    options = ProfileOptions(microbatches=((8,),), max_block=1, num_repeats=1)
-    cpu = torch.device("cpu")
-    profile = measure_cluster_profile(TINY, options, cluster, device=cpu)
-    too_fine = dataclasses.replace(options, tp_degrees=(4,))
-    with pytest.raises(ProfileError) as refused:
-        measure_cluster_profile(TINY, too_fine, cluster, device=cpu)
-    return profile, str(refused.value)
-
-
-@pytest.mark.dist
-def test_all_ranks_get_one_profile_of_all_device_types_or_the_same_error(pool):
-    (profile, error), other = pool.run(_measure_on_rank, 2)
-    assert other == (profile, error)
-    assert [device.device for device in profile.devices] == ["fast", "slow"]
-    assert "Rank 0 (fast)" in error

@@ -91,9 +91,7 @@ def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
         for index, stage in enumerate(stages):
             share = segment.params_per_unit / stage.tp_degree / len(stages) * 2
             peers = [
-                cost.cluster.link_between(stage.ranks[0], other.ranks[0])
-                for other in stages
-                if other is not stage
+                cost.link(stage.ranks[0], other.ranks[0]) for other in stages if other is not stage
             ]
             expected = sum(share / rate for rate, _ in peers)
             expected += max((latency for _, latency in peers), default=0.0)

@@ -1,0 +1,62 @@
+"""The small messages, on CPU, with which callbacks of all ranks tell each other what they know."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Ranks"]
+
+_T = TypeVar("_T")
+
+
+class Ranks:
+    """The ranks of a run and their small messages, on CPU.
+
+    Args:
+        group: A gloo group of all ranks; None if there is only one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.global_rank = 0 if group is None else dist.get_rank(group)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides."""
+        return self.global_rank == 0
+
+    def to_leader(self, row: Sequence[float]) -> list[list[float]]:
+        """Return every rank's row on the leader, nothing elsewhere."""
+        own = torch.tensor(row, dtype=torch.float64)
+        if self._group is None:
+            return [own.tolist()]
+        rows = list(own.new_empty(self.world_size, len(own)).unbind(0)) if self.leads else None
+        dist.gather(own, rows, dst=0, group=self._group)
+        return [] if rows is None else [item.tolist() for item in rows]
+
+    def from_leader(self, numbers: Sequence[int]) -> list[int]:
+        """Return the leader's numbers."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            dist.broadcast(values, 0, group=self._group)
+        found: list[int] = values.tolist()
+        return found
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return every rank's value."""
+        if self._group is None:
+            return [value]
+        values: list[_T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return [item for item in values if item is not None]
+
+    def share(self, value: _T) -> _T:
+        """Return the leader's value."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=self._group)
+        return values[0]
