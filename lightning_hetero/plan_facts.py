@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
@@ -79,7 +78,7 @@ class AutoPlan:
 class DataFacts:
     """What a data module knows of its samples."""
 
-    lengths: NDArray[np.int64]
+    lengths: IntArray
     """Tokens of the samples, or of a fair part of them."""
     tokens_per_step: int
     """Tokens of an iteration on all pipelines together."""

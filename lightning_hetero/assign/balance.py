@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_hetero.assign.cost import FloatArray, IntArray
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 
 __all__ = ["BinRows", "balance", "improve_balance"]
 
@@ -35,7 +34,7 @@ class BinRows:
     """[R] most tokens in a bin."""
     bin_of: IntArray
     """[R, U] bin of each item."""
-    is_valid: NDArray[np.bool_]
+    is_valid: BoolArray
     """[R] whether every item found room."""
 
     def only(self, rows: IntArray) -> Self:
@@ -109,7 +108,7 @@ def improve_balance(rows: BinRows, *, stop_at_s: FloatArray) -> BinRows:
     return replace(rows, bin_of=bin_of)
 
 
-def _step(part: BinRows, stop_at_s: FloatArray) -> tuple[IntArray, NDArray[np.bool_]]:
+def _step(part: BinRows, stop_at_s: FloatArray) -> tuple[IntArray, BoolArray]:
     """Return the bins after the best change of each row, and which rows changed."""
     num_rows, num_items = part.times_s.shape
     rows = np.arange(num_rows)
@@ -171,7 +170,7 @@ def _move_ends(
     return ends_s
 
 
-def _missing_bins(num_bins: IntArray) -> NDArray[np.bool_]:
+def _missing_bins(num_bins: IntArray) -> BoolArray:
     return np.arange(int(num_bins.max()))[None, :] >= num_bins[:, None]
 
 

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import (
-    CostTable,
-    FloatArray,
-    IntArray,
-    PipelineCost,
-    as_lengths,
-)
+from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.assign.covering import (
     ROUNDING,
     SequenceRuns,
@@ -26,6 +20,7 @@ from lightning_hetero.assign.covering import (
 )
 from lightning_hetero.assign.greedy import UNFIT_S, fitting_times_s
 from lightning_hetero.assign.programme import Programme
+from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["dispatch_lower_bound_s", "fast_lower_bound_s"]
 

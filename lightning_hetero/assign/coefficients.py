@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import FloatArray, PipelineCost
+from lightning_hetero.assign.cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.profile import TimeFit
 
@@ -123,7 +123,7 @@ def pipeline_cost(
             aren't positive, or there are too few lengths.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
-    times_s: FloatArray = np.atleast_2d(np.asarray(stage_times_s, dtype=float))
+    times_s = np.atleast_2d(np.asarray(stage_times_s, dtype=float))
     if len(times_s) != len(stages):
         raise AssignmentError(
             f"{len(times_s)} stages were timed but {len(stages)} have memory; describe the same."

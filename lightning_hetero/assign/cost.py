@@ -9,22 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
 __all__ = [
     "CostTable",
-    "FloatArray",
-    "IntArray",
     "PipelineCost",
     "as_lengths",
     "microbatch_times_s",
     "sequence_times_s",
 ]
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

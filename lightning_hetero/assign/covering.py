@@ -23,8 +23,9 @@ from typing import Self
 
 import numpy as np
 
-from lightning_hetero.assign.cost import CostTable, FloatArray, IntArray
+from lightning_hetero.assign.cost import CostTable
 from lightning_hetero.assign.programme import Programme
+from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
 

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.bounds import fast_lower_bound_s
-from lightning_hetero.assign.cost import CostTable, FloatArray, IntArray, PipelineCost, as_lengths
+from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.assign.greedy import Placement, fitting_times_s, place_greedily
 from lightning_hetero.assign.improve import improve_dispatch
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
 __all__ = ["Dispatch", "check_fit", "dispatch"]

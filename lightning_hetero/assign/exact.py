@@ -6,15 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import (
-    CostTable,
-    IntArray,
-    PipelineCost,
-    as_lengths,
-    sequence_times_s,
-)
+from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths, sequence_times_s
 from lightning_hetero.assign.dispatch import Dispatch, check_fit
 from lightning_hetero.assign.programme import Programme
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError
 
 __all__ = ["BinPacking", "dispatch_exact", "pack_into"]

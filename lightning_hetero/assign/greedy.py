@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.cost import CostTable, FloatArray, IntArray
+from lightning_hetero.assign.cost import CostTable
+from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["UNFIT_S", "Placement", "fitting_times_s", "place_greedily"]
 

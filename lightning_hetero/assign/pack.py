@@ -16,15 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.balance import BinRows, balance, improve_balance
-from lightning_hetero.assign.cost import (
-    FloatArray,
-    IntArray,
-    PipelineCost,
-    as_lengths,
-    sequence_times_s,
-)
+from lightning_hetero.assign.cost import PipelineCost, as_lengths, sequence_times_s
 from lightning_hetero.assign.exact import pack_into
 from lightning_hetero.assign.partitions import MAX_ENUMERATED, partition_sums, partitions
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
 __all__ = ["Packing", "microbatch_range", "pack", "pack_all", "packing_lower_bound_s"]

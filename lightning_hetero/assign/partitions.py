@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_hetero.assign.cost import FloatArray, IntArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["MAX_ENUMERATED", "partition_sums", "partitions"]
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import CostTable, FloatArray, as_lengths
+from lightning_hetero.assign.cost import CostTable, as_lengths
 from lightning_hetero.assign.covering import (
     ROUNDING,
     SequenceRuns,
@@ -35,6 +35,7 @@ from lightning_hetero.assign.covering import (
 )
 from lightning_hetero.assign.programme import Programme
 from lightning_hetero.assign.proposal import Scheme
+from lightning_hetero.core.arrays import FloatArray
 
 __all__ = ["plan_lower_bound_s"]
 

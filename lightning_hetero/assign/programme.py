@@ -6,9 +6,9 @@ from typing import Any
 
 import highspy
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import FloatArray, IntArray
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 
 __all__ = ["Programme", "Solution"]
 
@@ -34,7 +34,7 @@ class Programme:
 
     _upper: list[FloatArray] = field(default_factory=list)
     _costs: list[FloatArray] = field(default_factory=list)
-    _integral: list[NDArray[np.bool_]] = field(default_factory=list)
+    _integral: list[BoolArray] = field(default_factory=list)
     _num_variables: int = 0
     _columns: list[IntArray] = field(default_factory=list)
     _coefficients: list[FloatArray] = field(default_factory=list)

@@ -13,17 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import (
-    CostTable,
-    FloatArray,
-    IntArray,
-    PipelineCost,
-    as_lengths,
-)
+from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.assign.estimate import estimate_plans
 from lightning_hetero.assign.relaxation import Workload, fractional_plan
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
 
 __all__ = ["Proposal", "ProposalOptions", "Scheme", "draw_iteration", "propose"]
@@ -134,7 +129,7 @@ class _Search:
         self.devices = np.array([[dict(s.devices).get(t, 0) for t in types] for s in schemes])
         self.available = np.array([num_devices[t] for t in types])
         known = np.array([all(t in num_devices for t, _ in s.devices) for s in schemes])
-        self.usable: NDArray[np.bool_] = (self.devices <= self.available).all(axis=1) & known
+        self.usable: BoolArray = (self.devices <= self.available).all(axis=1) & known
         self.longest = int(lengths.max())
         self.table = CostTable.of(self.costs)
         if not (self.usable & (self.table.max_len >= self.longest)).any():

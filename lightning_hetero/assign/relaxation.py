@@ -15,10 +15,9 @@ sequence that alone takes longer than λ; then λ is found by bisection.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_hetero.assign.cost import FloatArray
 from lightning_hetero.assign.programme import Programme
+from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 
 __all__ = ["FractionalPlan", "Workload", "fractional_plan"]
 
@@ -33,7 +32,7 @@ class Workload:
     """[S, K] seconds of a stage on one pipeline of the scheme."""
     alone_s: FloatArray
     """[S, K] seconds of one sequence of the interval alone on the scheme, bubbles included."""
-    fits: NDArray[np.bool_]
+    fits: BoolArray
     """[S, K] whether the interval's longest sequence fits."""
     lost_s: FloatArray
     """[K] seconds a pipeline loses to bubbles and constants."""
@@ -108,9 +107,7 @@ def _with_bubbles(workload: Workload, latency_s: float) -> FractionalPlan | None
     )
 
 
-def _add_shares(
-    programme: Programme, workload: Workload, allowed: NDArray[np.bool_]
-) -> NDArray[np.int64]:
+def _add_shares(programme: Programme, workload: Workload, allowed: BoolArray) -> IntArray:
     """Add shares f and pipeline-seconds D with their rows; return the D variables [K]."""
     num_schemes = allowed.shape[1]
     shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)

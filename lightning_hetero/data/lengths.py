@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.data.samples import num_tokens
 
@@ -38,7 +38,7 @@ class _Lengths:
         return [num_tokens(self._dataset[index]) for index in range(chunk * _CHUNK, stop)]
 
 
-def read_lengths(dataset: Any, *, num_workers: int = 0) -> NDArray[np.int64]:
+def read_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
     """Return the tokens of each sample of a map-style dataset, by reading it."""
     chunks: Any = DataLoader(
         _Lengths(dataset),  # type: ignore[arg-type]
@@ -49,9 +49,7 @@ def read_lengths(dataset: Any, *, num_workers: int = 0) -> NDArray[np.int64]:
     return np.array([length for chunk in chunks for length in chunk], dtype=np.int64)
 
 
-def cached_lengths(
-    dataset: Any, *, file: Path | None = None, num_workers: int = 0
-) -> NDArray[np.int64]:
+def cached_lengths(dataset: Any, *, file: Path | None = None, num_workers: int = 0) -> IntArray:
     """Return the lengths from their file, else read them and write it if that is possible.
 
     Args:
@@ -61,7 +59,7 @@ def cached_lengths(
     """
     path = file or lengths_file(dataset)
     with contextlib.suppress(OSError, ValueError):
-        found: NDArray[np.int64] = np.load(path, allow_pickle=False)
+        found: IntArray = np.load(path, allow_pickle=False)
         if found.shape == (len(dataset),):
             return found
     lengths = read_lengths(dataset, num_workers=num_workers)

@@ -14,9 +14,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from typing_extensions import override
 
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open_store
@@ -210,7 +211,7 @@ class HeteroDataModule(pl.LightningDataModule):
             return 0
         return self._train_loader.dealer.set_candidates(candidates) - self._count_trained()
 
-    def sample_lengths(self) -> NDArray[np.int64]:
+    def sample_lengths(self) -> IntArray:
         """Return the lengths of training samples as they will be, or of a fair part of them."""
         if "train" in self._samples:
             lengths = self._samples["train"].lengths

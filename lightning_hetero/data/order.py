@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Cursor", "Drawn", "EpochOrder", "IterationSource"]
-
-_IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class Drawn:
 
     samples: Sequence[Any]
     """Indices of a map-style dataset, or the samples of a stream."""
-    lengths: _IntArray
+    lengths: IntArray
     """Tokens of each."""
     before: Cursor
     after: Cursor
@@ -97,7 +96,7 @@ class EpochOrder:
         shuffle: bool = True,
         min_samples: int = 1,
     ) -> None:
-        self.lengths: _IntArray = np.asarray(lengths, dtype=np.int64)
+        self.lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         longest = int(self.lengths.max(initial=0))
         if tokens_per_step < max(longest, 1):
             raise ConfigurationError(
@@ -124,7 +123,7 @@ class EpochOrder:
         """Number of samples of every epoch."""
         return len(self.lengths)
 
-    def order(self, epoch: int) -> _IntArray:
+    def order(self, epoch: int) -> IntArray:
         """Return the order of an epoch's samples."""
         if not self._shuffle:
             return np.arange(self.num_samples)
@@ -152,7 +151,7 @@ class EpochOrder:
             )
             before = after
 
-    def _stops(self, order: _IntArray, cursor: Cursor) -> _IntArray:
+    def _stops(self, order: IntArray, cursor: Cursor) -> IntArray:
         """Return where the iterations after a cursor end, in samples; the last takes all."""
         count, least = len(self), self._min_samples
         left = count - cursor.num_iterations

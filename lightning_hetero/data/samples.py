@@ -10,13 +10,12 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError, ConfigurationError
 
 __all__ = ["OnOverlong", "TokenSamples", "cut_sample", "num_tokens", "spans_of"]
-
-_IntArray = NDArray[np.int64]
 
 
 class OnOverlong(StrEnum):
@@ -67,9 +66,9 @@ class TokenSamples:
         self._sample_of = np.repeat(np.arange(len(self._whole)), counts)
         first_piece = np.cumsum(counts) - counts
         number = np.arange(len(self._sample_of)) - first_piece[self._sample_of]
-        self._starts: _IntArray = number * context_length
+        self._starts: IntArray = number * context_length
         left = self._whole[self._sample_of] - self._starts
-        self.lengths: _IntArray = np.minimum(left, context_length)
+        self.lengths: IntArray = np.minimum(left, context_length)
         """Tokens of each piece."""
 
     def __len__(self) -> int:
@@ -130,7 +129,7 @@ def _is_row(value: Any) -> bool:
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
 
 
-def _checked(lengths: ArrayLike, num_samples: int) -> _IntArray:
+def _checked(lengths: ArrayLike, num_samples: int) -> IntArray:
     array = np.asarray(lengths)
     if array.shape != (num_samples,) or not np.issubdtype(array.dtype, np.integer):
         raise ConfigurationError(

@@ -16,11 +16,10 @@ among the splits that reach it.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from lightning_hetero.core.arrays import FloatArray
 
 __all__ = ["balance_layers"]
-
-FloatArray = NDArray[np.float64]
 
 
 def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int, ...] | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.estimate import Estimator
-from lightning_hetero.planner.patterns import FloatArray, IntArray
 from lightning_hetero.planner.rates import best_mix, bottleneck_times_s
 
 __all__ = [

@@ -27,7 +27,8 @@ from lightning_hetero.assign import (
     plan_costs,
     propose,
 )
-from lightning_hetero.assign.cost import IntArray, as_lengths
+from lightning_hetero.assign.cost import as_lengths
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.balancing import balance_layers

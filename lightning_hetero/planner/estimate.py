@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.layout import Layout, PipelineLayout, classify_nodes
 from lightning_hetero.planner.sharing import deal_microbatches, share_microbatches
@@ -22,7 +22,6 @@ from lightning_hetero.simulator.propagate import PipelineTimes, propagate
 
 __all__ = ["Estimate", "Estimator", "PipelineEstimate"]
 
-FloatArray = NDArray[np.float64]
 _PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
 
 

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.patterns import (
     CoverBound,
-    FloatArray,
-    IntArray,
     cover_bound,
     enumerate_compositions,
     solve_cover,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
 
 __all__ = [
@@ -30,9 +30,6 @@ _MAX_COMPOSITIONS = 3_000_000
 # most a few hundred units, so this one makes leaving units out unattractive.
 _UNUSED_PENALTY = 1000.0
 _TOLERANCE = 1e-7
-
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
 
 
 def enumerate_compositions(counts: Sequence[int], max_units: int) -> IntArray:

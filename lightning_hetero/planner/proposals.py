@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.bound import bound_iteration_time_s
 from lightning_hetero.planner.estimate import Estimator
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
 from lightning_hetero.planner.layout import Layout, PipelineLayout
 from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
-from lightning_hetero.planner.patterns import IntArray, enumerate_compositions
+from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
 
 __all__ = ["bound_time_s", "enumerate_layouts", "propose_layouts"]

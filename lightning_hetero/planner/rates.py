@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from lightning_hetero.planner.patterns import FloatArray, IntArray, quiet_solver, to_solution
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.patterns import quiet_solver, to_solution
 
 __all__ = ["PipelineRates", "best_mix", "bottleneck_times_s", "choose_pipelines"]
 

@@ -7,7 +7,8 @@ numbers that minimise the longest one are found by filling all to a common level
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+
+from lightning_hetero.core.arrays import IntArray
 
 __all__ = ["deal_microbatches", "share_microbatches"]
 
@@ -53,8 +54,8 @@ def share_microbatches(
     if not int(numbers.sum()) <= total <= int((numbers * most).sum()):
         return None
 
-    def done(level: float) -> NDArray[np.int64]:
-        finished: NDArray[np.int64] = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
+    def done(level: float) -> IntArray:
+        finished: IntArray = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
         return np.clip(finished, 1, most)
 
     low, high = 0.0, float((fills + slopes * (most + 1)).max())
