@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.profile import TimeFit
+from lightning_hetero.core.time_fit import TimeFit
 
 __all__ = [
     "ModelMemory",

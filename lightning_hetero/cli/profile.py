@@ -10,7 +10,8 @@ from rich.table import Table
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
-from lightning_hetero.core.profile import Profile, TimeFit
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.runtime.profiling import ProfileOptions, measure_profile
 
 __all__ = ["add_parser", "run_profile"]

@@ -44,7 +44,6 @@ from lightning_hetero.core.profile import (
     DeviceProfile,
     LayerMemory,
     Profile,
-    TimeFit,
     binary_blocks,
 )
 from lightning_hetero.core.rendezvous import RendezvousError, check_rendezvous
@@ -59,6 +58,7 @@ from lightning_hetero.core.slices import (
     holdings_of,
 )
 from lightning_hetero.core.table import format_table
+from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.core.transfers import Message, Piece, TransferTable, unit_of
 
 __all__ = [

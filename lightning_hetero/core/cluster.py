@@ -12,7 +12,7 @@ run. A cluster file is YAML::
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ import yaml
 
 from lightning_hetero.core.devices import DeviceSpec, find_device
 from lightning_hetero.core.errors import ClusterError
+from lightning_hetero.core.parsing import check_fields, load_file
 from lightning_hetero.core.table import format_table
 
 __all__ = ["Cluster", "Link", "Node"]
@@ -226,14 +227,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a cluster from a YAML file; ClusterError names the file if it is wrong."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ClusterError(f"Can't read the cluster {path}: {error}.") from error
-        try:
-            return cls.from_yaml(text)
-        except ClusterError as error:
-            raise ClusterError(f"{path}: {error}") from error
+        return load_file(path, "cluster", ClusterError, cls.from_yaml)
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as a YAML file."""
@@ -269,19 +263,10 @@ def _list(data: Mapping[str, Any], key: str) -> list[Any]:
 
 def _checked(data: Any, schema: type, where: str) -> dict[str, Any]:
     """Return `data` with numbers as floats where the schema says so; ClusterError on wrong keys."""
-    if not isinstance(data, Mapping):
-        raise ClusterError(f"The {where} is {data!r}; it must be a mapping.")
-    known = {item.name: item for item in fields(schema)}
-    required = {name for name, item in known.items() if item.default is MISSING}
-    missing, unknown = required - data.keys(), data.keys() - known.keys()
-    if missing or unknown:
-        raise ClusterError(
-            f"The {where} has keys {sorted(map(str, data))}; needed: {sorted(required)}, allowed "
-            f"besides: {sorted(known.keys() - required)}."
-        )
+    types = {item.name: str(item.type) for item in fields(schema)}
     return {
-        key: _as_typed(value, str(known[key].type), f"{key} of the {where}")
-        for key, value in data.items()
+        key: _as_typed(value, types[key], f"{key} of the {where}")
+        for key, value in check_fields(data, schema, where, ClusterError).items()
     }
 
 

@@ -7,13 +7,15 @@ square of their sum, and a causal one half of that.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.parsing import check_fields, load_file
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
@@ -148,15 +150,7 @@ class ModelSpec:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """Build a model from what `to_dict` returns; ModelError on wrong keys or sizes."""
-        if not isinstance(data, Mapping):
-            raise ModelError(f"The model is {data!r}; it must be a mapping of sizes.")
-        known = {item.name: item for item in fields(cls)}
-        required = {name for name, item in known.items() if item.default is MISSING}
-        if required - data.keys() or data.keys() - known.keys():
-            raise ModelError(
-                f"The model has keys {sorted(data)}; needed: {sorted(required)}, allowed besides: "
-                f"{sorted(known.keys() - required)}."
-            )
+        check_fields(data, cls, "model", ModelError)
         for name in ("gated_mlp", "tied_embeddings", "biases", "causal"):
             if name in data and not isinstance(data[name], bool):
                 raise ModelError(f"{name} of the model is {data[name]!r}; say true or false.")
@@ -207,18 +201,22 @@ class ModelSpec:
                 f"({', '.join(sorted(KNOWN_MODELS))}) nor a YAML file of sizes nor a folder with "
                 "a config.json."
             )
+        return load_file(config, "model", ModelError, partial(cls._parse, path=config))
+
+    @classmethod
+    def _parse(cls, text: str, *, path: Path) -> Self:
+        is_json = path.suffix == ".json"
         try:
-            text = config.read_text(encoding="utf-8")
-            if config.suffix == ".json":
-                data = json.loads(text)
-                if not isinstance(data, Mapping):
-                    raise ModelError(f"it holds {type(data).__name__}; it must be an object.")
-                return cls.from_config(data, name=config.resolve().parent.name)
-            return cls.from_dict(yaml.safe_load(text))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError) as error:
-            raise ModelError(f"Can't read the model {config}: {error}") from error
-        except ModelError as error:
-            raise ModelError(f"{config}: {error}") from error
+            data = json.loads(text) if is_json else yaml.safe_load(text)
+        except (yaml.YAMLError, json.JSONDecodeError) as error:
+            raise ModelError(
+                f"The model is not valid {'JSON' if is_json else 'YAML'}: {error}"
+            ) from error
+        if not is_json:
+            return cls.from_dict(data)
+        if not isinstance(data, Mapping):
+            raise ModelError(f"The config is {data!r}; it must be a mapping.")
+        return cls.from_config(data, name=path.resolve().parent.name)
 
 
 # Families with biases and learned positions, where newer ones have neither.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.parsing import check_keys, load_file
 from lightning_hetero.core.table import format_table
 
 __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
@@ -268,7 +269,8 @@ class ParallelPlan:
             PlanError: A key is missing or unknown, a value has the wrong type, or the plan is
                 invalid.
         """
-        pipelines = _items(_fields(data, {"pipelines"}, where="plan")["pipelines"], "pipelines")
+        known = check_keys(data, "plan", PlanError, required={"pipelines"})
+        pipelines = _items(known["pipelines"], "pipelines")
         return cls(pipelines=tuple(_parse_pipeline(item, i) for i, item in enumerate(pipelines)))
 
     def to_json(self) -> str:
@@ -291,14 +293,7 @@ class ParallelPlan:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a plan from a JSON file; PlanError names the file that is wrong or missing."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"Can't read the plan {path}: {error}.") from error
-        try:
-            return cls.from_json(text)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from error
+        return load_file(path, "plan", PlanError, cls.from_json)
 
     def __str__(self) -> str:
         rows = [
@@ -321,20 +316,6 @@ def _join(ranks: Sequence[int]) -> str:
     return ",".join(str(rank) for rank in ranks)
 
 
-def _fields(
-    data: Any, required: set[str], optional: frozenset[str] = frozenset(), *, where: str
-) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise PlanError(f"The {where} is {data!r}; it must be an object with {sorted(required)}.")
-    missing, unknown = required - data.keys(), data.keys() - required - optional
-    if missing or unknown:
-        raise PlanError(
-            f"The {where} has keys {sorted(map(str, data))}; needed: {sorted(required)}, "
-            f"allowed besides: {sorted(optional)}."
-        )
-    return data
-
-
 def _items(value: Any, where: str) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         raise PlanError(f"{where} is {value!r}; it must be a list.")
@@ -350,9 +331,9 @@ def _integers(value: Any, where: str) -> tuple[int, ...]:
 
 def _parse_pipeline(data: Any, index: int) -> PipelinePlan:
     where = f"pipeline {index}"
-    fields = _fields(data, {"stages"}, frozenset({"num_microbatches"}), where=where)
-    stages = _items(fields["stages"], f"stages of {where}")
-    count = fields.get("num_microbatches")
+    known = check_keys(data, where, PlanError, required={"stages"}, optional={"num_microbatches"})
+    stages = _items(known["stages"], f"stages of {where}")
+    count = known.get("num_microbatches")
     if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
         raise PlanError(f"num_microbatches of {where} is {count!r}; it must be an integer.")
     try:
@@ -367,8 +348,8 @@ def _parse_pipeline(data: Any, index: int) -> PipelinePlan:
 
 
 def _parse_stage(data: Any, where: str) -> StagePlan:
-    fields = _fields(data, {"ranks", "layers"}, where=where)
-    layers = _integers(fields["layers"], f"layers of {where}")
+    known = check_keys(data, where, PlanError, required={"ranks", "layers"})
+    layers = _integers(known["layers"], f"layers of {where}")
     if len(layers) != 2:
         raise PlanError(f"layers of {where} is {list(layers)}; give [first, last + 1].")
-    return StagePlan(ranks=_integers(fields["ranks"], f"ranks of {where}"), layers=range(*layers))
+    return StagePlan(ranks=_integers(known["ranks"], f"ranks of {where}"), layers=range(*layers))

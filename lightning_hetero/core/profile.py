@@ -2,25 +2,24 @@
 
 Layers are measured in blocks of 1, 2, 4, 8, ... at some micro-batches and TP degrees. A stage of n
 layers costs the sum over the set bits of n (AutoHet Eq. 5); a micro-batch that wasn't measured
-costs what the least-squares fit `T = a·Σl² + b·Σl + c` over the measured ones says. A profile is
-JSON; one that is broken, too old, or of other versions or another model is refused.
+costs what a fit over the measured ones says (`time_fit`). A profile is JSON; one that is broken,
+too old, or of other versions or another model is refused.
 """
 
 import dataclasses
 import datetime
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from lightning_hetero.core.errors import ModelError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.parsing import load_file
 
-__all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "Profile", "TimeFit", "binary_blocks"]
+__all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "Profile", "binary_blocks"]
 
 _FORMAT_VERSION = 1
 
@@ -99,56 +98,6 @@ class LayerMemory:
         )
         if self.tp_degree < 1 or not all(math.isfinite(v) and v >= 0 for v in values):
             raise ProfileError(f"Memory at TP {self.tp_degree} is {values}; measure again.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeFit:
-    """T(l) = a·l² + b·l + c of one stage, forward and backward; c is paid once per micro-batch."""
-
-    a: float
-    """Seconds per squared token of a sequence."""
-    b: float
-    """Seconds per token."""
-    c: float
-    """Seconds per micro-batch."""
-
-    def __call__(self, lengths: Sequence[int]) -> float:
-        """Return the seconds of a micro-batch of sequences of these lengths."""
-        squares = sum(length * length for length in lengths)
-        return self.a * squares + self.b * sum(lengths) + self.c
-
-    @classmethod
-    def of(cls, samples: Sequence[tuple[Sequence[int], float]], *, needs_b: bool = False) -> Self:
-        """Fit measured (lengths, seconds) by least squares, weighted so that ratios count.
-
-        Coefficients that would be negative are left out, and so are those that the samples can't
-        tell apart: one measured length says nothing about the square. With `needs_b` every token
-        takes time, whatever the samples say.
-        """
-        features = np.array(
-            [[sum(n * n for n in lengths), sum(lengths), 1.0] for lengths, _ in samples]
-        )
-        seconds = np.array([value for _, value in samples])
-        weights = 1.0 / np.maximum(seconds, 1e-12)
-        best, best_error = np.zeros(3), math.inf
-        for columns in _COLUMN_CHOICES:
-            chosen = features[:, columns]
-            scale = np.abs(chosen).max(axis=0)
-            system = chosen / scale * weights[:, None]
-            if np.linalg.matrix_rank(system, tol=1e-6 * np.linalg.norm(system)) < len(columns):
-                continue
-            solution = np.linalg.lstsq(system, seconds * weights, rcond=None)[0]
-            error = float(np.sum((system @ solution - seconds * weights) ** 2))
-            if needs_b and not (1 in columns and solution[columns.index(1)] > 0):
-                continue
-            if np.all(solution >= 0) and error < best_error - 1e-12:
-                best, best_error = np.zeros(3), error
-                best[columns] = solution / scale
-        return cls(a=float(best[0]), b=float(best[1]), c=float(best[2]))
-
-
-# Non-negative least squares over three columns: the best of all supports.
-_COLUMN_CHOICES = ([1], [1, 2], [0, 1], [0, 1, 2], [0, 2], [0], [2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,16 +250,15 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a profile from a JSON file; ProfileError names the file that is wrong or missing."""
+        return load_file(path, "profile", ProfileError, cls._parse)
+
+    @classmethod
+    def _parse(cls, text: str) -> Self:
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ProfileError(f"Can't read the profile {path}: {error.strerror}.") from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ProfileError(f"{path}: the profile is not valid JSON: {error}.") from error
-        try:
-            return cls.from_dict(data)
-        except ProfileError as error:
-            raise ProfileError(f"{path}: {error}") from error
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ProfileError(f"The profile is not valid JSON: {error}.") from error
+        return cls.from_dict(data)
 
 
 def _parse_device(data: Mapping[str, Any]) -> DeviceProfile:

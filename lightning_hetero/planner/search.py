@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.core.errors import PlanningError, ProfileError
+from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.bound import bound_iteration_price
@@ -18,6 +18,7 @@ from lightning_hetero.planner.estimate import Estimate, Estimator
 from lightning_hetero.planner.improve import Candidate, Judge, improve
 from lightning_hetero.planner.layout import Layout
 from lightning_hetero.planner.proposals import bound_time_s, enumerate_layouts, propose_layouts
+from lightning_hetero.planner.tp_degrees import valid_tp_degrees
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, RooflineCost, Simulation
 
@@ -149,7 +150,7 @@ class _Search:
         self.estimator = Estimator(cost, workload, equal_microbatches=options.equal_microbatches)
         self.judge = Judge(self.estimator, self._score)
         self.enumerated = False
-        self.tp_degrees = _valid_tp_degrees(cost, workload, options)
+        self.tp_degrees = valid_tp_degrees(cost, workload, options)
 
     def run(self) -> PlanningResult:
         self.progress("Proposing groups", 0.0)
@@ -282,54 +283,6 @@ class _Search:
         prices = [self.nodes[node].price_per_hour for node in sorted(used)]
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
-
-
-def _valid_tp_degrees(
-    cost: CostModel, workload: Workload, options: PlanningOptions
-) -> tuple[int, ...]:
-    """Return the TP degrees that nodes can hold, heads divide and the cost model knows."""
-    if options.tp_degrees is not None:
-        for degree in options.tp_degrees:
-            _check_tp_degree(cost, degree)
-        return tuple(sorted(set(options.tp_degrees)))
-    largest = max(node.count for node in cost.cluster.nodes)
-    degrees = [degree for degree in range(1, largest + 1) if _heads_divide(cost.model, degree)]
-    problems = {degree: _missing_times(cost, workload, degree) for degree in degrees}
-    known = tuple(degree for degree in degrees if problems[degree] is None)
-    first = problems[degrees[0]]
-    if not known and first is not None:
-        raise first
-    return known
-
-
-def _check_tp_degree(cost: CostModel, degree: int) -> None:
-    model, largest = cost.model, max(node.count for node in cost.cluster.nodes)
-    if degree > largest:
-        raise PlanningError(
-            f"TP degree {degree} needs {degree} devices in one node, but the largest node has "
-            f"{largest}. Ask for a degree of at most {largest}."
-        )
-    if not _heads_divide(model, degree):
-        raise PlanningError(
-            f"TP degree {degree} doesn't divide the {model.num_heads} heads and "
-            f"{model.num_kv_heads} key-value heads of {model.name}. Ask for a divisor."
-        )
-
-
-def _heads_divide(model: ModelSpec, degree: int) -> bool:
-    return not (model.num_heads % degree or model.num_kv_heads % degree)
-
-
-def _missing_times(cost: CostModel, workload: Workload, degree: int) -> ProfileError | None:
-    """Return why a degree can't be timed on a device type that could form such a group."""
-    estimator = Estimator(cost, workload, equal_microbatches=True)
-    try:
-        for node, entry in enumerate(cost.cluster.nodes):
-            if entry.count >= degree:
-                estimator.stage_times_s(node, degree, first=False, last=False)
-    except ProfileError as error:
-        return error
-    return None
 
 
 def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:

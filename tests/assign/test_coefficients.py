@@ -11,7 +11,7 @@ from lightning_hetero.assign import (
     util_len,
 )
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.profile import TimeFit
+from lightning_hetero.core.time_fit import TimeFit
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096, 8192, 16384])
 

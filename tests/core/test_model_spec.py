@@ -106,7 +106,7 @@ def test_hugging_face_folders_are_read(tmp_path):
     [
         ("num_layers: 3", "needed"),
         ("[1, 2]", "mapping"),
-        ("name: [", "Can't read"),
+        ("name: [", "not valid YAML"),
     ],
 )
 def test_broken_files_are_refused_with_their_name(tmp_path, content, message):

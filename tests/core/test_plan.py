@@ -184,7 +184,7 @@ def test_a_wrong_plan_is_refused_with_its_values_and_a_remedy(build, said):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ([], ["[]", "object", "pipelines"]),
+        ([], ["[]", "mapping", "pipelines"]),
         ({"pipes": []}, ["pipes", "pipelines"]),
         ({"pipelines": [], 3: 0}, ["'3'", "pipelines"]),
         ({"pipelines": {}}, ["pipelines is {}", "list"]),
