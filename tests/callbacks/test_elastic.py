@@ -27,7 +27,7 @@ from tests.callbacks.faults import FILES, METHODS
 from tests.callbacks.nodes import Nodes
 from tests.callbacks.servers import MetadataServer, Mode, S3Server, UnreliableProxy
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NUM_STEPS = 110
 EVERY = 2

@@ -12,7 +12,7 @@ from tests.processes import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
