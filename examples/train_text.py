@@ -33,7 +33,6 @@ from lightning_hetero.models import (
     PackedBatch,
     pack_samples,
     packed_cross_entropy,
-    step_flops,
 )
 
 DEFAULT_PLAN = {
@@ -153,7 +152,8 @@ class Throughput(L.Callback):
         self.seconds += time.perf_counter() - self._batch_start
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1})
         self.num_tokens += batch.num_tokens * sampler["num_replicas"]
-        self.flops += step_flops(pl_module.model.config, batch.lengths) * sampler["num_replicas"]
+        flops = pl_module.model.config.spec.step_flops(batch.lengths)
+        self.flops += flops * sampler["num_replicas"]
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
         self.log("tokens/s", self.tokens_per_s, prog_bar=True, batch_size=1)
 

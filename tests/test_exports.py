@@ -134,7 +134,7 @@ def test_no_name_has_two_meanings_within_a_package_or_among_what_packages_re_exp
         f"{scope}: {item}": sorted(found.values())
         for (scope, item), found in scopes.items()
         # Every subcommand's parser has the one name that the command line looks for.
-        if len(found) > 1 and item != "add_parser"
+        if len(found) > 1 and item != "add_arguments"
     }
     assert not twice, f"names with two meanings: {twice}"
 

@@ -5,7 +5,7 @@ gather on CPU brings the sums to rank 0, which logs:
 
 - `run/iteration_s`: mean seconds of an iteration, validation and checkpoints left out,
 - `run/tokens_per_s`: tokens of all pipelines per second of iterations,
-- `run/mfu`: FLOPs of the model (see `models.flops`) over the devices' peak; not on CPU,
+- `run/mfu`: FLOPs of the model (see `ModelSpec.step_flops`) over the devices' peak; not on CPU,
 - `run/bubble_share`: share of the ranks' time in which they compute nothing (AutoHet's bubbles,
   with all other waits),
 - `run/imbalance`: (max - min) / max of the ranks' computing (Hydraulis, Figure 12b),
@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -36,11 +36,13 @@ from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.runtime.detect import describe_device
 from lightning_hetero.runtime.sizes import infer_model_spec
 from lightning_hetero.strategy import HeteroStrategy
+
+if TYPE_CHECKING:
+    from lightning_hetero.core.model_spec import ModelSpec
 
 __all__ = ["RunMetrics"]
 
@@ -105,7 +107,7 @@ class RunMetrics(Callback):
         if place is not None and place.stage_index == place.tp_rank == 0:
             lengths = _lengths(batch)
             total.num_tokens += sum(lengths)
-            total.flops += 0.0 if self._spec is None else _flops_of_step(self._spec, lengths)
+            total.flops += 0.0 if self._spec is None else self._spec.step_flops(lengths)
         # Batches that only accumulate gradients end no step.
         ended, self._step = trainer.global_step > self._step, trainer.global_step
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -145,11 +147,6 @@ class _Sums:
     """What the device could do; 0 where that isn't known."""
     checkpoint_stall_s: float = math.nan
     """What the last checkpoint took; nan if there was none."""
-
-
-def _flops_of_step(spec: ModelSpec, lengths: Sequence[int]) -> float:
-    """Return FLOPs of forward and backward over samples of these lengths."""
-    return 3 * (spec.num_layers * spec.flops_per_layer(lengths) + spec.head_flops(sum(lengths)))
 
 
 def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:

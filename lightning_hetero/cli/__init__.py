@@ -1,13 +1,12 @@
 """Parse the command line and run one subcommand: `lightning-hetero plan | simulate | ...`.
 
-A subcommand is a module `lightning_hetero.cli.<name>` with `add_parser(subparsers)` and
+A subcommand is a module `lightning_hetero.cli.<name>` with `add_arguments(parser)` and
 `run_<name>(arguments) -> int`. Only the one that was asked for is imported, so planning and
 simulating never load torch.
 """
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -37,15 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = words[0] if words and words[0] in _COMMANDS else None
     run = None
     for name, summary in _COMMANDS.items():
-        path = f"{__name__}.{name}"
-        if importlib.util.find_spec(path) is None:
-            continue
+        subparser = subparsers.add_parser(name, help=summary)
         if name == chosen:
-            module = importlib.import_module(path)
-            module.add_parser(subparsers)
+            module = importlib.import_module(f"{__name__}.{name}")
+            module.add_arguments(subparser)
             run = getattr(module, f"run_{name}")
-        else:
-            subparsers.add_parser(name, help=summary)
     parsed = parser.parse_args(words)
     assert run is not None, "argparse accepts only the chosen command here"
     try:

@@ -14,17 +14,15 @@ from lightning_hetero.checkpoint.retry import open_store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind, prune
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["add_parser", "run_checkpoint"]
+__all__ = ["add_arguments", "run_checkpoint"]
 
 _EXIT_DAMAGED = 1
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `checkpoint list|inspect|verify|export|prune`."""
-    parser = subparsers.add_parser(
-        "checkpoint", help="list, verify and convert checkpoints", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "one line for each checkpoint, the newest first"),

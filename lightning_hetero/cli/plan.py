@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,19 +39,15 @@ from lightning_hetero.simulator import (
     simulated_facts,
 )
 
-__all__ = ["add_parser", "run_plan"]
+__all__ = ["add_arguments", "run_plan"]
 
 _CANDIDATES_PER_LINE = 8
 """Plans to ask for, since several may differ only in what their line doesn't say."""
 
 
-def add_parser(subparsers: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="plan pipelines, layers and micro-batches for a cluster",
-        description="Find the best pipelines for unequal devices, and say how good they are.",
-    )
+    parser.description = "Find the best pipelines for unequal devices, and say how good they are."
     add_workload_arguments(parser)
     parser.add_argument(
         "--objective",

@@ -2,79 +2,50 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lightning_hetero.cli.simulate import add_model_argument
 from lightning_hetero.core.errors import ProfileError
-from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.runtime.profiling import ProfileOptions, measure_profile
 
-__all__ = ["add_parser", "run_profile"]
+__all__ = ["add_arguments", "run_profile"]
 
 
-def add_parser(subparsers: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure layer times and memory on this machine",
-        description="Measure the layers of a model on this machine's device and write a profile.",
+    parser.description = (
+        "Measure the layers of a model on this machine's device and write a profile."
     )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        required=True,
-        help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes or a "
-        "Hugging Face config folder",
-    )
+    add_model_argument(parser)
     parser.add_argument("--output", metavar="FILE", required=True, help="JSON file to write")
-    parser.add_argument(
-        "--device-name",
-        metavar="NAME",
-        help="device type as cluster files name it (default: the name that CUDA reports)",
-    )
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="where to measure (default: cuda if there is one)"
-    )
-    parser.add_argument(
-        "--sequence-lengths",
-        metavar="TOKENS",
-        type=int,
-        nargs="+",
-        default=[512, 1024, 2048, 4096],
-        help="micro-batches of one sequence each (default: 512 1024 2048 4096)",
-    )
-    parser.add_argument(
-        "--tp-degrees",
-        metavar="DEGREE",
-        type=int,
-        nargs="+",
-        default=[1],
-        help="TP shards to measure (default: 1)",
-    )
-    parser.add_argument(
-        "--max-block",
-        metavar="LAYERS",
-        type=int,
-        default=8,
-        help="largest block of layers (default: 8)",
-    )
-    parser.add_argument(
-        "--repeats",
-        metavar="NUMBER",
-        type=int,
-        default=5,
-        help="repeats of which the median counts (default: 5)",
-    )
-    parser.add_argument(
-        "--merge",
-        metavar="FILE",
-        help="a profile of other device types to write together with this one",
-    )
+    for name, metavar, what in (
+        (
+            "--device-name",
+            "NAME",
+            "device type as cluster files name it (default: the name that CUDA reports)",
+        ),
+        ("--device", "DEVICE", "where to measure (default: cuda if there is one)"),
+        ("--merge", "FILE", "a profile of other device types to write together with this one"),
+    ):
+        parser.add_argument(name, metavar=metavar, help=what)
+    for name, metavar, default, what in (
+        ("--sequence-lengths", "TOKENS", [512, 1024, 2048, 4096], "micro-batches of one sequence"),
+        ("--tp-degrees", "DEGREE", [1], "TP shards to measure"),
+    ):
+        text = f"{what} (default: {' '.join(map(str, default))})"
+        parser.add_argument(name, metavar=metavar, type=int, nargs="+", default=default, help=text)
+    for name, metavar, most, what in (
+        ("--max-block", "LAYERS", 8, "largest block of layers"),
+        ("--repeats", "NUMBER", 5, "repeats of which the median counts"),
+    ):
+        text = f"{what} (default: {most})"
+        parser.add_argument(name, metavar=metavar, type=int, default=most, help=text)
 
 
 def run_profile(arguments: argparse.Namespace) -> int:

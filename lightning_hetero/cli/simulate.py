@@ -5,7 +5,6 @@ import datetime
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -33,7 +32,8 @@ from lightning_hetero.simulator import (
 )
 
 __all__ = [
-    "add_parser",
+    "add_arguments",
+    "add_model_argument",
     "add_workload_arguments",
     "as_rich",
     "cost_of",
@@ -46,11 +46,8 @@ _GIB = 2**30
 _TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines")
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what planning and simulating both need: cluster, model, batch and profile."""
-    parser.add_argument(
-        "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
-    )
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add what `ModelSpec.load` takes."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -58,6 +55,14 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes or a "
         "Hugging Face config folder",
     )
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what planning and simulating both need: cluster, model, batch and profile."""
+    parser.add_argument(
+        "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
+    )
+    add_model_argument(parser)
     for name, default, what in (
         ("--sequence-length", None, "tokens of a sample, 1 or more"),
         ("--global-batch-size", None, "samples of an iteration, 1 or more"),
@@ -85,13 +90,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_parser(subparsers: Any) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="predict the iteration time of a plan and draw its timeline",
-        description="Predict what one iteration of a plan takes, and what limits it.",
-    )
+    parser.description = "Predict what one iteration of a plan takes, and what limits it."
     parser.add_argument(
         "plan",
         metavar="PLAN",

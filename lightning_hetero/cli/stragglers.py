@@ -10,7 +10,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.table import format_table
@@ -28,7 +28,7 @@ from lightning_hetero.straggler import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["add_parser", "plot_events", "run_stragglers", "summarise"]
+__all__ = ["add_arguments", "plot_events", "run_stragglers", "summarise"]
 
 _COLOURS = {
     ChangeKind.SLOWDOWN: "#c0392b",
@@ -41,13 +41,9 @@ _ROW_INCHES, _CHARACTER_INCHES = 0.2, 0.066
 _MAX_ROWS, _MAX_CHARACTERS = 8, 72
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the subcommand to `lightning-hetero`."""
-    parser = subparsers.add_parser(
-        "stragglers",
-        help="replay and explain a log of iteration times",
-        description="Show change points, causes and mitigations of a run.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's arguments."""
+    parser.description = "Show change points, causes and mitigations of a run."
     parser.add_argument("events", metavar="EVENTS", type=Path, help="event log, JSON lines")
     parser.add_argument(
         "--plot", metavar="FILE", type=Path, help="also draw the run (.svg, .png or .pdf)"

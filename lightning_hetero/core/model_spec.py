@@ -138,6 +138,16 @@ class ModelSpec:
         """Return the FLOPs of the head in one forward."""
         return 2.0 * self.hidden_size * self.vocab_size * num_tokens
 
+    def step_flops(self, lengths: Sequence[int]) -> float:
+        """Return the FLOPs of forward and backward over samples of these lengths, for MFU.
+
+        PaLM's count (Chowdhery et al. 2022, appendix B) without recomputation, with two changes:
+        attention is counted per sequence and halved where it is causal, and the input embedding, a
+        look-up, is left out.
+        """
+        forward = self.num_layers * self.flops_per_layer(lengths) + self.head_flops(sum(lengths))
+        return 3 * forward
+
     def hidden_bytes(self, num_tokens: int, bytes_per_value: int = 2) -> int:
         """Return the bytes of the hidden state that one stage sends to the next."""
         return num_tokens * self.hidden_size * bytes_per_value

@@ -8,7 +8,6 @@ from lightning_hetero.models.attention import (
     register_attention,
     varlen_attention,
 )
-from lightning_hetero.models.flops import matmul_parameters, step_flops
 from lightning_hetero.models.llama import HeteroLM, LMConfig, LMLayer
 from lightning_hetero.models.loss import IGNORED_LABEL, packed_cross_entropy
 from lightning_hetero.models.packing import PackedBatch, PackedCollate, pack_samples
@@ -24,10 +23,8 @@ __all__ = [
     "SequenceMask",
     "attention_backends",
     "choose_attention",
-    "matmul_parameters",
     "pack_samples",
     "packed_cross_entropy",
     "register_attention",
-    "step_flops",
     "varlen_attention",
 ]

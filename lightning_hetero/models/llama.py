@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.models.attention import attention_backends, varlen_attention
 
 __all__ = ["HeteroLM", "LMConfig", "LMLayer"]
@@ -77,6 +78,21 @@ class LMConfig:
     def head_dim(self) -> int:
         """Size of one attention head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The same sizes as planner and cost models know them."""
+        return ModelSpec(
+            name=HeteroLM.__name__,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+            gated_mlp=True,
+            tied_embeddings=self.tie_embeddings,
+        )
 
 
 class _Linear(nn.Linear):

@@ -15,6 +15,7 @@ that passes is the bound. Exchange, links and optimizer are left out, which only
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,21 +101,11 @@ def bound_iteration_time_s(
         upper_s: Seconds of a plan that exists.
     """
     total = estimator.workload.num_microbatches
-    parts = []
-    for tp_degree, rows in compositions.items():
-        pairs = [
-            estimator.stage_times_s(node, tp_degree, first=False, last=False) for node in nodes
-        ]
-        # Least times of n or more layers: a profile's noise must not raise the bound.
-        times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
-        most = np.array(
-            [estimator.most_layers(node, tp_degree, (False, False), total, 1) for node in nodes]
-        )
-        bottleneck = bottleneck_times_s(rows, times, most)
-        fits = np.isfinite(bottleneck)
-        speeds = measure_speeds(estimator, nodes, tp_degree)
-        parts.append((rows[fits], bottleneck[fits], speeds))
-    devices = np.concatenate([rows * speeds.tp_degree for rows, _, speeds in parts])
+    parts = [
+        _compositions_that_fit(estimator, nodes, tp_degree, rows)
+        for tp_degree, rows in compositions.items()
+    ]
+    devices = np.concatenate([part.rows * part.speeds.tp_degree for part in parts])
     if not len(devices):
         return 0.0
 
@@ -122,10 +113,12 @@ def bound_iteration_time_s(
         work = np.concatenate(
             [
                 np.minimum(
-                    finished_microbatches(rows, speeds, estimator.num_layers, time_s, total),
-                    time_s / bottleneck,
+                    finished_microbatches(
+                        part.rows, part.speeds, estimator.num_layers, time_s, total
+                    ),
+                    time_s / part.bottleneck_s,
                 )
-                for rows, bottleneck, speeds in parts
+                for part in parts
             ]
         )
         return best_mix(devices, work, totals) >= total
@@ -138,6 +131,29 @@ def bound_iteration_time_s(
         else:
             low = middle
     return low
+
+
+class _Part(NamedTuple):
+    """Compositions of one TP degree that hold the model."""
+
+    rows: IntArray
+    bottleneck_s: FloatArray
+    speeds: UnitSpeeds
+
+
+def _compositions_that_fit(
+    estimator: Estimator, nodes: Sequence[int], tp_degree: int, rows: IntArray
+) -> _Part:
+    total = estimator.workload.num_microbatches
+    pairs = [estimator.stage_times_s(node, tp_degree, first=False, last=False) for node in nodes]
+    # Least times of n or more layers: a profile's noise must not raise the bound.
+    times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
+    most = np.array(
+        [estimator.most_layers(node, tp_degree, (False, False), total, 1) for node in nodes]
+    )
+    bottleneck_s = bottleneck_times_s(rows, times, most)
+    fits = np.isfinite(bottleneck_s)
+    return _Part(rows[fits], bottleneck_s[fits], measure_speeds(estimator, nodes, tp_degree))
 
 
 def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:

@@ -11,7 +11,7 @@ import platform
 import re
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -86,12 +86,30 @@ def detect_seats(
 
 def cluster_of(seats: Sequence[Seat]) -> Cluster:
     """Return the cluster that these seats make, rank r of it being global rank r."""
-    per_host = Counter(seat.host for seat in seats)
     any_cpu = any(seat.is_cpu for seat in seats)
     nodes, hosts = [], []
     for (host, name), group in groupby(seats, key=lambda seat: (seat.host, seat.device.name)):
         nodes.append(Node(device=name, count=len(list(group))))
         hosts.append(host)
+    devices = _devices_of(seats)
+    latency_s = _CPU_LINK_LATENCY_S if any_cpu else 3e-6
+    network = (
+        {"inter_node_bytes_per_s": _CPU_NETWORK_BYTES_PER_S, "inter_node_latency_s": 100e-6}
+        if any_cpu
+        else {}
+    )
+    return Cluster(
+        nodes=tuple(nodes),
+        links=tuple(_links_inside(hosts, [devices[node.device] for node in nodes], latency_s)),
+        devices=tuple(spec for spec in devices.values() if KNOWN_DEVICES.get(spec.name) != spec),
+        intra_node_latency_s=latency_s,
+        **network,
+    )
+
+
+def _devices_of(seats: Sequence[Seat]) -> dict[str, DeviceSpec]:
+    """Return the device types by name, with the memory that each rank may fill."""
+    per_host = Counter(seat.host for seat in seats)
     devices: dict[str, DeviceSpec] = {}
     for seat in seats:
         spec = seat.device
@@ -101,33 +119,18 @@ def cluster_of(seats: Sequence[Seat]) -> Cluster:
         # The same CPU in hosts of unequal memory: a plan must fit the smallest.
         if spec.memory_bytes < known.memory_bytes:
             devices[spec.name] = spec
-    custom = tuple(spec for spec in devices.values() if KNOWN_DEVICES.get(spec.name) != spec)
-    inside_s = _CPU_LINK_LATENCY_S if any_cpu else 3e-6
-    links = [
-        Link(
-            nodes=(a, b),
-            bytes_per_s=min(
-                devices[nodes[a].device].intra_node_bytes_per_s,
-                devices[nodes[b].device].intra_node_bytes_per_s,
-            ),
-            latency_s=inside_s,
-        )
-        for b in range(len(nodes))
-        for a in range(b)
-        if hosts[a] == hosts[b]
-    ]
-    network = (
-        {"inter_node_bytes_per_s": _CPU_NETWORK_BYTES_PER_S, "inter_node_latency_s": 100e-6}
-        if any_cpu
-        else {}
-    )
-    return Cluster(
-        nodes=tuple(nodes),
-        links=tuple(links),
-        devices=custom,
-        intra_node_latency_s=inside_s,
-        **network,
-    )
+    return devices
+
+
+def _links_inside(
+    hosts: Sequence[str], devices: Sequence[DeviceSpec], latency_s: float
+) -> Iterator[Link]:
+    """Yield the links between nodes of one host, where the slower device bounds each."""
+    for b in range(len(hosts)):
+        for a in range(b):
+            if hosts[a] == hosts[b]:
+                rate = min(devices[a].intra_node_bytes_per_s, devices[b].intra_node_bytes_per_s)
+                yield Link(nodes=(a, b), bytes_per_s=rate, latency_s=latency_s)
 
 
 def describe_device(device: torch.device) -> DeviceSpec:

@@ -121,39 +121,55 @@ def simulate(
         _compute_times(pipeline, shapes[index], cost, microbatches[index])
         for index, pipeline in enumerate(plan.pipelines)
     ]
-    starts = exchange.pull_start_s(
+    pulled = exchange.pull_start_s(
         [[row[0] if row else 0.0 for row in times.forward_s] for times in compute]
     )
     timelines = _run_pipelines(
-        compute, starts, blocking=cost.layout.blocking_messages, record=record_events
+        compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
     )
-    ends = [timeline.end_s for timeline in timelines]
+    computed = [timeline.end_s for timeline in timelines]
     has_work = [bool(batches) for batches in microbatches]
     spans = [[row[-1] if row else 0.0 for row in times.backward_s] for times in compute]
-    pushed = exchange.push_end_s(ends, spans, has_work)
+    pushed = exchange.push_end_s(computed, spans, has_work)
     steps = [[cost.update_s(shape, plan.num_pipelines) for shape in row] for row in shapes]
-    finish = [
+    stepped = [
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)
     ]
-    iteration_s = max(map(max, finish))
-    propagation_s = max(max(row) for row, work in zip(ends, has_work, strict=True) if work)
-    first_start = min(row[0] for row, work in zip(starts, has_work, strict=True) if work)
-    busy = tuple(
-        tuple(seconds / iteration_s for seconds in timeline.busy_s) for timeline in timelines
-    )
+    ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
+    busy = tuple(tuple(s / ends.iteration_s for s in timeline.busy_s) for timeline in timelines)
     memory = _stage_memory(plan, cost, shapes, microbatches)
-    exchange_s = iteration_s - propagation_s + first_start
+    exchange_s = ends.exposed_s(has_work)
     return Simulation(
-        iteration_time_s=iteration_s,
+        iteration_time_s=ends.iteration_s,
         stage_busy=busy,
         stage_memory_bytes=memory,
         memory_bytes=_rank_memory(plan, memory, len(cost.node_of_rank)),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
-        bottleneck=_bottleneck(shapes, busy, exchange_s / iteration_s),
-        events=_events(timelines, starts, ends, pushed, finish) if record_events else (),
+        bottleneck=_bottleneck(shapes, busy, exchange_s / ends.iteration_s),
+        events=_events(timelines, ends) if record_events else (),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """When each phase of an iteration ends, as [pipeline][stage]."""
+
+    pulled: Sequence[Sequence[float]]
+    computed: Sequence[Sequence[float]]
+    pushed: Sequence[Sequence[float]]
+    stepped: Sequence[Sequence[float]]
+
+    @property
+    def iteration_s(self) -> float:
+        return max(map(max, self.stepped))
+
+    def exposed_s(self, has_work: Sequence[bool]) -> float:
+        """Return the seconds before the first forward and behind the last backward."""
+        first = min(row[0] for row, work in zip(self.pulled, has_work, strict=True) if work)
+        last = max(max(row) for row, work in zip(self.computed, has_work, strict=True) if work)
+        return self.iteration_s - last + first
 
 
 def iteration_time_closed_form(
@@ -299,21 +315,16 @@ def _bottleneck(
     return f"{where} ({shape.tp_degree} × {shape.device}, busy {share:.0%})"
 
 
-def _events(
-    timelines: Sequence[Timeline],
-    starts: Sequence[Sequence[float]],
-    ends: Sequence[Sequence[float]],
-    pushed: Sequence[Sequence[float]],
-    finish: Sequence[Sequence[float]],
-) -> tuple[Event, ...]:
+def _events(timelines: Sequence[Timeline], ends: _Ends) -> tuple[Event, ...]:
     events = []
     for p, timeline in enumerate(timelines):
+        pulled, computed, pushed = ends.pulled[p], ends.computed[p], ends.pushed[p]
         for s in range(len(timeline.end_s)):
-            if starts[p][s]:
-                events.append(Event(p, s, "pull", -1, 0.0, starts[p][s]))
+            if pulled[s]:
+                events.append(Event(p, s, "pull", -1, 0.0, pulled[s]))
         events += [Event(p, s, kind, m, a, b) for kind, s, m, a, b in timeline.events]
         for s in range(len(timeline.end_s)):
-            if pushed[p][s] > ends[p][s]:
-                events.append(Event(p, s, "push", -1, ends[p][s], pushed[p][s]))
-            events.append(Event(p, s, "step", -1, pushed[p][s], finish[p][s]))
+            if pushed[s] > computed[s]:
+                events.append(Event(p, s, "push", -1, computed[s], pushed[s]))
+            events.append(Event(p, s, "step", -1, pushed[s], ends.stepped[p][s]))
     return tuple(events)

@@ -5,9 +5,9 @@ host work (seeds, swapping parameters, agreeing) and one pass over the gradients
 by the target tokens. Floor in bf16: 4 bytes a parameter for that pass, 1 ms of a step of about
 300 ms on an H100. Padded batches hold the same samples, each padded to the longest of its batch.
 
-MFU counts `step_flops` of the real tokens, no recomputation, against the dense bf16 peak of
-`core.devices`. Lengths come from ../shared/data/lengths beside the checkout if they are there, else
-they are drawn from a lognormal of the same median and spread. `python -m tests.benchmarks gpu`
+MFU counts `ModelSpec.step_flops` of the real tokens, no recomputation, against the dense bf16 peak
+of `core.devices`. Lengths come from ../shared/data/lengths beside the checkout if they are there,
+else they are drawn from a lognormal of the same median and spread. `python -m tests.benchmarks gpu`
 prints hardware and versions for the README.
 """
 
@@ -29,10 +29,8 @@ from lightning_hetero.models import (
     HeteroLM,
     LMConfig,
     PackedBatch,
-    matmul_parameters,
     pack_samples,
     packed_cross_entropy,
-    step_flops,
 )
 from lightning_hetero.runtime.detect import describe_device
 from tests.benchmarks.harness import Row
@@ -184,14 +182,16 @@ def compare(setting: Setting) -> tuple[float, float, float, float]:
     for _ in range(setting.repeats):
         ours.append(train_s(setting, batches, hetero=True))
         peer.append(train_s(replace(setting, padded=False), batches, hetero=False))
-    flops = step_flops(setting.config, lengths)
+    flops = setting.config.spec.step_flops(lengths)
     return statistics.median(ours), statistics.median(peer), sum(lengths), flops
 
 
 def measure(setting: Setting, peak_flops_per_s: float) -> list[Row]:
     """Compare with the single device, without and with compilation, and with padded batches."""
     rows = []
-    billions = matmul_parameters(setting.config) / 1e9
+    spec = setting.config.spec
+    matrices = spec.num_layers * spec.matrix_params_per_layer + spec.hidden_size * spec.vocab_size
+    billions = matrices / 1e9
     for precision in ("bf16-true", "bf16-mixed"):
         for compiled in (False, True):
             case = replace(setting, precision=precision, compiled=compiled)

@@ -24,7 +24,6 @@ from lightning_hetero.models import (
     PackedBatch,
     pack_samples,
     packed_cross_entropy,
-    step_flops,
 )
 from tests.benchmarks.harness import Row, median_times_s
 
@@ -53,7 +52,8 @@ def _compare(path: Path) -> Row:
     packed_s, padded_s = median_times_s(
         lambda: _train(model, packed), lambda: _train(model, padded), repeats=3
     )
-    flops_ratio = step_flops(CONFIG, padded.lengths) / step_flops(CONFIG, packed.lengths)
+    spec = CONFIG.spec
+    flops_ratio = spec.step_flops(padded.lengths) / spec.step_flops(packed.lengths)
     return Row(
         name=f"packed batches, {path.stem}, clipped to {CLIP_TOKENS}",
         ours=packed.num_tokens / packed_s,

@@ -7,7 +7,6 @@ import pytest
 
 from lightning_hetero.callbacks import RunMetrics
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.models.flops import step_flops
 from tests.callbacks.metrics_runs import DEVICE, Record, train_with_accumulation, train_with_all
 from tests.data.dynamic_runs import Module
 from tests.processes import ProcessPool
@@ -33,7 +32,7 @@ def expected(ranks: list[Record], first: int, last: int) -> dict[str, float]:
     busy_s = [sum(item.compute_s for item in items) for items in seen]
     # Ranks 0 and 1 are the first stages of the two pipelines.
     lengths = [n for items in seen[:2] for item in items for n in item.lengths]
-    flops = step_flops(Module().model.config, lengths)
+    flops = Module().model.config.spec.step_flops(lengths)
     return {
         "iteration_s": wall_s / count,
         "tokens_per_s": sum(lengths) / wall_s,

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.models.llama import HeteroLM, LMConfig
@@ -157,3 +158,25 @@ def test_defaults_are_filled_in():
 def test_impossible_sizes_are_refused(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         small_config(**changes)
+
+
+def test_the_spec_counts_parameters_and_matrix_products_as_torch_does():
+    config = LMConfig(vocab_size=50, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2)
+    model, spec = HeteroLM(config), config.spec
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
+    lengths = [20, 3, 11]
+    batch = pack_samples([[1] * length for length in lengths])
+    with FlopCounterMode(display=False) as counter:
+        model(
+            batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen
+        ).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if op == torch.ops.aten.mm)
+    attention = 3 * 3 * spec.attention_flops_per_layer(lengths)
+    assert products == spec.step_flops(lengths) - attention
+
+
+def test_attention_grows_with_the_sum_of_squares():
+    spec = LMConfig(vocab_size=50, hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2).spec
+    saved = spec.step_flops([100]) - spec.step_flops([50, 50])
+    assert saved == 6 * 3 * 64 * (100**2 - 2 * 50**2)
