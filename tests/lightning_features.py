@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.toy import ToyModule, ToyOptions, loader, quiet
+from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 3
 PLAN = {
@@ -25,6 +25,7 @@ PLAN = {
         {"stages": [{"ranks": [2], "layers": [0, 3]}]},
     ]
 }
+TWO_COPIES = {"pipelines": [{"stages": [{"ranks": [rank], "layers": [0, 1]}]} for rank in (0, 2)]}
 SAMPLES = 4
 """Of an iteration; two pipelines have half of it in a batch of theirs."""
 
@@ -92,6 +93,16 @@ class Made(Trainable):
             self.model = ToyModule(ToyOptions()).model
 
 
+class NoLayers(Trainable):
+    """Nothing in it can be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(
+            torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY)
+        )
+
+
 class Thaw(BaseFinetuning):
     """Freezes the embedding and a layer, and thaws the layer in the second epoch."""
 
@@ -130,6 +141,7 @@ FITS: dict[str, tuple[Callable[[], Trainable], Callable[[], dict[str, Any]]]] = 
     "several validation sets": (TwoValidationSets, dict),
     "an epoch that a hook ends": (EndsEpochsEarly, dict),
     "configure_model": (Made, dict),
+    "a module without layers": (NoLayers, dict),
     "overfit_batches": (Trainable, lambda: {"overfit_batches": 1}),
     "limits as shares": (
         Trainable,
@@ -148,12 +160,13 @@ def norms_of(module: torch.nn.Module) -> list[float]:
     return [float(parameter.detach().double().norm()) for parameter in module.parameters()]
 
 
-def options_of(*, planned: bool, **options: Any) -> dict[str, Any]:
+def options_of(
+    *, planned: bool, plan: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     if not planned:
         return quiet(devices=1, **options)
-    return quiet(
-        strategy=HeteroStrategy(ParallelPlan.from_dict(PLAN)), devices=WORLD_SIZE, **options
-    )
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan or PLAN))
+    return quiet(strategy=strategy, devices=WORLD_SIZE, **options)
 
 
 def fit(name: str, *, planned: bool) -> dict[str, Any]:
@@ -161,7 +174,9 @@ def fit(name: str, *, planned: bool) -> dict[str, Any]:
     make, trainer_options = FITS[name]
     L.seed_everything(5, verbose=False)
     module = make()
-    trainer = L.Trainer(**options_of(planned=planned, **{"max_epochs": 2} | trainer_options()))
+    plan = TWO_COPIES if isinstance(module, NoLayers) else PLAN
+    options = {"max_epochs": 2} | trainer_options()
+    trainer = L.Trainer(**options_of(planned=planned, plan=plan, **options))
     batch_size = SAMPLES // 2 if planned else SAMPLES
     validation = [loader(8, batch_size, seed=seed) for seed in (1, 2)]
     several = isinstance(module, TwoValidationSets)

@@ -126,6 +126,7 @@ class StageBoundary:
         self._run = run
         _seed_everything(seed_of(*run.seed))
         if not self._layers:
+            run.before_layer(0)
             _watch(run)
         try:
             yield

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_outputs_that_are_no_hidden_state_are_refused() -> None:
     )
     with pytest.raises(ModelError, match="Layer 0 returns dict"), boundary.running(run):
         layer(torch.zeros(2, 3))
+
+
+def test_a_module_without_layers_waits_for_its_weights_before_its_step() -> None:
+    waited_for: list[int] = []
+    run = replace(run_of(range(1), None), num_layers=1, before_layer=waited_for.append)
+    with StageBoundary(()).running(run):
+        assert waited_for == [0]
 
 
 def test_losses_are_watched_behind_the_layers_only() -> None:
