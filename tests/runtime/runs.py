@@ -132,6 +132,33 @@ class RowsModule(Recorded):
         return DataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer and a low-rank one beside it, as LoRA has them."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+class AdaptedModule(RowsModule):
+    """All is frozen but adapters of some layers; others, and both ends, have nothing to train."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.requires_grad_(False)
+        for block in list(self.model.blocks)[1:]:
+            block.qkv = Adapted(block.qkv, rank=2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
 class PackedSamples(Dataset[Any]):
     def __init__(self, num_rows: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -227,7 +254,12 @@ class SeededMaskingModule(MaskingModule):
         return super().training_step(batch, batch_idx)
 
 
-MODULES = {"gpt": RowsModule, "packed": PackedModule, "masking": MaskingModule}
+MODULES = {
+    "gpt": RowsModule,
+    "packed": PackedModule,
+    "masking": MaskingModule,
+    "adapted": AdaptedModule,
+}
 
 
 def train(rank: int, case: Case) -> Outcome:

@@ -128,6 +128,15 @@ def test_many_plans_train_as_a_single_device_does(pool: ProcessPool, case: Case)
     check(pool, case)
 
 
+@pytest.mark.parametrize("ownership", ["auto", "even"])
+def test_adapters_of_a_frozen_model_train_alike(pool: ProcessPool, ownership: str) -> None:
+    # The first stage of a pipeline has nothing to train.
+    short = pipeline(stage(2, 0, 1), stage(0, 1, 3), num_microbatches=3)
+    plan = plan_of(short, pipeline(stage(1, 0, 3), num_microbatches=1))
+    case = Case(plan=plan, world_size=3, model="adapted", num_rows=24, ownership=ownership)
+    check(pool, case)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_random_numbers_do_not_depend_on_the_plan(pool: ProcessPool, *, tied: bool) -> None:
     case = Case(
