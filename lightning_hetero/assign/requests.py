@@ -14,7 +14,7 @@ from lightning_hetero.assign.cost import PipelineCost
 from lightning_hetero.assign.iteration import assign_iteration
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.assignment import Assignment
-from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.core.errors import AssignmentError, BatchError
 
 __all__ = ["AssignmentRequest", "plan_text", "read_text", "serve"]
 
@@ -31,24 +31,38 @@ class AssignmentRequest:
     """Orders tried in dispatching."""
     seed: int = 0
     """Seed of those orders."""
+    checksum: int = 0
+    """Of the samples: who asks for others reads no assignment of these."""
 
 
 def plan_text(request: AssignmentRequest) -> str:
     """Return the assignment as a text, or why there is none: the same on every machine."""
     try:
-        return assign_iteration(
+        found = assign_iteration(
             request.lengths,
             request.candidates,
             num_trials=request.num_trials,
             seed=request.seed,
-        ).to_json()
+        ).to_dict()
     except AssignmentError as error:
-        return json.dumps({"error": str(error)})
+        found = {"error": str(error)}
+    return json.dumps({"checksum": request.checksum, **found})
 
 
-def read_text(text: str) -> Assignment:
-    """Return the assignment of a text; AssignmentError if it says why there is none."""
+def read_text(text: str, request: AssignmentRequest) -> Assignment:
+    """Return the assignment of a text.
+
+    Raises:
+        BatchError: It was made for other samples than the request's.
+        AssignmentError: It says why there is none.
+    """
     data = json.loads(text)
+    if data["checksum"] != request.checksum:
+        raise BatchError(
+            "Ranks have drawn different samples for the same iteration, so some would be lost and "
+            "others come twice. Give every rank the same dataset and lengths, and seed a stream's "
+            "own shuffle alike on all of them."
+        )
     if "error" in data:
         raise AssignmentError(data["error"])
     return Assignment.from_dict(data)

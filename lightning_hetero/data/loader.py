@@ -84,6 +84,7 @@ class AssignedLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._restarts and self._progress.cursor.num_samples:
             self._progress.end_epoch()
+        self.rewind()
         self._tickets.dealt.clear()
         self._recent.clear()
         self._recent.append(self._progress.cursor)
@@ -105,13 +106,26 @@ class AssignedLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the data is consumed; the same on every rank."""
-        done = None if self._num_trained is None else self._num_trained()
-        trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
-        return self._progress.state_dict(trained[-1] if trained else None)
+        return self._progress.state_dict(self._trained())
+
+    def rewind(self) -> None:
+        """Take back what was fetched last and not trained, unless another epoch has begun since.
+
+        A Trainer that reloads its data loaders begins an epoch twice, and has fetched by then.
+        """
+        trained = self._trained()
+        if trained is not None and self._progress.cursor == self._recent[-1]:
+            self._progress.cursor = trained
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was saved, under any topology; CheckpointError if it can't."""
         self._progress.load_state_dict(state)
+
+    def _trained(self) -> "Cursor | None":
+        """Return how far the Trainer has come, who may have fetched more; None if unknown."""
+        done = None if self._num_trained is None else self._num_trained()
+        trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
+        return trained[-1] if trained else None
 
 
 class SizedLoader(AssignedLoader):

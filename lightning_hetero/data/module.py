@@ -104,6 +104,7 @@ class HeteroDataModule(pl.LightningDataModule):
         self._val_loader: AssignedLoader | None = None
         self._slowdowns: tuple[float, ...] | None = None
         self._num_trained_before = 0
+        self._num_loaders = 0
         if val_dataset is None:
             # Lightning validates if the hook is overridden, and warns of an empty loader.
             self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -131,6 +132,8 @@ class HeteroDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> AssignedLoader:
         candidates = self._find_candidates()
         assert self._progress is not None, "setup comes before train_dataloader"
+        if self._train_loader is not None:
+            self._train_loader.rewind()
         self._train_loader = self._make_loader(
             "train", candidates, self._progress, num_trained=self._num_trained
         )
@@ -240,15 +243,18 @@ class HeteroDataModule(pl.LightningDataModule):
         return lengths
 
     def _new_progress(self) -> Progress:
+        identity = {"seed": self._seed}
+        if self._on_overlong is OnOverlong.SPLIT:
+            identity["context_length"] = self.context_length  # Pieces are what is counted.
         if "train" in self._samples:
-            return Progress(seed=self._seed, num_samples=len(self._samples["train"]))
-        return Progress(seed=self._seed, shuffle_buffer=self._shuffle_buffer)
+            return Progress(**identity, num_samples=len(self._samples["train"]))
+        return Progress(**identity, shuffle_buffer=self._shuffle_buffer)
 
     def _find_candidates(self) -> Candidates:
         strategy: Any = None if self.trainer is None else self.trainer.strategy
         plans = getattr(strategy, "candidate_plans", None)
         if not plans:
-            return Candidates.equal_ranks(1 if self.trainer is None else self.trainer.world_size)
+            return Candidates.equal_ranks(self._place()[1])
         costs = getattr(strategy, "candidate_costs", None) or tuple(
             assumed_costs(
                 plan, context_length=self.context_length, tokens_per_step=self.tokens_per_step
@@ -264,7 +270,7 @@ class HeteroDataModule(pl.LightningDataModule):
                 self._samples[split].lengths,
                 tokens_per_step=self.tokens_per_step,
                 seed=self._seed,
-                shuffle=training,
+                shuffle=training and not self._overfits(),
                 min_samples=min_samples,
             )
         return StreamOrder(
@@ -282,15 +288,15 @@ class HeteroDataModule(pl.LightningDataModule):
         self, split: str, candidates: Candidates, progress: Progress, **options: Any
     ) -> AssignedLoader:
         by_pipeline = candidates.plans is not None
-        global_rank = 0 if self.trainer is None else self.trainer.global_rank
+        self._num_loaders += 1
         source = self._make_source(split, 1 if by_pipeline else len(candidates.costs[0]))
         dealer = TicketDealer(
             source,
             self._open_planner(),
             candidates,
-            global_rank=global_rank,
+            global_rank=self._place()[0],
             seed=self._seed,
-            name=split,
+            name=f"{split}/{self._num_loaders}",
         )
         samples = self._samples.get(split)
         maker = BatchMaker(samples, self._collate)
@@ -317,6 +323,23 @@ class HeteroDataModule(pl.LightningDataModule):
                     options=self._ahead,
                 )
         return self._planner
+
+    def _place(self) -> tuple[int, int]:
+        """Return this rank's index and the number of ranks, as the dealt samples count them.
+
+        Without plans, ranks that share a model (tensor parallelism) count as one.
+        """
+        if self.trainer is None:
+            return 0, 1
+        strategy: Any = self.trainer.strategy
+        by_rank = {"rank": self.trainer.global_rank, "num_replicas": self.trainer.world_size}
+        if not getattr(strategy, "candidate_plans", ()):
+            by_rank |= getattr(strategy, "distributed_sampler_kwargs", None) or {}
+        return by_rank["rank"], by_rank["num_replicas"]
+
+    def _overfits(self) -> bool:
+        trainer: Any = self.trainer
+        return trainer is not None and trainer.overfit_batches > 0
 
     def _num_trained(self) -> int | None:
         """Return how many iterations of the epoch the Trainer has trained."""

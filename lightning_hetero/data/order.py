@@ -8,6 +8,7 @@ same in every epoch. What was consumed is a number of samples in that order: a c
 neither plan, ranks nor workers.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Cursor", "Drawn", "EpochOrder", "IterationSource"]
+__all__ = ["Cursor", "Drawn", "EpochOrder", "IterationSource", "checksum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class Drawn:
     """Tokens of each."""
     before: Cursor
     after: Cursor
+    checksum: int
+    """Differs where a rank has drawn other samples, as nearly always a checksum does."""
     is_last: bool = False
     """Whether the epoch ends with it; a stream doesn't know."""
 
@@ -71,6 +74,14 @@ class IterationSource(Protocol):
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
         """Yield iterations from a cursor on, to the epoch's end or for ever."""
         ...
+
+
+def checksum(*values: ArrayLike) -> int:
+    """Return a number made of values; ranks with the same values have the same."""
+    result = 0
+    for item in values:
+        result = zlib.crc32(np.ascontiguousarray(item).tobytes(), result)
+    return result
 
 
 class EpochOrder:
@@ -147,6 +158,7 @@ class EpochOrder:
                 lengths=self.lengths[samples],
                 before=before,
                 after=after,
+                checksum=checksum(self.lengths[samples], samples),
                 is_last=stop == self.num_samples,
             )
             before = after

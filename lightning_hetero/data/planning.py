@@ -88,6 +88,7 @@ class AheadPlanner:
 
         Raises:
             AssignmentError: No candidate plan holds the samples.
+            BatchError: Another rank has drawn other samples.
         """
         text = self._wait(serial, key)
         if text is None:
@@ -97,7 +98,7 @@ class AheadPlanner:
             while self._producer.complaints:
                 warnings.warn(self._producer.complaints.popleft(), stacklevel=2)
         self._store.retire(key, self._world_size)
-        return read_text(text.removeprefix(_UNAIDED))
+        return read_text(text.removeprefix(_UNAIDED), request)
 
     def close(self) -> None:
         """End this rank's producer."""

@@ -28,6 +28,12 @@ class OnOverlong(StrEnum):
     REFUSE = "refuse"
     """An error names it."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ConfigurationError(
+            f"on_overlong is {value!r}; it must be one of {', '.join(map(repr, map(str, cls)))}."
+        )
+
 
 class TokenSamples:
     """The pieces of a map-style dataset.
@@ -130,17 +136,17 @@ def _is_row(value: Any) -> bool:
 
 
 def _checked(lengths: ArrayLike, num_samples: int) -> IntArray:
+    if num_samples == 0:
+        raise ConfigurationError("The dataset has 0 samples; give at least one.")
     array = np.asarray(lengths)
     if array.shape != (num_samples,) or not np.issubdtype(array.dtype, np.integer):
         raise ConfigurationError(
             f"Lengths have shape {array.shape} and type {array.dtype} but the dataset has "
             f"{num_samples} samples; give one integer a sample."
         )
-    if num_samples == 0 or array.min() < 1:
+    if array.min() < 1:
         raise ConfigurationError(
             f"Sample {int(array.argmin())} is empty; drop it from the dataset."
-            if num_samples
-            else "The dataset has 0 samples; give at least one."
         )
     return array.astype(np.int64)
 

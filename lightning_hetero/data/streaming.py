@@ -6,7 +6,7 @@ buffer: its lengths are known, so it can be planned. A stream that is resumed is
 and what was consumed is thrown away, which any topology does alike.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.order import Cursor, Drawn
+from lightning_hetero.data.order import Cursor, Drawn, checksum
 from lightning_hetero.data.samples import OnOverlong, cut_sample, num_tokens, spans_of
 
 __all__ = ["StreamOrder", "is_stream"]
@@ -62,6 +62,12 @@ class StreamOrder:
                 f"and shuffle_buffer {shuffle_buffer}; a step must hold a context, and each must "
                 "be 1 or more."
             )
+        if isinstance(dataset, Iterator):
+            raise ConfigurationError(
+                f"The stream is a {type(dataset).__name__}, which can be read only once, but every "
+                "epoch and every resumed run reads it from its start. Give what makes a new "
+                "iterator each time, such as an IterableDataset."
+            )
         self._dataset = dataset
         self._tokens_per_step = tokens_per_step
         self._context_length = context_length
@@ -88,8 +94,16 @@ class StreamOrder:
                 num_iterations=before.num_iterations + 1,
             )
             lengths = np.array([num_tokens(sample) for sample in group], dtype=np.int64)
-            yield Drawn(samples=group, lengths=lengths, before=before, after=after)
+            yield Drawn(
+                samples=group,
+                lengths=lengths,
+                before=before,
+                after=after,
+                checksum=checksum(lengths, [_middle_token(sample) for sample in group]),
+            )
             before = after
+        if not before.num_samples:
+            raise ConfigurationError("The stream has 0 samples; give at least one.")
 
     def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
         """Yield the samples of each iteration; one too small for the ranks joins the one before."""
@@ -142,6 +156,11 @@ class StreamOrder:
                 length, index, context_length=self._context_length, on_overlong=self._on_overlong
             ):
                 yield cut_sample(sample, start, stop)
+
+
+def _middle_token(sample: Any) -> Any:
+    row = sample["input_ids"] if isinstance(sample, Mapping) else sample
+    return row[len(row) // 2]
 
 
 def _as_is(sample: Any) -> Any:

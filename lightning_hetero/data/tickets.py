@@ -140,7 +140,11 @@ class TicketDealer:
                 return
             cursor = drawn.before
             request = AssignmentRequest(
-                lengths=drawn.lengths, candidates=candidates.costs, seed=self._seed + self._serial
+                lengths=drawn.lengths,
+                candidates=candidates.costs,
+                # Of its place in the epoch alone: a resumed run assigns as the whole run does.
+                seed=self._seed + cursor.num_samples,
+                checksum=drawn.checksum,
             )
             item = _Ahead(
                 drawn=drawn,

@@ -1,6 +1,7 @@
 """The data module under an ordinary Trainer on one device: accounting, resuming, validation."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -8,6 +9,7 @@ import pytest
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.data.planning import AheadPlanner
 from lightning_hetero.models import PackedBatch
 from tests.data.rows import Collects, Rows, RowStream, indices, lengths_of
 from tests.toy import quiet
@@ -58,12 +60,15 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "options"),
+    [(False, {}), (True, {}), (True, {"reload_dataloaders_every_n_epochs": 1})],
+)
 def test_a_run_resumed_after_any_step_sees_what_the_whole_run_sees(
-    tmp_path: Path, *, stream: bool
+    tmp_path: Path, *, stream: bool, options: dict[str, Any]
 ) -> None:
     buffer = 9 if stream else 1
-    whole = fit(data(stream=stream, shuffle_buffer=buffer), callbacks=[Saves(tmp_path)])
+    whole = fit(data(stream=stream, shuffle_buffer=buffer), callbacks=[Saves(tmp_path)], **options)
     steps = 1 + [sum(map(len, whole[: n + 1])) for n in range(len(whole))].index(60)
     for epoch in (whole[:steps], whole[steps:]):
         assert sorted(i for batch in epoch for i in batch) == list(range(60))
@@ -71,7 +76,7 @@ def test_a_run_resumed_after_any_step_sees_what_the_whole_run_sees(
     for step in (1, steps - 1, steps, steps + 1):
         workers = 2 if step == steps + 1 else 0
         again = data(stream=stream, shuffle_buffer=buffer, num_workers=workers)
-        assert whole[:step] + fit(again, tmp_path / f"{step}.ckpt") == whole, step
+        assert whole[:step] + fit(again, tmp_path / f"{step}.ckpt", **options) == whole, step
 
 
 def test_a_new_run_starts_afresh_and_limits_end_an_epoch_early() -> None:
@@ -80,6 +85,12 @@ def test_a_new_run_starts_afresh_and_limits_end_an_epoch_early() -> None:
     again = fit(datamodule, limit_train_batches=3)
     assert again[:3] == first
     assert again == [batch for epoch in range(2) for batch in fit_whole_epoch(epoch)[:3]]
+
+
+def test_overfitting_takes_the_same_batches_in_every_epoch() -> None:
+    seen = fit(data(), overfit_batches=2)
+    assert len(seen) == 4
+    assert seen[:2] == seen[2:]
 
 
 def fit_whole_epoch(epoch: int) -> list[list[int]]:
@@ -123,6 +134,33 @@ def test_batches_are_planned_ahead_and_fetched_ahead_without_counting(num_worker
     datamodule.teardown("fit")
 
 
+def test_ranks_that_share_a_model_get_the_same_samples_where_the_strategy_says_so() -> None:
+    ranks = []
+    for rank in range(4):
+        datamodule = data()
+        sharing = {"num_replicas": 2, "rank": rank // 2}
+        strategy = SimpleNamespace(distributed_sampler_kwargs=sharing, broadcast=lambda name: name)
+        options = {"strategy": strategy, "global_rank": rank, "world_size": 4, "overfit_batches": 0}
+        datamodule.setup("fit")
+        datamodule.trainer = SimpleNamespace(**options)  # type: ignore[assignment]
+        datamodule._num_trained = datamodule._count_trained = lambda: 0  # type: ignore[method-assign]
+        ranks.append(list(datamodule.train_dataloader()))
+    assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
+    assert sorted(i for rank in ranks[::2] for batch in rank for i in batch) == list(range(60))
+
+
+def test_loaders_made_anew_ask_for_plans_under_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(AheadPlanner, "request", lambda self, serial, key, _: names.append(key))
+    datamodule = data(val_dataset=Rows(LENGTHS))
+    datamodule.setup("fit")
+    for make in (datamodule.train_dataloader, datamodule.val_dataloader) * 2:
+        assert list(make())
+    assert len(set(names)) == len(names) > 50
+
+
 def test_samples_are_packed_by_default() -> None:
     datamodule = data(collate=None, on_overlong="split", context_length=16)
     datamodule.setup("fit")
@@ -145,3 +183,12 @@ def test_what_cannot_be_is_refused() -> None:
     other.setup("fit")
     with pytest.raises(CheckpointError, match="seed"):
         other.load_state_dict(saved.state_dict())
+    with pytest.raises(ConfigurationError, match="'chop'; it must be one of 'cut', 'split'"):
+        data(on_overlong="chop")
+    for number in (20, 30):
+        pieces = data(stream=True, on_overlong="split", context_length=number)
+        pieces.setup("fit")
+        if number == 20:
+            state = pieces.state_dict()
+    with pytest.raises(CheckpointError, match="context_length"):
+        pieces.load_state_dict(state)

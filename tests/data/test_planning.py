@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
 from lightning_hetero.core.assignment import Assignment
-from lightning_hetero.core.errors import AssignmentError, ConfigurationError
+from lightning_hetero.core.errors import AssignmentError, BatchError, ConfigurationError
 from lightning_hetero.data import producers
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
@@ -31,10 +31,11 @@ from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_emp
 from lightning_hetero.data.order import Cursor, EpochOrder
 from lightning_hetero.data.planning import AheadOptions, AheadPlanner
 from lightning_hetero.data.producers import PlanningProcess, Producer
+from lightning_hetero.data.streaming import StreamOrder
 from lightning_hetero.data.tickets import Ticket, TicketDealer
 from lightning_hetero.straggler import move_ranks
 from tests.core.sample_plans import random_plan
-from tests.data.rows import dealers, equal_costs, lengths_of
+from tests.data.rows import Rows, dealers, equal_costs, lengths_of
 
 PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
 
@@ -131,6 +132,37 @@ def test_other_plans_hold_for_all_ranks_from_the_first_iteration_that_was_not_dr
     assert all(rank.num_dealt == ran for rank in ranks)
 
 
+@settings(deadline=None, max_examples=20)
+@given(runs(), st.integers(0, 4), st.data())
+def test_an_iteration_is_assigned_alike_wherever_a_run_began_and_however_far_it_looks_ahead(
+    run, num_ahead, data
+) -> None:
+    candidates, _ = run
+    order = EpochOrder(lengths_of(60, longest=40), tokens_per_step=150)
+    whole = list(dealers(order, candidates, 1)[0].deal(Cursor()))
+    start = data.draw(st.integers(1, len(whole) - 1))
+    planner = AheadPlanner(
+        InMemoryAssignmentStore(), options=AheadOptions(num_producers=0, num_ahead=num_ahead)
+    )
+    resumed = TicketDealer(order, planner, candidates)
+    assert list(resumed.deal(whole[start - 1].after)) == whole[start:]
+
+
+def test_ranks_that_draw_different_samples_are_told() -> None:
+    orders = [EpochOrder(lengths_of(50), tokens_per_step=100, seed=seed) for seed in (0, 1)]
+    rows = [Rows([9] * 50).rows for _ in range(2)]
+    streams = [
+        StreamOrder(items, tokens_per_step=100, context_length=20)
+        for items in (rows[0], rows[1][::-1])
+    ]
+    for sources in (orders, streams):
+        store = InMemoryAssignmentStore()
+        first, second = (dealers(s, Candidates.equal_ranks(2), 2, store)[0] for s in sources)
+        assert next(first.deal(Cursor()))
+        with pytest.raises(BatchError, match="different samples for the same iteration"):
+            next(second.deal(Cursor()))
+
+
 @pytest.mark.parametrize("kind", ["memory", "torch"])
 def test_the_first_text_counts_and_goes_when_all_have_read_it(kind: str) -> None:
     store: AssignmentStore
@@ -156,7 +188,7 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
     wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
     assert [process.plan(item) for item in wanted] == [plan_text(item) for item in wanted]
     with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
-        read_text(process.plan(request(999)))
+        read_text(process.plan(request(999)), request(999))
     process.kill()
     with pytest.raises((OSError, EOFError)):
         process.plan(wanted[0])
