@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.assign.estimate import estimate_plans
-from lightning_hetero.assign.relaxation import Workload, fractional_plan
+from lightning_hetero.assign.relaxation import AverageWork, fractional_plan
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
 
@@ -182,9 +182,9 @@ class _Search:
     def _near(self, longest: int) -> set[tuple[int, ...]]:
         """Return the whole plans near the fractional plans for data up to `longest`."""
         found = self._uniform(longest)
-        workload = self._workload(longest)
+        work = self._average_work(longest)
         for with_bubbles in (False, True):
-            plan = fractional_plan(workload, with_bubbles=with_bubbles)
+            plan = fractional_plan(work, with_bubbles=with_bubbles)
             if plan is not None:
                 found |= self._rounded(plan.counts, longest)
         return found
@@ -210,7 +210,7 @@ class _Search:
                 found.add(self._filled(plan))
         return found
 
-    def _workload(self, longest: int) -> Workload:
+    def _average_work(self, longest: int) -> AverageWork:
         """Return the work of an average iteration whose sequences are at most `longest`."""
         kept = self.lengths[self.lengths <= longest]
         interval = (kept - 1) // self.options.length_step
@@ -227,7 +227,7 @@ class _Search:
         ordered = np.sort(kept)
         typical = ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)]
         typical_s = self.table.times_s(np.array([typical]))[0]
-        return Workload(
+        return AverageWork(
             work_s=work_s,
             alone_s=(self.table.times_s(tops) + self.table.c) * stages,
             fits=(tops[:, None] <= self.table.max_len) & self.usable,

@@ -19,13 +19,13 @@ import numpy as np
 from lightning_hetero.assign.programme import Programme
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 
-__all__ = ["FractionalPlan", "Workload", "fractional_plan"]
+__all__ = ["AverageWork", "FractionalPlan", "fractional_plan"]
 
 _NUM_BISECTIONS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class AverageWork:
     """The work of an average iteration, by length interval and scheme."""
 
     work_s: FloatArray
@@ -52,11 +52,11 @@ class FractionalPlan:
     """Seconds of an iteration on them."""
 
 
-def fractional_plan(workload: Workload, *, with_bubbles: bool) -> FractionalPlan | None:
+def fractional_plan(work: AverageWork, *, with_bubbles: bool) -> FractionalPlan | None:
     """Return the best fractional plan, or None if some length fits no scheme."""
-    if not workload.fits.any(axis=1).all():
+    if not work.fits.any(axis=1).all():
         return None
-    base = _without_bubbles(workload)
+    base = _without_bubbles(work)
     if not with_bubbles:
         return base
     low_s, high_s = base.latency_s, base.latency_s
@@ -64,10 +64,10 @@ def fractional_plan(workload: Workload, *, with_bubbles: bool) -> FractionalPlan
     # Bubbles only add time, so the latency without them is a start from below.
     while best is None:
         high_s *= 1.5
-        best = _with_bubbles(workload, high_s)
+        best = _with_bubbles(work, high_s)
     for _ in range(_NUM_BISECTIONS):
         middle_s = (low_s + high_s) / 2
-        found = _with_bubbles(workload, middle_s)
+        found = _with_bubbles(work, middle_s)
         if found is None:
             low_s = middle_s
         else:
@@ -75,29 +75,29 @@ def fractional_plan(workload: Workload, *, with_bubbles: bool) -> FractionalPlan
     return best
 
 
-def _without_bubbles(workload: Workload) -> FractionalPlan:
+def _without_bubbles(work: AverageWork) -> FractionalPlan:
     programme = Programme()
-    seconds = _add_shares(programme, workload, workload.fits)
+    seconds = _add_shares(programme, work, work.fits)
     (latency,) = programme.add_variables(upper=np.inf, cost=1.0)
-    for devices, available in zip(workload.devices.T, workload.available, strict=True):
+    for devices, available in zip(work.devices.T, work.available, strict=True):
         programme.add_row([*seconds, latency], [*devices, -available], upper=0.0)
     solution = programme.minimize(time_limit_s=60.0)
     latency_s = max(solution.objective, 1e-12)
     return FractionalPlan(counts=solution.values[seconds] / latency_s, latency_s=latency_s)
 
 
-def _with_bubbles(workload: Workload, latency_s: float) -> FractionalPlan | None:
+def _with_bubbles(work: AverageWork, latency_s: float) -> FractionalPlan | None:
     """Return a plan of a given latency that takes the smallest share of the devices."""
-    allowed = workload.fits & (workload.alone_s <= latency_s)
-    left_s = latency_s - workload.lost_s
+    allowed = work.fits & (work.alone_s <= latency_s)
+    left_s = latency_s - work.lost_s
     allowed &= left_s > 0
     if not allowed.any(axis=1).all():
         return None
     programme = Programme()
-    seconds = _add_shares(programme, workload, allowed)
+    seconds = _add_shares(programme, work, allowed)
     (share,) = programme.add_variables(upper=1.0, cost=1.0)
-    per_second = workload.devices / np.maximum(left_s, 1e-12)[:, None]
-    for devices, available in zip(per_second.T, workload.available, strict=True):
+    per_second = work.devices / np.maximum(left_s, 1e-12)[:, None]
+    for devices, available in zip(per_second.T, work.available, strict=True):
         programme.add_row([*seconds, share], [*devices, -available], upper=0.0)
     solution = programme.minimize(time_limit_s=60.0)
     if not len(solution.values):
@@ -107,7 +107,7 @@ def _with_bubbles(workload: Workload, latency_s: float) -> FractionalPlan | None
     )
 
 
-def _add_shares(programme: Programme, workload: Workload, allowed: BoolArray) -> IntArray:
+def _add_shares(programme: Programme, work: AverageWork, allowed: BoolArray) -> IntArray:
     """Add shares f and pipeline-seconds D with their rows; return the D variables [K]."""
     num_schemes = allowed.shape[1]
     shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
@@ -117,5 +117,5 @@ def _add_shares(programme: Programme, workload: Workload, allowed: BoolArray) ->
     for k in range(num_schemes):
         usable = allowed[:, k]
         columns = [*shares[usable, k], seconds[k]]
-        programme.add_row(columns, [*workload.work_s[usable, k], -1.0], upper=0.0)
+        programme.add_row(columns, [*work.work_s[usable, k], -1.0], upper=0.0)
     return seconds

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.callbacks.owned import OwnedState
-from lightning_hetero.callbacks.places import Places, Progress
+from lightning_hetero.callbacks.places import FinishedStep, Places
 from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.callbacks.training_state import (
     dump_metadata,
@@ -150,7 +150,7 @@ class LayerwiseCheckpoint(Checkpoint):
         owned, tiers, node = OwnedState(trainer), self.places.tiers(), self.places.node
         names = self._transport.all_gather(node.encode())
         self.node_of_rank = tuple(name.decode() for name in names)
-        progress = self._newest_progress()
+        finished = self._last_finished()
         recovered = recover(owned.needs(), tiers, node=node, transport=self._transport)
         if recovered is None:
             self._attempt = find_next_attempt(tiers, node=node, transport=self._transport)
@@ -158,7 +158,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self._attempt, self._last_step = recovered.report.attempt, recovered.id.step
             fetched_s = time.time()
             restore(trainer, owned, recovered)
-            self._report(trainer, recovered, progress, (start_s, fetched_s))
+            self._report(trainer, recovered, finished, (start_s, fetched_s))
         self._recovered = recovered
         self._writer = CheckpointWriter(
             tiers,
@@ -178,19 +178,19 @@ class LayerwiseCheckpoint(Checkpoint):
             restore(trainer, OwnedState(trainer), recovered)
             self._recovered = recovered
 
-    def _newest_progress(self) -> Progress | None:
+    def _last_finished(self) -> FinishedStep | None:
         """Return how far any node that is left saw training come."""
-        own = self.places.last_progress()
+        own = self.places.last_finished()
         text = "" if own is None else json.dumps([own.step, own.at_s])
         found = [json.loads(data) for data in self._transport.all_gather(text.encode()) if data]
-        known = [Progress(step=step, at_s=at_s) for step, at_s in found]
+        known = [FinishedStep(step=step, at_s=at_s) for step, at_s in found]
         return max(known, key=lambda item: item.at_s, default=None)
 
     def _report(
         self,
         trainer: pl.Trainer,
         recovered: Recovered,
-        progress: Progress | None,
+        finished: FinishedStep | None,
         times_s: tuple[float, float],
     ) -> None:
         """Log where the state was found, what was lost, how long each phase took."""
@@ -206,9 +206,9 @@ class LayerwiseCheckpoint(Checkpoint):
         for data in self._transport.all_gather(json.dumps(own).encode()):
             found.update({Source(source): count for source, count in json.loads(data)})
         lost, lost_steps = "", None
-        if progress is not None:
-            lost_steps = progress.step - recovered.id.step
-            seconds["restart"] = self._made_at_s - progress.at_s
+        if finished is not None:
+            lost_steps = finished.step - recovered.id.step
+            seconds["restart"] = self._made_at_s - finished.at_s
             lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
         rank_zero_info(
             f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=found)}, load "
@@ -262,7 +262,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.fit_loop._should_accumulate():
             return
         if trainer.local_rank == 0:
-            self.places.note(Progress(step=step, at_s=time.time()))
+            self.places.note(FinishedStep(step=step, at_s=time.time()))
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.then(self._save(trainer, leaving))

@@ -12,13 +12,13 @@ from typing import Any
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["Places", "Progress"]
+__all__ = ["FinishedStep", "Places"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class FinishedStep:
     """The last step that finished."""
 
     step: int
@@ -82,14 +82,14 @@ class Places:
             tiers.append(Tier(kind=TierKind.REMOTE, store=remote, keep=self.keep, required=alone))
         return tiers
 
-    def note(self, progress: Progress) -> None:
+    def note(self, finished: FinishedStep) -> None:
         """Remember a finished step beside the node's checkpoints; costs microseconds."""
         path = self._progress_path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([progress.step, progress.at_s]))
+            path.write_text(json.dumps([finished.step, finished.at_s]))
 
-    def last_progress(self) -> Progress | None:
+    def last_finished(self) -> FinishedStep | None:
         """Return what an earlier process noted last, None if nothing readable."""
         if self._progress_path is None:
             return None
@@ -97,7 +97,7 @@ class Places:
             step, at_s = json.loads(self._progress_path.read_text())
         except (OSError, ValueError):
             return None
-        return Progress(step=step, at_s=at_s)
+        return FinishedStep(step=step, at_s=at_s)
 
     def forget_memory(self) -> None:
         """Free the shared memory: the run has ended, and the other places have all."""

@@ -22,10 +22,10 @@ from lightning_hetero.checkpoint.resharding import SliceNeed
 from lightning_hetero.checkpoint.tiers import Tier
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["consolidate", "export_checkpoint", "whole_needs"]
+__all__ = ["export_checkpoint"]
 
 
-def whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
+def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
     """Return every parameter of a checkpoint, whole."""
     needs: dict[str, SliceNeed] = {}
     for manifest in manifests.values():
@@ -36,7 +36,7 @@ def whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
     return [needs[name] for name in sorted(needs)]
 
 
-def consolidate(recovered: Recovered) -> dict[str, Any]:
+def _consolidate(recovered: Recovered) -> dict[str, Any]:
     """Return a plain Lightning checkpoint of a state whose slices are whole parameters."""
     checkpoint: dict[str, Any] = dict(recovered.metadata)
     by_name = {item.parameter: item for item in recovered.slices}
@@ -66,9 +66,9 @@ def export_checkpoint(
         CheckpointError: There is no such checkpoint, or it can't be read, or the file not written.
     """
     view = look(tiers, step=step)
-    recovered = recover(whole_needs(view.manifests), tiers, step=view.id.step)
+    recovered = recover(_whole_needs(view.manifests), tiers, step=view.id.step)
     assert recovered is not None
-    checkpoint = consolidate(recovered)
+    checkpoint = _consolidate(recovered)
     if "pytorch-lightning_version" not in checkpoint:
         raise CheckpointError(
             f"{recovered.id} has no 'pytorch-lightning_version' in its metadata, so "

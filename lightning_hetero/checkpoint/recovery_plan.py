@@ -23,7 +23,15 @@ from lightning_hetero.checkpoint.tiers import TierKind
 from lightning_hetero.checkpoint.transport import take_turns
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["Fetch", "FileRange", "Source", "plan_fetches", "source_of", "whole_blocks"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Fetch",
+    "FileRange",
+    "Source",
+    "plan_fetches",
+    "source_of",
+    "whole_blocks",
+]
 
 CHUNK_BYTES = 16 << 20
 """Largest fetch: what a sender, a link and a receiver hold at a time."""

@@ -11,7 +11,8 @@ run. A cluster file is YAML::
       - {nodes: [0, 1], bytes_per_s: 12.5e9, latency_s: 20e-6}
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -171,9 +172,21 @@ class Cluster:
         return self.inter_node_bytes_per_s, latency_s
 
     @property
+    def num_devices(self) -> dict[str, int]:
+        """Number of devices of each type, the types in order of their first node."""
+        counts: Counter[str] = Counter()
+        for node in self.nodes:
+            counts[node.device] += node.count
+        return dict(counts)
+
+    @property
     def price_per_hour(self) -> float | None:
         """Price of all nodes for an hour, or None if a node has none."""
-        prices = [node.price_per_hour for node in self.nodes]
+        return self.price_of(range(len(self.nodes)))
+
+    def price_of(self, node_indices: Iterable[int]) -> float | None:
+        """Return the price of some nodes for an hour, or None if one has none."""
+        prices = [self.nodes[index].price_per_hour for index in node_indices]
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 

@@ -28,6 +28,7 @@ __all__ = [
     "AttentionFunction",
     "SequenceMask",
     "attention_backends",
+    "check_backend",
     "choose_attention",
     "register_attention",
     "varlen_attention",
@@ -108,14 +109,19 @@ def varlen_attention(  # noqa: PLR0913 - the kernels' own arguments, and which o
             f"{query_THD.shape[1]} query heads can't share {key_THD.shape[1]} key heads. Use a "
             "number of heads that is a multiple of num_kv_heads."
         )
+    check_backend(backend)
     name = choose_attention(query_THD) if backend == "auto" else backend
-    if name not in _BACKENDS:
+    mask = SequenceMask(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, causal=causal, window=window)
+    return _BACKENDS[name](query_THD, key_THD, value_THD, mask, scale=scale)
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigurationError unless a backend has this name, or it is "auto"."""
+    if name != "auto" and name not in _BACKENDS:
         raise ConfigurationError(
             f"No attention backend is called {name!r}; known: {', '.join(attention_backends())}, "
             "auto. Use one of these or add yours with register_attention."
         )
-    mask = SequenceMask(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, causal=causal, window=window)
-    return _BACKENDS[name](query_THD, key_THD, value_THD, mask, scale=scale)
 
 
 def choose_attention(query_THD: Tensor) -> str:

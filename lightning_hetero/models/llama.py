@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.models.attention import attention_backends, varlen_attention
+from lightning_hetero.models.attention import check_backend, varlen_attention
 
 __all__ = ["HeteroLM", "LMConfig", "LMLayer"]
 
@@ -68,11 +68,7 @@ class LMConfig:
                 f"{self.num_heads} query heads can't share {self.num_kv_heads} key heads. Use a "
                 "num_kv_heads that divides num_heads."
             )
-        if self.attention != "auto" and self.attention not in attention_backends():
-            raise ConfigurationError(
-                f"No attention backend is called {self.attention!r}; known: "
-                f"{', '.join(attention_backends())}, auto."
-            )
+        check_backend(self.attention)
 
     @property
     def head_dim(self) -> int:

@@ -111,9 +111,7 @@ class _Search:
         self.cost = cost
         self.tokens = tokens_per_step
         self.options = options or CandidateOptions()
-        self.num_devices: dict[str, int] = {}
-        for node in cost.cluster.nodes:
-            self.num_devices[node.device] = self.num_devices.get(node.device, 0) + node.count
+        self.num_devices = cost.cluster.num_devices
 
     def run(self, given: Sequence[ParallelPlan]) -> CandidatePlans:
         found = {plan: costs for plan in given if (costs := self._costs(plan)) is not None}

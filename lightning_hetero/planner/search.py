@@ -280,9 +280,7 @@ class _Search:
 
     def _price(self, found: ParallelPlan) -> float | None:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}
-        prices = [self.nodes[node].price_per_hour for node in sorted(used)]
-        known = [price for price in prices if price is not None]
-        return sum(known) if len(known) == len(prices) else None
+        return self.cost.cluster.price_of(sorted(used))
 
 
 def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:

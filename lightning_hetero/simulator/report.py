@@ -140,10 +140,7 @@ def bound_line(least: str, gap: float) -> str:
 
 def devices_line(cluster: Cluster) -> str:
     """Return the devices and their numbers, `4 × A100-80GB, 2 × H800-80GB`."""
-    counts: dict[str, int] = {}
-    for node in cluster.nodes:
-        counts[node.device] = counts.get(node.device, 0) + node.count
-    return ", ".join(f"{count} × {device}" for device, count in counts.items())
+    return ", ".join(f"{count} × {device}" for device, count in cluster.num_devices.items())
 
 
 def alike_pipelines(

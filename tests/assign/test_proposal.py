@@ -6,7 +6,7 @@ import pytest
 from lightning_hetero.assign import ProposalOptions, Scheme, assign_iteration, propose
 from lightning_hetero.assign.estimate import estimate_plans
 from lightning_hetero.assign.proposal import draw_iteration
-from lightning_hetero.assign.relaxation import Workload, fractional_plan
+from lightning_hetero.assign.relaxation import AverageWork, fractional_plan
 from lightning_hetero.core.errors import PlanningError
 from tests.assign.cases import cost
 
@@ -33,28 +33,28 @@ def long_tail(count: int = 4000) -> np.ndarray:
     return np.clip(draws, 16, 16384).astype(np.int64)
 
 
-def dynamic_programme_s(workload: Workload, num_devices: int, steps: int) -> float:
+def dynamic_programme_s(work: AverageWork, num_devices: int, steps: int) -> float:
     """Solve the paper's Eq. 4 on a grid of 1/steps of a device, by looking at every transition."""
-    num_intervals, num_schemes = workload.work_s.shape
-    sums_s = np.concatenate([np.zeros((1, num_schemes)), np.cumsum(workload.work_s, axis=0)])
+    num_intervals, num_schemes = work.work_s.shape
+    sums_s = np.concatenate([np.zeros((1, num_schemes)), np.cumsum(work.work_s, axis=0)])
     units = num_devices * steps
     table = np.full((units + 1, num_intervals + 1), np.inf)
     table[:, 0] = 0.0
     for n, high in itertools.product(range(1, units + 1), range(1, num_intervals + 1)):
         best = table[n - 1, high]
         for k, low, used in itertools.product(range(num_schemes), range(high), range(1, n + 1)):
-            if workload.fits[high - 1, k]:
-                pipelines = used / steps / workload.devices[k, 0]
+            if work.fits[high - 1, k]:
+                pipelines = used / steps / work.devices[k, 0]
                 work_s = (sums_s[high, k] - sums_s[low, k]) / pipelines
                 best = min(best, max(table[n - used, low], work_s))
         table[n, high] = best
     return float(table[units, num_intervals])
 
 
-def small_workload() -> Workload:
+def small_work() -> AverageWork:
     work_s = np.array([[4.0, 3.0, 5.0], [3.0, 2.0, 2.5], [2.0, 1.5, 1.2], [1.0, 0.9, 0.5]])
     fits = np.array([[1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 0, 1]], dtype=bool)
-    return Workload(
+    return AverageWork(
         work_s=work_s,
         alone_s=work_s / 10,
         fits=fits,
@@ -65,20 +65,20 @@ def small_workload() -> Workload:
 
 
 def test_the_linear_programme_is_the_limit_of_the_papers_dynamic_programme() -> None:
-    workload = small_workload()
-    limit_s = fractional_plan(workload, with_bubbles=False).latency_s
-    coarse_s, fine_s = (dynamic_programme_s(workload, 4, steps) for steps in (2, 8))
+    work = small_work()
+    limit_s = fractional_plan(work, with_bubbles=False).latency_s
+    coarse_s, fine_s = (dynamic_programme_s(work, 4, steps) for steps in (2, 8))
     assert limit_s <= fine_s * (1 + 1e-9) <= coarse_s * (1 + 1e-9)
     assert fine_s <= limit_s * 1.1
 
 
 def test_bubbles_only_add_time_and_plans_stay_within_the_devices() -> None:
-    workload = small_workload()
-    without = fractional_plan(workload, with_bubbles=False)
-    bubbles = fractional_plan(workload, with_bubbles=True)
+    work = small_work()
+    without = fractional_plan(work, with_bubbles=False)
+    bubbles = fractional_plan(work, with_bubbles=True)
     assert bubbles.latency_s >= without.latency_s
     for plan in (without, bubbles):
-        assert (plan.counts @ workload.devices <= workload.available + 1e-6).all()
+        assert (plan.counts @ work.devices <= work.available + 1e-6).all()
 
 
 def test_an_estimate_is_near_the_assignment() -> None:

@@ -105,7 +105,9 @@ def test_a_cluster_file_means_what_the_manual_says(tmp_path):
     path.write_text(TEXT)
     cluster = Cluster.load(path)
     assert cluster.num_ranks == 6
+    assert cluster.num_devices == {"A100-80GB": 4, "mine": 2}
     assert cluster.price_per_hour == 18.5
+    assert cluster.price_of([0]) == 16
     assert cluster.device_of(5) == MINE
     assert cluster.link_between(0, 1) == (12.5e9, 20e-6)
     assert cluster.link_between(1, 1) == (8e9, 3e-6)

@@ -16,8 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
-from lightning_hetero.models.attention import attention_backends, varlen_attention
+from lightning_hetero.core.errors import BatchError, ModelError
+from lightning_hetero.models.attention import check_backend, varlen_attention
 from lightning_hetero.models.packing import PackedBatch
 
 __all__ = ["packed_inputs", "use_packed_attention"]
@@ -39,11 +39,7 @@ def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
             to a sliding window of them: samples packed together would see each other.
         ConfigurationError: No backend has that name.
     """
-    if backend not in (*attention_backends(), "auto"):
-        raise ConfigurationError(
-            f"No attention backend is called {backend!r}; known: "
-            f"{', '.join(attention_backends())}, auto."
-        )
+    check_backend(backend)
     models = [item for item in module.modules() if isinstance(item, PreTrainedModel)]
     if not models:
         raise ModelError(
