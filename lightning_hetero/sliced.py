@@ -56,6 +56,8 @@ class SlicesStrategy(ProcessesStrategy):
         self._trained: SliceStore | None = None
         """What the optimizers hold, also after the run that trained."""
         self._cut_when_loading: RemovableHandle | None = None
+        self._example: Any = None
+        """The module's `example_input_array`, hidden while it has slices."""
 
     @property
     def engine(self) -> Engine:
@@ -80,6 +82,11 @@ class SlicesStrategy(ProcessesStrategy):
             if copy is not None:
                 whole = copy.module if isinstance(copy, AveragedModel) else copy
                 cut_copy(whole, store, self._communicators)
+
+    def _hide_example(self, module: pl.LightningModule) -> None:
+        """Keep Lightning's summary from calling the module on its example: that needs it whole."""
+        if self.world_size > 1:
+            self._example, module.example_input_array = module.example_input_array, None
 
     @override
     def model_to_device(self) -> None:
@@ -191,6 +198,8 @@ class SlicesStrategy(ProcessesStrategy):
 
     def _remove_engine(self, *, keep_weights: bool) -> None:
         """Put whole parameters back into the module; collective if they are to be kept."""
+        if self._example is not None:
+            self._module.example_input_array, self._example = self._example, None
         if self._engine is not None:
             if keep_weights:
                 assert self._communicators is not None

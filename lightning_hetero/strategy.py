@@ -47,6 +47,7 @@ from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.whole_matrices import check_optimizers
 from lightning_hetero.steps import StepsStrategy
 from lightning_hetero.summary import StartUp
+from lightning_hetero.trainable import check_trainable
 
 __all__ = ["HeteroStrategy"]
 
@@ -243,7 +244,7 @@ class HeteroStrategy(StepsStrategy):
         # DistributedSampler would shuffle it, and no public option of a strategy prevents that.
         trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == TrainerFn.FITTING:
-            _check_trainable(module)
+            check_trainable(module, trainer.callbacks)  # type: ignore[attr-defined]
         facts = self._gather_facts(module)
         self._engine = self._make_engine(facts)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -259,6 +260,7 @@ class HeteroStrategy(StepsStrategy):
         self._announce(facts, num_batches=num_batches)
         self.model_to_device()
         self._cut_copies(trainer, module)
+        self._hide_example(module)
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -374,21 +376,6 @@ class HeteroStrategy(StepsStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(
             cls.strategy_name, cls, description="Unequal pipelines on unequal devices"
-        )
-
-
-def _check_trainable(module: pl.LightningModule) -> None:
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            "HeteroStrategy needs automatic optimization, because a step's backward runs inside "
-            "the pipeline's schedule. Remove `self.automatic_optimization = False` and return the "
-            "loss from training_step."
-        )
-    if type(module).backward is not pl.LightningModule.backward:
-        raise ConfigurationError(
-            f"{type(module).__name__} overrides backward, which HeteroStrategy never calls: the "
-            "backward runs inside the pipeline's schedule. Put what it does into training_step, "
-            "on_before_backward or on_after_backward."
         )
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
+from lightning_hetero.core.errors import StepError
+from tests.toy import CONTEXT, VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 3
 PLAN = {
@@ -103,6 +104,17 @@ class NoLayers(Trainable):
         )
 
 
+class HasExample(Trainable):
+    """Lightning's summary calls it on its example, where it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, CONTEXT, dtype=torch.long)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
+
+
 class Thaw(BaseFinetuning):
     """Freezes the embedding and a layer, and thaws the layer in the second epoch."""
 
@@ -142,6 +154,7 @@ FITS: dict[str, tuple[Callable[[], Trainable], Callable[[], dict[str, Any]]]] = 
     "an epoch that a hook ends": (EndsEpochsEarly, dict),
     "configure_model": (Made, dict),
     "a module without layers": (NoLayers, dict),
+    "example_input_array": (HasExample, lambda: {"enable_model_summary": True}),
     "overfit_batches": (Trainable, lambda: {"overfit_batches": 1}),
     "limits as shares": (
         Trainable,
@@ -186,6 +199,7 @@ def fit(name: str, *, planned: bool) -> dict[str, Any]:
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "weights": norms_of(module),
         "trainable": [p.requires_grad for p in module.parameters()],
+        "has_example": module.example_input_array is not None,
         "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
     }
 
@@ -247,18 +261,23 @@ def write_predictions(*, planned: bool) -> dict[int, Any]:
     return writer.written
 
 
-def gather_ranks(*, planned: bool) -> Tensor:
-    """Return what a hook's `all_gather` gives."""
+def use_a_hook(*, planned: bool) -> tuple[list[int], str]:
+    """Return what a hook's `all_gather` gives, and what it gets if it calls the model."""
 
-    class Gathers(Trainable):
+    class Hooked(Trainable):
         gathered = torch.empty(0)
+        answer = ""
 
         def on_train_epoch_end(self) -> None:
             self.gathered = self.all_gather(torch.tensor(self.global_rank))
+            try:
+                self.model(torch.zeros(1, 2, dtype=torch.long))
+            except StepError as error:
+                self.answer = str(error)
 
-    module = Gathers()
+    module = Hooked()
     L.Trainer(**options_of(planned=planned, max_epochs=1)).fit(module, loader(4, 2))
-    return module.gathered
+    return module.gathered.tolist(), module.answer
 
 
 def use_all(rank: int, folder: Path) -> dict[str, Any]:
@@ -268,5 +287,5 @@ def use_all(rank: int, folder: Path) -> dict[str, Any]:
         "resumed": thaw_and_resume(folder, planned=True),
         "best": keep_the_best(folder, planned=True),
         "predictions": write_predictions(planned=True),
-        "ranks": gather_ranks(planned=True).tolist(),
+        "hook": use_a_hook(planned=True),
     }

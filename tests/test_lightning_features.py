@@ -32,6 +32,7 @@ def test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank(
         assert found["metrics"] == near(alone["metrics"])
         assert found["weights"] == near(alone["weights"])
         assert found["trainable"] == alone["trainable"]
+        assert found["has_example"] == alone["has_example"]
         assert found["rates"] == alone["rates"]
 
 
@@ -63,4 +64,11 @@ def test_every_prediction_is_written_by_its_index(planned: list[dict[str, Any]])
 
 
 def test_a_hook_gathers_over_all_ranks(planned: list[dict[str, Any]]) -> None:
-    assert [result["ranks"] for result in planned] == [[0, 1, 2]] * 3
+    assert [result["hook"][0] for result in planned] == [[0, 1, 2]] * 3
+
+
+def test_a_hook_that_calls_the_model_is_told_where_to_call_it(
+    planned: list[dict[str, Any]],
+) -> None:
+    for result in planned:
+        assert "GPT is called outside of a step" in result["hook"][1]

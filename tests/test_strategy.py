@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import ConfigurationError
 from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,
@@ -216,6 +218,14 @@ def test_a_checkpoint_saved_after_fit_and_validate_holds_what_the_optimizers_hol
     assert len(fitted) == len(list(module.parameters()))
     for index, state in fitted.items():
         assert torch.equal(validated[index]["exp_avg"], state["exp_avg"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.3)
+    trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match="ModelPruning masks whole parameters"):
+        trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
 
 
 def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:

@@ -21,7 +21,7 @@ What `StragglerMonitor` sees it logs itself, as `straggler/…`.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -176,6 +176,8 @@ def _lengths(batch: Any) -> list[int]:
     lengths = getattr(batch, "lengths", None)
     if lengths is not None:
         return [int(length) for length in lengths]
+    if is_dataclass(batch):
+        batch = vars(batch)
     leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim >= 2]
     tokens = [leaf for leaf in tensors if not leaf.is_floating_point()] or tensors

@@ -101,6 +101,8 @@ class StageBoundary:
             for layer in self._layers
         ]
         self._templates: dict[int, tuple[Any, ...] | None] = {}
+        self._unknown: set[int] = set()
+        """Ids of the tensors in templates: they stand for values that this stage doesn't know."""
         self._run: MicrobatchRun | None = None
         self._enter_stage = enter_stage
         self._leave_stage = leave_stage
@@ -142,7 +144,9 @@ class StageBoundary:
         run = self._run
         if run is None:
             return forward(*args, **kwargs)
-        if index > 0 and len(run.layers) < run.num_layers:
+        has_stages = len(run.layers) < run.num_layers
+        if index > 0 and has_stages:
+            self._check_known(index, args, kwargs)
             _check_nothing_between(run, index, args, kwargs)
         if index < run.layers.start:
             output = self._pass_through(index, args, kwargs)
@@ -153,7 +157,7 @@ class StageBoundary:
         _seed_torch(seed_of(*run.seed, index))
         run.before_layer(index)
         output = forward(*args, **kwargs)
-        run.last_hidden = _hidden_output(output, index)
+        run.last_hidden = _hidden_output(output, index, is_alone=not has_stages)
         if index + 1 == run.layers.stop:
             output = self._leave(run, output)
         return output
@@ -193,16 +197,19 @@ class StageBoundary:
         hidden, _ = _hidden_argument(args, kwargs)
         if index not in self._templates:
             self._templates[index] = self._probe(index, args, kwargs)
-        rest = self._templates[index]
-        return hidden if rest is None else (hidden, *rest)
+        rest, given = self._templates[index], _named(args, kwargs)
+        if rest is None:
+            return hidden
+        return hidden, *(given[i.place] if isinstance(i, _Given) else i for i in rest)
 
     def _probe(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Return what the layer's output holds besides the hidden state; None for a bare tensor.
 
-        Runs the layer once on weights of zeros, without gradients. They take a layer's memory for
-        that time: kernels for experts refuse weights expanded from one element.
+        What it was given and hands on is a `_Given`, since that differs from call to call. Runs the
+        layer once on weights of zeros, without gradients. They take a layer's memory for that time:
+        kernels for experts refuse weights expanded from one element.
         """
         hidden, _ = _hidden_argument(args, kwargs)
         zeros = {
@@ -218,7 +225,30 @@ class StageBoundary:
         if isinstance(output, Tensor):
             return None
         _hidden_output(output, index)
-        return tuple(output[1:])
+        places = {id(value): place for place, value in _named(args, kwargs).items()}
+        rest = tuple(_Given(places[id(i)]) if id(i) in places else i for i in output[1:])
+        self._unknown |= {id(item) for item in rest if isinstance(item, Tensor)}
+        return rest
+
+    def _check_known(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(id(value) in self._unknown for value in (*args, *kwargs.values())):
+            raise ModelError(
+                f"Layer {index} takes a tensor that layer {index - 1} returns besides the hidden "
+                "state, and a stage that begins between them would never see it. Compute it "
+                "before the layers, or use a plan whose pipelines have one stage."
+            )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands in a layer's output for an argument that the layer hands on."""
+
+    place: int | str
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    named: dict[int | str, Any] = dict(enumerate(args))
+    return named | kwargs
 
 
 class _LayerForward:
@@ -258,20 +288,32 @@ def _hidden_argument(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
     """Return the layer's hidden state and a function that puts another one in its place."""
     if args and isinstance(args[0], Tensor):
-        return args[0], lambda hidden: ((hidden, *args[1:]), kwargs)
+        return _plain(args[0]), lambda hidden: ((hidden, *args[1:]), kwargs)
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value, lambda hidden, name=name: (args, {**kwargs, name: hidden})
+            return _plain(value), lambda hidden, name=name: (args, {**kwargs, name: hidden})
     raise ModelError(
         f"A layer is called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}; its "
         "first argument must be the hidden state, one tensor."
     )
 
 
-def _hidden_output(output: Any, index: int) -> Tensor:
+def _plain(hidden: Tensor) -> Tensor:
+    if hidden.is_nested:
+        raise ModelError(
+            "The layers get a nested tensor, which can't travel between stages. Build "
+            "nn.TransformerEncoder with enable_nested_tensor=False."
+        )
+    return hidden
+
+
+def _hidden_output(output: Any, index: int, *, is_alone: bool = False) -> Tensor:
+    """Return the hidden state of a layer's output; `is_alone` where no other stage follows."""
     if isinstance(output, Tensor):
-        return output
+        return output if is_alone else _plain(output)
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        if is_alone:
+            return output[0]
         extra = [item for item in output[1:] if isinstance(item, Tensor) and item.requires_grad]
         if not extra:
             return output[0]

@@ -12,7 +12,8 @@ An iteration on every rank:
 Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipelines (AutoHet §III).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_hetero.runtime.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
 from lightning_hetero.runtime.microbatches import cut_batch
+from lightning_hetero.runtime.module_calls import ModuleCalls
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.plan_switch import PlanSwitch
 from lightning_hetero.runtime.propagation import IterationKey, Propagation, StepContext
@@ -100,6 +102,7 @@ class Engine:
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}
         self.store = self._make_store(plan)
+        self._calls = ModuleCalls(module) if communicators.world_size > 1 else None
         self._plans = PlanSwitch(
             plan,
             self.store,
@@ -143,7 +146,7 @@ class Engine:
         run.weights.clear_gradients()
         propagation = self._propagation(batch, key, training=True)
         with self.clock.iteration():
-            with preserved_random_state(), self.logs.recording(), run.weights.in_module():
+            with preserved_random_state(), self.logs.recording(), self._weights_in_module():
                 self._start_pull()
                 run.push.start()
                 propagation.run(step)
@@ -167,7 +170,7 @@ class Engine:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
         propagation = self._propagation(batch, key, training=False)
         with self.clock.iteration():
-            with preserved_random_state(), self.logs.recording(), self._run.weights.in_module():
+            with preserved_random_state(), self.logs.recording(), self._weights_in_module():
                 self._start_pull()
                 propagation.run(step)
                 agreement = self._begin_agreement(propagation, key, ())
@@ -196,6 +199,15 @@ class Engine:
             key=key,
             training=training,
         )
+
+    @contextmanager
+    def _weights_in_module(self) -> Iterator[None]:
+        with self._run.weights.in_module():
+            if self._calls is None:
+                yield
+            else:
+                with self._calls.allowed():
+                    yield
 
     def _start_pull(self) -> None:
         self._run.pull.start()
@@ -289,6 +301,8 @@ class Engine:
     def remove(self) -> None:
         """Give the module's layers their own forward back."""
         self.boundary.remove()
+        if self._calls is not None:
+            self._calls.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

@@ -1,11 +1,15 @@
 """Cut a batch into micro-batches, and put a step's outputs together again.
 
 A batch is cut along dim 0 of its tensors, which all must have the same number of samples; lists of
-as many entries are cut too, anything else is handed to every micro-batch. A batch that knows how to
-cut itself, such as `PackedBatch`, has a method `split(num_microbatches)`.
+as many entries are cut too, anything else is handed to every micro-batch. Dataclasses and dicts in
+disguise, such as the `BatchEncoding` of Hugging Face's collators, are cut inside. A batch that
+knows how to cut itself, such as `PackedBatch`, has a method `split(num_microbatches)`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeGuard
 
@@ -45,7 +49,7 @@ def count_samples(batch: Any) -> int:
         return 0
     if _is_splittable(batch):
         return batch.num_samples
-    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     sizes = {len(tensor) for tensor in tensors}
     if len(sizes) != 1:
         found = [tuple(tensor.shape) for tensor in tensors]
@@ -55,6 +59,20 @@ def count_samples(batch: Any) -> int:
             "such tensors, or a batch with num_samples and split(num_microbatches)."
         )
     return sizes.pop()
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    for leaf in tree_flatten(batch)[0]:
+        if _has_fields(leaf):
+            yield from _leaves(vars(leaf))
+        else:
+            yield leaf
+
+
+def _has_fields(leaf: Any) -> bool:
+    """Whether a leaf of a batch holds more of it: pytree doesn't look into these."""
+    holds = isinstance(leaf, UserDict) or (is_dataclass(leaf) and not isinstance(leaf, type))
+    return holds and hasattr(leaf, "__dict__")
 
 
 def epoch_weight(microbatch: Any) -> int:
@@ -93,6 +111,10 @@ def _part(batch: Any, num_samples: int, start: int, stop: int) -> Any:
     def cut(value: Any) -> Any:
         if (isinstance(value, Tensor) and value.ndim) or is_column(value):
             return value[start:stop]
+        if _has_fields(value):
+            part = copy(value)
+            vars(part).update(tree_map(cut, vars(value), is_leaf=is_column))
+            return part
         return value
 
     return tree_map(cut, batch, is_leaf=is_column)

@@ -2,7 +2,8 @@
 
 An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole. One that
 orthogonalises a matrix, or keeps a factor for each of its rows and columns, would run on a slice
-without complaint and train something else.
+without complaint and train something else. So would one that takes a number from all parameters
+together, such as a line search, wherever they have several owners.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.slices import Slice
 
-__all__ = ["check_optimizers", "needs_whole_matrices"]
+__all__ = ["check_optimizers", "needs_all_parameters", "needs_whole_matrices"]
 
 _WHOLE_MATRIX_NAMES = (
     "muon",
@@ -25,24 +26,43 @@ _WHOLE_MATRIX_NAMES = (
     "lars",
     "adalomo",
 )
+_ALL_PARAMETERS_NAMES = ("lbfgs", "prodigy", "dadapt")
 
 
 def needs_whole_matrices(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is known, by its class's name, to need whole parameters."""
+    return _is_named(optimizer, _WHOLE_MATRIX_NAMES)
+
+
+def needs_all_parameters(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is known, by its class's name, to look at all of them at once."""
+    return _is_named(optimizer, _ALL_PARAMETERS_NAMES)
+
+
+def _is_named(optimizer: Optimizer, known: Sequence[str]) -> bool:
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(known in name for name in names for known in _WHOLE_MATRIX_NAMES)
+    return any(item in name for name in names for item in known)
 
 
 def check_optimizers(
     optimizers: Iterable[Optimizer], slices: Mapping[str, Sequence[Slice]]
 ) -> None:
-    """Refuse a known whole-matrix optimizer while any parameter has more than one owner.
+    """Refuse a known whole-matrix optimizer where any parameter has more than one owner.
+
+    And one that needs all parameters where they have more than one owner together.
 
     Raises:
         ConfigurationError: On every rank alike, since all know all slices.
     """
     cut = [name for name, items in slices.items() if len(items) > 1]
+    owners = {item.owner for items in slices.values() for item in items}
     for optimizer in optimizers:
+        if len(owners) > 1 and needs_all_parameters(optimizer):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} computes with all parameters at once, but "
+                f"{len(owners)} ranks own slices of them. Choose an element-wise optimizer, such "
+                "as AdamW."
+            )
         if cut and needs_whole_matrices(optimizer):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} needs whole matrices, but {len(cut)} parameters are "

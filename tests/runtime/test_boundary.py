@@ -155,6 +155,67 @@ def test_extra_outputs_with_gradients_are_refused(extra: Any, message: str) -> N
         model(torch.randn(5, 3))
 
 
+class TakesRest(nn.Module):
+    """Layers that also take what the layer before returned besides the hidden state."""
+
+    def __init__(self, *, learned: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([TakingLayer(learned=learned) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, rest = self.embed(x), x.sum(1, keepdim=True)
+        for layer in self.layers:
+            hidden, rest = layer(hidden, rest)
+        return self.head(hidden)
+
+
+class TakingLayer(nn.Module):
+    def __init__(self, *, learned: bool) -> None:
+        super().__init__()
+        self.linear, self.learned = nn.Linear(4, 4), learned
+
+    def forward(self, hidden: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.linear(hidden)
+        return hidden + made * rest, made[:, :1] if self.learned else rest
+
+
+def test_what_layers_hand_on_is_that_of_the_microbatch() -> None:
+    model = TakesRest(learned=False)
+    boundary = StageBoundary(model.layers)
+    for num_samples in (5, 2):
+        x = torch.randn(num_samples, 3)
+        whole = through_stages(model, boundary, lambda x=x: model(x), [0, 3])
+        assert torch.equal(through_stages(model, boundary, lambda x=x: model(x), [0, 2, 3]), whole)
+
+
+@torch.inference_mode()
+def test_what_layers_compute_for_layers_behind_is_refused_in_another_stage() -> None:
+    model, x = TakesRest(learned=True), torch.randn(5, 3)
+    boundary = StageBoundary(model.layers)
+    assert through_stages(model, boundary, lambda: model(x), [0, 3]).shape == (5, 2)
+    run = run_of(range(1, 3), torch.randn(5, 4))
+    with pytest.raises(ModelError, match="Layer 1 takes a tensor that layer 0 returns"):  # noqa: SIM117
+        with boundary.running(run):
+            model(x)
+
+
+def test_extra_outputs_of_a_whole_model_are_its_own_business() -> None:
+    model = Model(lambda out: (out * 2,))
+    boundary = StageBoundary(model.layers)
+    assert through_stages(model, boundary, lambda: model(torch.randn(5, 3)), [0, 3]).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_hidden_states_are_refused_in_stages() -> None:
+    layer = nn.Identity()
+    boundary = StageBoundary([layer, nn.Identity()])
+    nested = torch.nested.as_nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)])
+    run = replace(run_of(range(1), None), num_layers=2)
+    with pytest.raises(ModelError, match="enable_nested_tensor=False"), boundary.running(run):
+        layer(nested)
+
+
 def test_outputs_that_are_no_hidden_state_are_refused() -> None:
     class Odd(nn.Module):
         def forward(self, hidden: Tensor) -> dict[str, Tensor]:

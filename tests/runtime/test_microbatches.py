@@ -1,5 +1,7 @@
 """Cutting batches and joining outputs are inverse to each other."""
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -56,6 +58,27 @@ def test_a_list_of_tensors_is_cut_inside_even_if_it_is_as_long_as_the_batch() ->
 def test_a_batch_without_samples_has_no_microbatches(batch: Any) -> None:
     assert count_samples(batch) == 0
     assert cut_batch(batch, 3) == []
+
+
+@dataclass(frozen=True)
+class Fields:
+    ids: torch.Tensor
+    texts: list[str]
+    encoding: Any
+
+
+def test_dataclasses_and_dicts_in_disguise_are_cut_inside() -> None:
+    ids = torch.arange(6).view(3, 2)
+    batch = Fields(ids, ["a", "b", "c"], UserDict(mask=ids + 1, epoch=4))
+    assert count_samples(batch) == 3
+    first, second = cut_batch(batch, 2)
+    assert isinstance(second, Fields)
+    assert isinstance(second.encoding, UserDict)
+    assert (first.texts, second.texts) == (["a"], ["b", "c"])
+    assert torch.equal(second.ids, ids[1:])
+    assert torch.equal(second.encoding["mask"], ids[1:] + 1)
+    assert second.encoding["epoch"] == 4
+    assert torch.equal(batch.encoding["mask"], ids + 1)
 
 
 def test_a_pipeline_without_microbatches_cuts_none() -> None:

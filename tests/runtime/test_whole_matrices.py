@@ -45,6 +45,14 @@ def test_only_cut_parameters_are_refused() -> None:
         check_optimizers([adam, muon], cut)
 
 
+def test_an_optimizer_of_all_parameters_needs_one_owner_of_all() -> None:
+    lbfgs = torch.optim.LBFGS(parameters())
+    here, there = (Slice(0, 0, 4),), (Slice(1, 0, 4),)
+    check_optimizers([lbfgs], {"weight": here, "other": here})
+    with pytest.raises(ConfigurationError, match="LBFGS computes with all parameters at once"):
+        check_optimizers([lbfgs], {"weight": here, "other": there})
+
+
 @pytest.mark.dist
 def test_muon_with_whole_parameters_trains_as_a_single_device_does(pool: ProcessPool) -> None:
     case = replace(CASE, ownership="parameter")

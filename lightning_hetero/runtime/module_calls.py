@@ -1,0 +1,53 @@
+"""Refuse calls of a module outside of its steps, where its parameters are a rank's slices.
+
+A hook that lets the model write a few words is the usual case. Without this it would fail somewhere
+inside the model, on shapes that mean nothing to anybody.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_hetero.core.errors import StepError
+
+__all__ = ["ModuleCalls"]
+
+
+class ModuleCalls:
+    """Watches the calls of a module and of its children.
+
+    Args:
+        module: The LightningModule; its parameters are whole in `allowed` only.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._are_allowed = False
+        children = (item for item in module.children() if any(True for _ in item.parameters()))
+        self._handles = [
+            item.register_forward_pre_hook(self._check) for item in (module, *children)
+        ]
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Let the module be called inside this context."""
+        self._are_allowed = True
+        try:
+            yield
+        finally:
+            self._are_allowed = False
+
+    def remove(self) -> None:
+        """Let it be called anywhere."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _check(self, module: nn.Module, _: Any) -> None:
+        if not self._are_allowed:
+            raise StepError(
+                f"{type(module).__name__} is called outside of a step, for instance in a hook, "
+                "where every rank has only its slices of the parameters. Call it in "
+                "validation_step, test_step or predict_step, or after the run, when parameters "
+                "are whole again."
+            )
