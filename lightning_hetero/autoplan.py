@@ -274,12 +274,14 @@ def _propose(
     )
     several = len(found.plans) > 1
     dynamic = f", {found.dynamic_s:.4g} s with the best of {len(found.plans)} plans for each"
+    gap = found.dynamic_s / found.bound_s - 1.0
     lines = [
         f"planned for     {data.tokens_per_step:,} tokens an iteration in samples of up to "
         f"{data.longest:,}, by {_source(measured=profile is not None)}",
         f"iteration time  {found.static_s:.4g} s under this plan{dynamic if several else ''}, "
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
+        bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
     return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
 

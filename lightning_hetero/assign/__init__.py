@@ -17,7 +17,7 @@ from lightning_hetero.assign.dispatch import Dispatch, dispatch
 from lightning_hetero.assign.exact import dispatch_exact
 from lightning_hetero.assign.iteration import assign_iteration
 from lightning_hetero.assign.pack import Packing, pack, pack_all
-from lightning_hetero.assign.plan_bound import plan_lower_bound_s
+from lightning_hetero.assign.plan_bound import plan_lower_bound_s, work_lower_bound_s
 from lightning_hetero.assign.plan_cost import plan_costs
 from lightning_hetero.assign.proposal import (
     Proposal,
@@ -49,4 +49,5 @@ __all__ = [
     "plan_lower_bound_s",
     "propose",
     "util_len",
+    "work_lower_bound_s",
 ]

@@ -17,9 +17,13 @@ The last argument, made for every micro-batch and not the longest alone, says ho
 times can rise and fall, so how many, each with its c, work with little loss needs (`_ramp`).
 With `t_M >= T(h) + c` for the longest sequence h, each limits the seconds S that a pipeline of
 latency x has for micro-batches, and `covering` says what fits into them.
+
+That takes minutes for many devices. `work_lower_bound_s` counts work alone, `S <= x`, with any
+fraction of a pipeline, and takes one linear programme.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -37,7 +41,7 @@ from lightning_hetero.assign.programme import Programme
 from lightning_hetero.assign.proposal import Scheme
 from lightning_hetero.core.arrays import FloatArray
 
-__all__ = ["plan_lower_bound_s"]
+__all__ = ["plan_lower_bound_s", "work_lower_bound_s"]
 
 _SOLVE_S = 5.0
 _MOST_MICROBATCHES = 64
@@ -63,11 +67,7 @@ def plan_lower_bound_s(
         upper_bound_s: Seconds that a plan is known to take.
         precision: Relative width at which the bisection ends.
     """
-    kept = [
-        scheme
-        for scheme in schemes
-        if all(num_devices.get(device, 0) >= count for device, count in scheme.devices)
-    ]
+    kept = _possible(schemes, num_devices)
     sizes, table = as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept])
     runs = SequenceRuns.of(sizes, table)
 
@@ -92,6 +92,47 @@ def plan_lower_bound_s(
         test = functools.partial(is_possible, whole=whole)
         bound_s = least_possible_s(test, bound_s, upper_bound_s, precision)
     return bound_s
+
+
+def work_lower_bound_s(
+    lengths: ArrayLike, schemes: Sequence[Scheme], num_devices: Mapping[str, int]
+) -> float:
+    """Return seconds below which the devices can't do the work; infinite if they never can.
+
+    Args:
+        lengths: [B] tokens of the iteration's sequences.
+        schemes: What a pipeline can be.
+        num_devices: How many devices of each type there are.
+    """
+    kept = _possible(schemes, num_devices)
+    if not kept:
+        return math.inf
+    sizes, table = as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept])
+    alone_s = _alone_s(int(sizes.max()), table)
+    runs = SequenceRuns.of(sizes, table)
+    allowed = runs.least[:, None] <= table.max_len
+    loads_s = runs.work_s + table.c * runs.tokens[:, None] / table.max_len
+    programme = Programme()
+    shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
+    busy_s = programme.add_variables(upper=np.full(len(kept), np.inf))
+    (latency_s,) = programme.add_variables(upper=np.inf, cost=1.0)
+    for row in shares:
+        programme.add_row(row, 1.0, lower=1.0, upper=1.0)
+    for column, load_s, busy in zip(shares.T, loads_s.T, busy_s, strict=True):
+        programme.add_row([*column, busy], [*load_s, -1.0], upper=0.0)
+    for device, available in num_devices.items():
+        needed = [dict(scheme.devices).get(device, 0) for scheme in kept]
+        programme.add_row([*busy_s, latency_s], [*needed, -float(available)], upper=0.0)
+    return max(alone_s, programme.minimize(time_limit_s=_SOLVE_S).lower_bound)
+
+
+def _possible(schemes: Sequence[Scheme], num_devices: Mapping[str, int]) -> list[Scheme]:
+    """Return the schemes of which the devices allow one pipeline or more."""
+    return [
+        scheme
+        for scheme in schemes
+        if all(num_devices.get(device, 0) >= count for device, count in scheme.devices)
+    ]
 
 
 def _alone_s(longest: int, table: CostTable) -> float:

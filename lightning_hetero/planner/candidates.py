@@ -26,6 +26,7 @@ from lightning_hetero.assign import (
     draw_iteration,
     plan_costs,
     propose,
+    work_lower_bound_s,
 )
 from lightning_hetero.assign.cost import as_lengths
 from lightning_hetero.core.arrays import IntArray
@@ -71,6 +72,8 @@ class CandidatePlans:
     """Mean seconds of propagation under the first plan alone, on the iterations tried."""
     dynamic_s: float
     """The same where each iteration runs the best of all."""
+    bound_s: float
+    """Mean seconds that no mix of the pipelines considered can beat."""
 
 
 def propose_plans(
@@ -133,7 +136,7 @@ class _Search:
                 f"No plan on {self.num_devices} holds the longest sample of {self.longest} tokens. "
                 "Cut samples shorter (context_length), or allow more tensor parallelism."
             )
-        return self._choose(found)
+        return self._choose(found, tuple(schemes.values()))
 
     def _proposals(self, schemes: Sequence[Scheme]) -> Sequence[Proposal]:
         if not any(scheme.cost.max_len >= self.longest for scheme in schemes):
@@ -229,7 +232,11 @@ class _Search:
     def _holds_longest(self, costs: Sequence[PipelineCost]) -> bool:
         return max(cost.max_len for cost in costs) >= self.longest
 
-    def _choose(self, found: Mapping[ParallelPlan, tuple[PipelineCost, ...]]) -> CandidatePlans:
+    def _choose(
+        self,
+        found: Mapping[ParallelPlan, tuple[PipelineCost, ...]],
+        schemes: Sequence[Scheme],
+    ) -> CandidatePlans:
         """Order the plans: the best alone, then each the one that shortens the mean most."""
         plans = list(found)
         generator = np.random.default_rng(self.options.seed)
@@ -249,11 +256,13 @@ class _Search:
                 break
             order.append(best)
             current = np.minimum(current, values[best])
+        bounds_s = [work_lower_bound_s(i, schemes, self.num_devices) for i in iterations]
         return CandidatePlans(
             plans=tuple(plans[i] for i in order),
             costs=tuple(found[plans[i]] for i in order),
             static_s=float(values[order[0]].mean()),
             dynamic_s=float(current.mean()),
+            bound_s=float(np.minimum(bounds_s, current).mean()),
         )
 
     def _seconds(self, costs: tuple[PipelineCost, ...], lengths: IntArray) -> float:

@@ -128,14 +128,15 @@ def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
     ]
 
 
-def bound_line(least: str, gap: float) -> str:
+def bound_line(least: str, gap: float, *, plans: str = "plan") -> str:
     """Return how near the plan is to the best there could be.
 
     Args:
         least: What no plan can be: "faster than 3 s".
         gap: How much worse the plan is, as a share.
+        plans: What the bound is about.
     """
-    return f"bound           no plan can be {least}: this one is within {gap:.1%}"
+    return f"bound           no {plans} can be {least}: this one is within {gap:.1%}"
 
 
 def devices_line(cluster: Cluster) -> str:

@@ -1,11 +1,13 @@
 import functools
 import itertools
+import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign import PipelineCost, Scheme, plan_lower_bound_s
+from lightning_hetero.assign import PipelineCost, Scheme, plan_lower_bound_s, work_lower_bound_s
 from lightning_hetero.assign.partitions import partitions
 from tests.assign.cases import costs
 from tests.benchmarks.assignment_cases import time_1f1b_s
@@ -65,9 +67,22 @@ def test_no_plan_or_assignment_ends_before_the_bound(case) -> None:
     lengths, schemes = case
     best_s = optimum_s(lengths, schemes)
     bound_s = plan_lower_bound_s(lengths, schemes, NUM_DEVICES, upper_bound_s=10 * best_s)
-    assert bound_s <= best_s * (1 + 1e-5)
+    work_s = work_lower_bound_s(lengths, schemes, NUM_DEVICES)
+    assert max(bound_s, work_s) <= best_s * (1 + 1e-5)
     if len(lengths) == 1:
-        assert bound_s >= best_s * 0.99
+        assert min(bound_s, work_s) >= best_s * 0.99
+
+
+def test_work_alone_says_when_devices_of_two_speeds_can_be_done() -> None:
+    times = {"max_len": 100, "util_len": 1, "num_stages": 1, "a": 0.0, "c": 0.0}
+    schemes = [
+        Scheme(cost=PipelineCost(b=1.0, **times), devices=(("new", 1),)),
+        Scheme(cost=PipelineCost(b=2.0, **times), devices=(("old", 1),)),
+    ]
+    # 600 tokens at 2 + 3/2 tokens a second, or 100 where a sequence is quickest.
+    assert work_lower_bound_s([100] * 6, schemes, {"new": 2, "old": 3}) == pytest.approx(600 / 3.5)
+    assert work_lower_bound_s([100], schemes, {"new": 2, "old": 3}) == pytest.approx(100)
+    assert work_lower_bound_s([100], schemes, {"new": 0, "old": 0}) == math.inf
 
 
 @settings(deadline=None, max_examples=30)

@@ -34,6 +34,7 @@ def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
         assert code == 0, output
         assert output.count("HeteroStrategy on 2 × ") == 1
         assert "samples of up to 128, by a measured profile" in output
+        assert "no mix of pipelines can be faster than" in output
         assert "\x1b" not in output
     logs = sorted((tmp_path / "outputs/hetero/logs").iterdir())
     rows = [

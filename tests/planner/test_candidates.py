@@ -51,6 +51,7 @@ def test_the_first_holds_the_longest_sample_and_is_the_best_alone() -> None:
     assert candidates.static_s == pytest.approx(mean_s([candidates.costs[0]]))
     assert candidates.static_s == pytest.approx(min(mean_s([costs]) for costs in roomy))
     assert candidates.dynamic_s == pytest.approx(mean_s(candidates.costs))
+    assert 0.9 * candidates.dynamic_s <= candidates.bound_s <= candidates.dynamic_s
     assert candidates.dynamic_s <= candidates.static_s
 
 
@@ -72,6 +73,7 @@ def test_a_given_plan_is_tried_too() -> None:
     )
     assert only.plans == (best,)
     assert only.static_s == only.dynamic_s
+    assert only.bound_s == only.dynamic_s
 
 
 def test_samples_that_no_plan_holds_are_refused() -> None:
