@@ -16,7 +16,7 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.planner import balance_layers
 from lightning_hetero.simulator import CostModel, StageShape, simulate
 
-Microbatch = tuple[int, ...]
+MicroBatch = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ WHALE_WITH_LAYERS = Baseline(microbatches_by_power=True, layers_by_power=True)
 
 
 def best_time_s(
-    baseline: Baseline, cost: CostModel, microbatch: Microbatch, num_microbatches: int
+    baseline: Baseline, cost: CostModel, microbatch: MicroBatch, num_microbatches: int
 ) -> float:
     """Return the seconds of the system's best plan that fits, infinite if none does."""
     times = [
@@ -43,7 +43,7 @@ def best_time_s(
     return min(times, default=float("inf"))
 
 
-def time_s(plan: ParallelPlan, cost: CostModel, microbatch: Microbatch) -> float:
+def time_s(plan: ParallelPlan, cost: CostModel, microbatch: MicroBatch) -> float:
     """Return the seconds of a plan, infinite if its memory doesn't suffice."""
     batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
     simulation = simulate(plan, cost, batches)
@@ -55,7 +55,7 @@ def time_s(plan: ParallelPlan, cost: CostModel, microbatch: Microbatch) -> float
 
 
 def symmetric_plans(
-    baseline: Baseline, cost: CostModel, microbatch: Microbatch, num_microbatches: int
+    baseline: Baseline, cost: CostModel, microbatch: MicroBatch, num_microbatches: int
 ) -> Iterator[ParallelPlan]:
     """Yield the system's plan for every (TP, DP, PP) that uses all devices."""
     counts = [node.count for node in cost.cluster.nodes]
@@ -101,7 +101,7 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def stage_times_s(
-    cost: CostModel, ranks: tuple[int, ...], microbatch: Microbatch
+    cost: CostModel, ranks: tuple[int, ...], microbatch: MicroBatch
 ) -> tuple[float, ...]:
     """Return seconds of a micro-batch on these ranks with 0, 1, ... layers, without ends."""
     device = cost.cluster.device_of(ranks[0]).name
@@ -114,7 +114,7 @@ def stage_times_s(
 def _layers(
     baseline: Baseline,
     cost: CostModel,
-    microbatch: Microbatch,
+    microbatch: MicroBatch,
     ranks: Sequence[Sequence[tuple[int, ...]]],
 ) -> tuple[int, ...] | None:
     num_layers, num_stages = cost.model.num_layers, len(ranks[0])
@@ -132,7 +132,7 @@ def _layers(
 def _share(
     baseline: Baseline,
     cost: CostModel,
-    microbatch: Microbatch,
+    microbatch: MicroBatch,
     stages: tuple[Sequence[Sequence[tuple[int, ...]]], tuple[int, ...] | None],
     total: int,
 ) -> list[int] | None:
@@ -158,7 +158,7 @@ def _share(
 
 
 def _most_layers(
-    cost: CostModel, row: Sequence[tuple[int, ...]], stage: int, microbatch: Microbatch
+    cost: CostModel, row: Sequence[tuple[int, ...]], stage: int, microbatch: MicroBatch
 ) -> int:
     """Return how many layers fit into a stage with its micro-batches in flight."""
     device = cost.cluster.device_of(row[stage][0]).name
