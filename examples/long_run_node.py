@@ -141,7 +141,7 @@ class Trained(L.Callback):
 
 def samples_of(batch: Any) -> list[tuple[int, int]]:
     """Return a checksum and the tokens of each sample of a batch."""
-    packed = batch.microbatches if isinstance(batch, AssignedBatch) else [batch]
+    packed = batch.micro_batches if isinstance(batch, AssignedBatch) else [batch]
     return [
         (zlib.crc32(row.numpy().tobytes()), len(row))
         for item in packed

@@ -65,9 +65,9 @@ class StepsStrategy(SlicesStrategy):
             return super().batch_to_device(batch, device, dataloader_idx)
         moved = [
             super(StepsStrategy, self).batch_to_device(item, device, dataloader_idx)
-            for item in batch.microbatches
+            for item in batch.micro_batches
         ]
-        return replace(batch, microbatches=tuple(moved))
+        return replace(batch, micro_batches=tuple(moved))
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
 def _lengths(batch: Any) -> list[int]:
     """Return the tokens of each sample of a batch, padding included; none if it holds none."""
     if isinstance(batch, AssignedBatch):
-        return [length for item in batch.microbatches for length in _lengths(item)]
+        return [length for item in batch.micro_batches for length in _lengths(item)]
     lengths = getattr(batch, "lengths", None)
     if lengths is not None:
         return [int(length) for length in lengths]

@@ -108,8 +108,8 @@ def work_of(batch: Any) -> float:
     """
     if isinstance(batch, EmptyBatch):
         return 0.0
-    if hasattr(batch, "microbatches"):
-        return sum(map(work_of, batch.microbatches))
+    if hasattr(batch, "micro_batches"):
+        return sum(map(work_of, batch.micro_batches))
     starts = getattr(batch, "cu_seqlens", None)
     if isinstance(starts, Tensor) and starts.device.type == "cpu":
         lengths = starts.diff().double()

@@ -24,7 +24,7 @@ class AssignedBatch:
 
     plan: ParallelPlan
     """The plan that runs the iteration; the same on every rank."""
-    microbatches: tuple[Any, ...]
+    micro_batches: tuple[Any, ...]
     """Batches of the rank's pipeline, each one micro-batch; none if it has no work or is idle."""
     first_index: int
     """Micro-batches of the pipelines before this one; micro-batches draw random numbers by it."""

@@ -186,7 +186,7 @@ class Engine:
         microbatches: list[Any] = []
         first_index = 0
         if isinstance(batch, AssignedBatch):
-            microbatches, first_index = list(batch.microbatches), batch.first_index
+            microbatches, first_index = list(batch.micro_batches), batch.first_index
         elif self.place is not None:
             index = self.place.pipeline_index
             microbatches = cut_batch(batch, self.num_microbatches[index])

@@ -2,7 +2,7 @@
 
 from lightning_hetero.simulator.cost import (
     CostModel,
-    MicrobatchShape,
+    MicroBatchShape,
     StageShape,
     StateLayout,
     usable_bytes,
@@ -31,7 +31,7 @@ from lightning_hetero.simulator.trace import save_trace, trace_events
 __all__ = [
     "CostModel",
     "Event",
-    "MicrobatchShape",
+    "MicroBatchShape",
     "PlanTable",
     "ProfileCost",
     "RooflineCost",

@@ -20,14 +20,14 @@ from lightning_hetero.core.plan import StagePlan
 
 __all__ = [
     "CostModel",
-    "MicrobatchShape",
+    "MicroBatchShape",
     "StageShape",
     "StateLayout",
     "in_flight_tokens",
     "usable_bytes",
 ]
 
-MicrobatchShape = tuple[int, ...]
+MicroBatchShape = tuple[int, ...]
 """Tokens of each sequence of one micro-batch."""
 
 
@@ -73,7 +73,7 @@ class StateLayout:
         return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)
 
 
-def in_flight_tokens(microbatches: Sequence[MicrobatchShape], num_in_flight: int) -> int:
+def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
     """Return the most tokens that any `num_in_flight` consecutive micro-batches hold together."""
     if len(set(microbatches)) == 1:
         return sum(microbatches[0]) * min(num_in_flight, len(microbatches))
@@ -119,13 +119,13 @@ class CostModel(ABC):
         }
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._shapes: dict[tuple[tuple[int, ...], int, int], StageShape] = {}
-        self._compute: dict[tuple[StageShape, MicrobatchShape], tuple[float, float]] = {}
+        self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
         self._updates: dict[tuple[StageShape, int], float] = {}
         self._fixed: dict[tuple[StageShape, int], float] = {}
 
     @abstractmethod
     def measure_stage_s(
-        self, shape: StageShape, microbatch: MicrobatchShape
+        self, shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
         """Return forward and backward seconds of one micro-batch on a stage, TP traffic included.
 
@@ -156,7 +156,7 @@ class CostModel(ABC):
             shape = self._shapes[key] = self._find_shape(stage)
         return shape
 
-    def compute_s(self, shape: StageShape, microbatch: MicrobatchShape) -> tuple[float, float]:
+    def compute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
         """Return forward and backward seconds of one micro-batch on a stage."""
         key = (shape, microbatch)
         times = self._compute.get(key)
@@ -235,7 +235,7 @@ class CostModel(ABC):
         self,
         shape: StageShape,
         num_pipelines: int,
-        microbatches: Sequence[MicrobatchShape],
+        microbatches: Sequence[MicroBatchShape],
         num_in_flight: int,
     ) -> float:
         """Return the peak bytes of one rank with so many micro-batches in flight."""

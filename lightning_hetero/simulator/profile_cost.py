@@ -10,7 +10,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.simulator.cost import MicrobatchShape, StageShape, StateLayout
+from lightning_hetero.simulator.cost import MicroBatchShape, StageShape, StateLayout
 from lightning_hetero.simulator.roofline import RooflineCost
 
 __all__ = ["ProfileCost"]
@@ -39,7 +39,7 @@ class ProfileCost(RooflineCost):
         self._fits: dict[StageShape, tuple[TimeFit, TimeFit]] = {}
 
     def measure_stage_s(
-        self, shape: StageShape, microbatch: MicrobatchShape
+        self, shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
         """Return the measured times of just this micro-batch, else what the fit says."""
         device = self.profile.device(shape.device)
@@ -50,7 +50,7 @@ class ProfileCost(RooflineCost):
         return forward + traffic, backward + traffic
 
     def _measured_s(
-        self, times: Sequence[BlockTimes], shape: StageShape, microbatch: MicrobatchShape
+        self, times: Sequence[BlockTimes], shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
         lengths = tuple(sorted(microbatch))
         for measured in times:

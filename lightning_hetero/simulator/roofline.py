@@ -4,7 +4,7 @@ The model is deliberately coarse, for planning before anything was measured. Wha
 on is said beside them; a measured profile is always better.
 """
 
-from lightning_hetero.simulator.cost import CostModel, MicrobatchShape, StageShape
+from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape
 
 __all__ = ["RooflineCost"]
 
@@ -37,7 +37,7 @@ class RooflineCost(CostModel):
     """Costs of a transformer in 16 bits on known devices."""
 
     def measure_stage_s(
-        self, shape: StageShape, microbatch: MicrobatchShape
+        self, shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
         """Return forward and backward seconds, TP traffic included."""
         tokens = sum(microbatch)
@@ -95,7 +95,7 @@ class RooflineCost(CostModel):
         message_bytes = self.model.hidden_bytes(num_tokens) / count
         return 4 * (count - 1) * (latency_s + message_bytes / bytes_per_s)
 
-    def _layer_s(self, shape: StageShape, microbatch: MicrobatchShape) -> tuple[float, float]:
+    def _layer_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
         model, tokens = self.model, sum(microbatch)
         rate = self._matmul_flops_per_s(shape)
         matmul_s = model.linear_flops_per_layer(tokens) / rate

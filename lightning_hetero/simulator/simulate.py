@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.simulator.cost import CostModel, MicrobatchShape, StageShape
+from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape
 from lightning_hetero.simulator.exchange import ExchangeTable
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 
@@ -67,7 +67,7 @@ class Simulation:
 
 def split_batch(
     plan: ParallelPlan, *, global_batch_size: int, sequence_length: int, microbatch_size: int = 1
-) -> list[list[MicrobatchShape]]:
+) -> list[list[MicroBatchShape]]:
     """Return equal micro-batches per pipeline: the plan's own numbers, or shares one apart.
 
     Raises:
@@ -99,7 +99,7 @@ def split_batch(
 def simulate(
     plan: ParallelPlan,
     cost: CostModel,
-    microbatches: Sequence[Sequence[MicrobatchShape]],
+    microbatches: Sequence[Sequence[MicroBatchShape]],
     *,
     record_events: bool = False,
 ) -> Simulation:
@@ -173,7 +173,7 @@ class _Ends:
 
 
 def iteration_time_closed_form(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicrobatchShape]]
+    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
 ) -> float:
     """Return AutoHet's Eq. 1: max over pipelines of Σ t_i + (K-1)·max t_i, plus T_sync.
 
@@ -210,7 +210,7 @@ def iteration_time_closed_form(
 
 
 def _check(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicrobatchShape]]
+    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
 ) -> None:
     if len(microbatches) != plan.num_pipelines:
         raise PlanError(
@@ -226,7 +226,7 @@ def _compute_times(
     pipeline: PipelinePlan,
     shapes: Sequence[StageShape],
     cost: CostModel,
-    microbatches: Sequence[MicrobatchShape],
+    microbatches: Sequence[MicroBatchShape],
 ) -> PipelineTimes:
     """Return the seconds of every action; equal micro-batches are looked up once."""
     distinct = {batch: position for position, batch in enumerate(dict.fromkeys(microbatches))}
@@ -280,7 +280,7 @@ def _stage_memory(
     plan: ParallelPlan,
     cost: CostModel,
     shapes: Sequence[Sequence[StageShape]],
-    microbatches: Sequence[Sequence[MicrobatchShape]],
+    microbatches: Sequence[Sequence[MicroBatchShape]],
 ) -> tuple[tuple[float, ...], ...]:
     return tuple(
         tuple(

@@ -32,9 +32,9 @@ from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
 LENGTH_SETS = ("web-documents", "python-files")
 BOUND_PRECISION = 5e-3
-Microbatches = tuple[tuple[int, ...], ...]
+MicroBatches = tuple[tuple[int, ...], ...]
 """The micro-batches of one pipeline, each the indices of its samples."""
-Assign = Callable[[NDArray[np.int64], Sequence[PipelineCost]], list[Microbatches]]
+Assign = Callable[[NDArray[np.int64], Sequence[PipelineCost]], list[MicroBatches]]
 """Gives each pipeline of a plan its micro-batches."""
 
 
@@ -146,7 +146,7 @@ def time_1f1b_s(times_s: Sequence[float], num_stages: int) -> float:
 
 
 def pipeline_times_s(
-    lengths: NDArray[np.int64], plan: Sequence[PipelineCost], work: Sequence[Microbatches]
+    lengths: NDArray[np.int64], plan: Sequence[PipelineCost], work: Sequence[MicroBatches]
 ) -> list[float]:
     """Return when each pipeline of the plan ends."""
     return [
@@ -181,7 +181,7 @@ def most_possible(
 
 
 def check_work(
-    lengths: NDArray[np.int64], plan: Sequence[PipelineCost], work: Sequence[Microbatches]
+    lengths: NDArray[np.int64], plan: Sequence[PipelineCost], work: Sequence[MicroBatches]
 ) -> None:
     """Fail unless every sample stands in one micro-batch and none is above its limit."""
     samples = sorted(i for batches in work for batch in batches for i in batch)
@@ -213,7 +213,7 @@ def karmarkar_karp(values: Sequence[int], num_parts: int) -> list[list[int]]:
 
 def assign_by_karmarkar_karp(
     lengths: NDArray[np.int64], plan: Sequence[PipelineCost]
-) -> list[Microbatches]:
+) -> list[MicroBatches]:
     """Balance tokens over pipelines, then over the fewest micro-batches that hold them (verl)."""
     work = []
     for part, cost in zip(karmarkar_karp(lengths.tolist(), len(plan)), plan, strict=True):
@@ -255,7 +255,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return bins
 
 
-def _dealt(bins: list[list[int]], num_pipelines: int) -> list[Microbatches]:
+def _dealt(bins: list[list[int]], num_pipelines: int) -> list[MicroBatches]:
     """Deal bins evenly, one after the other, as a distributed sampler does."""
     return [
         tuple(tuple(items) for items in bins[start::num_pipelines])
@@ -266,7 +266,7 @@ def _dealt(bins: list[list[int]], num_pipelines: int) -> list[Microbatches]:
 def bins_of(pack_bins: Callable[[Sequence[int], int], list[list[int]]], context: int) -> Assign:
     """Return an assignment that packs to the context length and deals the bins evenly."""
 
-    def assign(lengths: NDArray[np.int64], plan: Sequence[PipelineCost]) -> list[Microbatches]:
+    def assign(lengths: NDArray[np.int64], plan: Sequence[PipelineCost]) -> list[MicroBatches]:
         return _dealt(pack_bins(lengths.tolist(), context), len(plan))
 
     return assign

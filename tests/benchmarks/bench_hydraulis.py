@@ -18,7 +18,7 @@ from lightning_hetero.assign import PipelineCost, Scheme, assign_iteration, disp
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     Assign,
-    Microbatches,
+    MicroBatches,
     Parallelism,
     best_fit_decreasing,
     bins_of,
@@ -102,7 +102,7 @@ def run_ours(iterations: list[NDArray[np.int64]], candidates: list[Plan]) -> Out
     for lengths in iterations:
         chosen = assign_iteration(lengths, candidates)
         plan = candidates[chosen.plan_index]
-        ends_s = _ends_s(lengths, plan, list(chosen.microbatches))
+        ends_s = _ends_s(lengths, plan, list(chosen.micro_batches))
         times_s.append(max(ends_s))
         imbalances.append((max(ends_s) - min(ends_s)) / max(ends_s))
         plans.append(chosen.plan_index)
@@ -119,12 +119,12 @@ def run_fixed(iterations: list[NDArray[np.int64]], plan: Plan, assign: Assign) -
     )
 
 
-def _ends_s(lengths: NDArray[np.int64], plan: Plan, work: list[Microbatches]) -> list[float]:
+def _ends_s(lengths: NDArray[np.int64], plan: Plan, work: list[MicroBatches]) -> list[float]:
     check_work(lengths, plan, work)
     return pipeline_times_s(lengths, plan, work)
 
 
-def dispatched_then_filled(lengths: NDArray[np.int64], plan: Plan) -> list[Microbatches]:
+def dispatched_then_filled(lengths: NDArray[np.int64], plan: Plan) -> list[MicroBatches]:
     """Dispatch by Eq. 3, but pack each pipeline's sequences to the maximum length (Fig. 13 a)."""
     pipeline_of = np.array(dispatch(lengths, plan).pipeline_of)
     work = []

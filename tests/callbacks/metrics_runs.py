@@ -65,7 +65,7 @@ class Record(L.Callback):
         assert isinstance(strategy, HeteroStrategy)
         times, data = strategy.engine.clock.last, trainer.datamodule
         start_s, end_s = self.clock_s[-2:]
-        packed = batch.microbatches if isinstance(batch, AssignedBatch) else []
+        packed = batch.micro_batches if isinstance(batch, AssignedBatch) else []
         self.iterations.append(
             Iteration(
                 wall_s=end_s - start_s,

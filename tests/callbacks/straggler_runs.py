@@ -130,7 +130,7 @@ class Packed(PackedModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if not isinstance(batch, AssignedBatch):
             return
-        sizes = [item.num_tokens for item in batch.microbatches] or [0]
+        sizes = [item.num_tokens for item in batch.micro_batches] or [0]
         share = batch.plan.share(self.trainer.global_rank)
         self.time.action_s = 2e-4 * share * sum(sizes) / len(sizes)
 

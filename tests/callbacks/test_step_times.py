@@ -21,7 +21,7 @@ def test_work_follows_the_tokens_and_in_packed_batches_their_lengths():
         for lengths in ([100] * 40, [4000])
     )
     assert work_of(long) > 1.2 * work_of(short)
-    parts = SimpleNamespace(microbatches=(short, long))
+    parts = SimpleNamespace(micro_batches=(short, long))
     assert work_of(parts) == pytest.approx(work_of(short) + work_of(long))
     assert work_of(EmptyBatch()) == 0.0
     assert work_of("text") == 1.0

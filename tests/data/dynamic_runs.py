@@ -53,7 +53,7 @@ class Module(PackedModule):
         self.stalls_s.append(self.trainer.datamodule.planning_stall_s)
         if isinstance(batch, AssignedBatch):
             self.plans.append(batch.plan.to_dict())
-            sizes = [item.num_tokens for item in batch.microbatches]
+            sizes = [item.num_tokens for item in batch.micro_batches]
             self.longest = max([self.longest, *sizes])
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:

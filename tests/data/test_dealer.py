@@ -41,7 +41,7 @@ def test_a_change_holds_from_the_first_iteration_that_was_not_dealt() -> None:
 def test_batches_that_bring_their_plan_run_under_it_and_it_is_not_changed_elsewhere() -> None:
     dealer = make_dealer()
     dealer.deal(Assigning(), is_training=True, epoch=0)
-    batch = AssignedBatch(plan=ONE, microbatches=(), first_index=0)
+    batch = AssignedBatch(plan=ONE, micro_batches=(), first_index=0)
     assert dealer.plan_to_run(batch, 0) is ONE
     with pytest.raises(ConfigurationError, match="set_candidate_plans"):
         dealer.change_plan(TWO, most_of_ranks=most)

@@ -30,7 +30,7 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
-from lightning_hetero.simulator import MicrobatchShape, ProfileCost, StageShape, StateLayout
+from lightning_hetero.simulator import MicroBatchShape, ProfileCost, StageShape, StateLayout
 
 ROOT = Path(__file__).resolve().parents[2].parent / "shared/data/sailor"
 SEQUENCE_LENGTH = 2048
@@ -71,7 +71,7 @@ class MeasuredRun:
     plan: ParallelPlan
     cluster: Cluster
     model_name: str
-    microbatches: list[list[MicrobatchShape]]
+    microbatches: list[list[MicroBatchShape]]
     iteration_time_s: float
     reduction_s: float
     peak_bytes: float

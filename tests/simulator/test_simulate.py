@@ -14,7 +14,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.simulator import (
     CostModel,
-    MicrobatchShape,
+    MicroBatchShape,
     RooflineCost,
     StageShape,
     StateLayout,
@@ -68,7 +68,7 @@ class LinearCost(CostModel):
     by_speed = False
 
     def measure_stage_s(
-        self, shape: StageShape, microbatch: MicrobatchShape
+        self, shape: StageShape, microbatch: MicroBatchShape
     ) -> tuple[float, float]:
         speed = self.device(shape.device).peak_flops_per_s if self.by_speed else 1.0
         forward = shape.num_layers * sum(microbatch) / speed
