@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
-from lightning_hetero.checkpoint.content import OF_CALLBACKS
+from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import unit_of
@@ -137,7 +137,7 @@ class OwnedState:
                 "they were when the checkpoint was saved."
             )
         for optimizer, entry in zip(self.optimizers, optimizer_states, strict=True):
-            _load_optimizer(optimizer, entry["param_groups"], by_name)
+            optimizer.load_state_dict(optimizer_state_dict(entry["param_groups"], by_name))
 
     def _content(self, item: OwnedSlice) -> SliceContent:
         tensors, scalars = self._optimizer_state(item)
@@ -204,21 +204,3 @@ def _averages(trainer: pl.Trainer) -> Iterator[nn.Module]:
 
 def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:
     return [[len(group) for group in groups] for groups in optimizers]
-
-
-def _load_optimizer(
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    restored: Mapping[str, RestoredSlice],
-) -> None:
-    state: dict[int, dict[str, Any]] = {}
-    numbered: list[dict[str, Any]] = []
-    number = 0
-    for group in groups:
-        names = group["params"]
-        numbered.append({**group, "params": list(range(number, number + len(names)))})
-        for index, name in enumerate(names, number):
-            if name in restored and (values := restored[name].optimizer_state):
-                state[index] = values
-        number += len(names)
-    optimizer.load_state_dict({"state": state, "param_groups": numbered})

@@ -4,7 +4,7 @@ A rank saves the slices that it owns (`core.slices`), each with its optimizer st
 the slices that it owns after the restart, whatever the plan and the world size are then.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,13 @@ from lightning_hetero.checkpoint.manifest import CheckpointId, Scalar
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["OF_CALLBACKS", "CheckpointContent", "RestoredSlice", "SliceContent"]
+__all__ = [
+    "OF_CALLBACKS",
+    "CheckpointContent",
+    "RestoredSlice",
+    "SliceContent",
+    "optimizer_state_dict",
+]
 
 OF_CALLBACKS = "callback:"
 """Prefix of state that belongs to a callback, such as averaged weights, not to the optimizer."""
@@ -114,3 +120,25 @@ class RestoredSlice:
         """What the optimizer kept of it, as an entry of its `state_dict`."""
         tensors = {k: v for k, v in self.state.items() if not k.startswith(OF_CALLBACKS)}
         return {**tensors, **self.scalars}
+
+
+def optimizer_state_dict(
+    groups: Sequence[Mapping[str, Any]], slices: Mapping[str, RestoredSlice]
+) -> dict[str, Any]:
+    """Return an optimizer's `state_dict`, which numbers the parameters that groups name here.
+
+    Args:
+        groups: Its groups, with names as "params".
+        slices: By name; a parameter without a slice gets no state.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    numbered: list[dict[str, Any]] = []
+    first = 0
+    for group in groups:
+        names = group["params"]
+        numbered.append({**group, "params": list(range(first, first + len(names)))})
+        for number, name in enumerate(names, first):
+            if name in slices and (values := slices[name].optimizer_state):
+                state[number] = values
+        first += len(names)
+    return {"state": state, "param_groups": numbered}

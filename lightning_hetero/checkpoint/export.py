@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import RestoredSlice
+from lightning_hetero.checkpoint.content import RestoredSlice, optimizer_state_dict
 from lightning_hetero.checkpoint.inspection import look
 from lightning_hetero.checkpoint.manifest import PartManifest
 from lightning_hetero.checkpoint.recovered import Recovered
@@ -46,7 +46,7 @@ def _consolidate(recovered: Recovered) -> dict[str, Any]:
     }
     optimizers = checkpoint.get("optimizer_states")
     if optimizers is not None:
-        checkpoint["optimizer_states"] = [_by_number(item, by_name) for item in optimizers]
+        checkpoint["optimizer_states"] = [_numbered(item, by_name) for item in optimizers]
     checkpoint.setdefault("global_step", recovered.id.step)
     checkpoint.setdefault("epoch", 0)
     return checkpoint
@@ -88,20 +88,13 @@ def export_checkpoint(
     return recovered
 
 
-def _by_number(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]) -> dict[str, Any]:
+def _numbered(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]) -> dict[str, Any]:
     """Return one optimizer's `state_dict` with running numbers in place of names."""
-    groups, state, number = [], {}, 0
-    for group in optimizer["param_groups"]:
-        names = group["params"]
-        numbers = list(range(number, number + len(names)))
-        groups.append({**group, "params": numbers})
-        for index, name in zip(numbers, names, strict=True):
-            if name not in slices:
-                raise CheckpointError(
-                    f"The metadata's optimizer_states name the parameter {name!r}, which the "
-                    "checkpoint doesn't hold. Export another step."
-                )
-            if values := slices[name].optimizer_state:
-                state[index] = values
-        number += len(names)
-    return {**optimizer, "state": state, "param_groups": groups}
+    groups = optimizer["param_groups"]
+    for name in (name for group in groups for name in group["params"]):
+        if name not in slices:
+            raise CheckpointError(
+                f"The metadata's optimizer_states name the parameter {name!r}, which the "
+                "checkpoint doesn't hold. Export another step."
+            )
+    return {**optimizer, **optimizer_state_dict(groups, slices)}
