@@ -18,6 +18,7 @@ from lightning_hetero.core.errors import ConfigurationError
 __all__ = [
     "Finding",
     "FindingKind",
+    "Pair",
     "Suspect",
     "diagnose_links",
     "find_suspects",
@@ -26,26 +27,28 @@ __all__ = [
     "tree_rounds",
 ]
 
-Key = TypeVar("Key", bound=Hashable)
 Pair = tuple[int, int]
+"""Global ranks at the two ends of a link."""
+
+_Key = TypeVar("_Key", bound=Hashable)
 _LEAST_RATIO = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suspect(Generic[Key]):
+class Suspect(Generic[_Key]):
     """One that is slower than its peers."""
 
-    key: Key
+    key: _Key
     ratio: float
     """Its time over the median of its peers' times."""
 
 
 def find_suspects(
-    times_s: Mapping[Key, float],
+    times_s: Mapping[_Key, float],
     *,
-    expected_s: Mapping[Key, float] | None = None,
+    expected_s: Mapping[_Key, float] | None = None,
     least_ratio: float = _LEAST_RATIO,
-) -> tuple[Suspect[Key], ...]:
+) -> tuple[Suspect[_Key], ...]:
     """Return those at or above `least_ratio` times the median of the others, slowest first.
 
     Args:

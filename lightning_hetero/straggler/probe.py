@@ -18,7 +18,7 @@ from lightning_hetero.straggler.locate import Pair, normalise_pair
 
 __all__ = ["probe_device", "probe_devices", "probe_links"]
 
-Key = TypeVar("Key")
+_Key = TypeVar("_Key")
 
 
 def probe_device(
@@ -151,10 +151,10 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _gather(own: dict[Key, float]) -> dict[Key, float]:
-    everyone: list[dict[Key, float] | None] = [None] * dist.get_world_size()
+def _gather(own: dict[_Key, float]) -> dict[_Key, float]:
+    everyone: list[dict[_Key, float] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    gathered: dict[Key, float] = {}
+    gathered: dict[_Key, float] = {}
     for part in everyone:
         if part is None:
             raise PeerError("A rank gave no probe results. All ranks must probe.")

@@ -28,7 +28,7 @@ __all__ = [
     "swap_ranks",
 ]
 
-Swap = tuple[tuple[int, ...], tuple[int, ...]]
+_Swap = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class SwapProposal:
     """A plan with places swapped, and what it should gain."""
 
     plan: ParallelPlan
-    swaps: tuple[Swap, ...]
+    swaps: tuple[_Swap, ...]
     """Groups of ranks that changed places, in order."""
     before_s: float
     """Predicted iteration time of the plan as it is, with the fault."""
@@ -95,9 +95,9 @@ def propose_swap(
     suspects = sorted({*slow_ranks, *(rank for pair in slow_links for rank in pair)})
     before_s = best_s = predict_s(plan)
     best = plan
-    swaps: list[Swap] = []
+    swaps: list[_Swap] = []
     for _ in range(settings.max_swaps):
-        moves: list[tuple[Swap, ...]] = [(swap,) for swap in _moves(best, suspects, spares)]
+        moves: list[tuple[_Swap, ...]] = [(swap,) for swap in _moves(best, suspects, spares)]
         moves += [move for pair in slow_links for move in _moves_of_both_ends(best, pair)]
         candidates = [(_swap_all(best, move), move) for move in moves]
         candidates.sort(key=lambda candidate: _penalty(candidate[0], slow_ranks, slow_links))
@@ -165,7 +165,7 @@ def _layers(plan: ParallelPlan, place: RankPlace) -> range:
     return plan.pipelines[place.pipeline_index].stages[place.stage_index].layers
 
 
-def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -> Iterator[Swap]:
+def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -> Iterator[_Swap]:
     """Yield swaps of a suspect, or of its whole stage, with another rank or stage."""
     stages = [stage.ranks for _, _, stage in plan.iter_stages()]
     seen: set[frozenset[tuple[int, ...]]] = set()
@@ -175,7 +175,7 @@ def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -
             continue
         own = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
         others = [ranks for ranks in stages if ranks != own]
-        swaps: list[Swap] = [(own, ranks) for ranks in others if len(ranks) == len(own)]
+        swaps: list[_Swap] = [(own, ranks) for ranks in others if len(ranks) == len(own)]
         singles = [rank for ranks in others for rank in ranks] + list(spares)
         swaps += [((suspect,), (rank,)) for rank in singles]
         for swap in swaps:
@@ -184,9 +184,9 @@ def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -
                 yield swap
 
 
-def _moves_of_both_ends(plan: ParallelPlan, pair: Pair) -> Iterator[tuple[Swap, ...]]:
+def _moves_of_both_ends(plan: ParallelPlan, pair: Pair) -> Iterator[tuple[_Swap, ...]]:
     """Yield pairs of swaps that move both ends of a link, each inside its own pipeline."""
-    swaps: list[list[Swap]] = []
+    swaps: list[list[_Swap]] = []
     for rank in pair:
         place = plan.place(rank)
         if place is None:
@@ -200,7 +200,7 @@ def _moves_of_both_ends(plan: ParallelPlan, pair: Pair) -> Iterator[tuple[Swap, 
             yield move
 
 
-def _swap_all(plan: ParallelPlan, move: Sequence[Swap]) -> ParallelPlan:
+def _swap_all(plan: ParallelPlan, move: Sequence[_Swap]) -> ParallelPlan:
     for swap in move:
         plan = swap_ranks(plan, *swap)
     return plan
