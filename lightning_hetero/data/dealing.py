@@ -126,7 +126,8 @@ class DealtBatchSampler(Sampler[list[int]]):
         self._deal_at = deal_at
         self._num_batches = num_batches
         self._seed = seed
-        self._epoch = 0
+        self.epoch = 0
+        """The epoch that is drawn."""
 
     @property
     def sampler(self) -> "DealtBatchSampler":
@@ -135,7 +136,7 @@ class DealtBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Draw another order; called at the start of every epoch."""
-        self._epoch = epoch
+        self.epoch = epoch
         for inner in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
             set_epoch = getattr(inner, "set_epoch", None)
             if callable(set_epoch):
@@ -166,19 +167,14 @@ class DealtBatchSampler(Sampler[list[int]]):
             samples = list(chain.from_iterable(group))
             yield len(samples), _own_part(samples, self._deal_at(iteration))
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that is drawn."""
-        return self._epoch
-
     def draw(self) -> Iterator[list[int]]:
         """Yield the user's batches, with torch's generator seeded alike on every rank."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed + self._epoch)
+            torch.manual_seed(self._seed + self.epoch)
             sampler = getattr(self._batch_sampler, "sampler", None)
             if isinstance(sampler, StatefulRandomSampler):
                 # Seeded by chance when it was made, and its order hangs on the epochs before.
-                sampler.generator.manual_seed(self._seed + self._epoch)
+                sampler.generator.manual_seed(self._seed + self.epoch)
             batches = iter(self._batch_sampler)
             batch = next(batches, None)
         # By `next` alone: some samplers are iterators that start again when asked for one.
