@@ -10,21 +10,19 @@ Random numbers are seeded before the step, at each layer and behind the last one
 and the micro-batch, so that they don't depend on which stage draws them.
 """
 
-import hashlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.core.errors import ModelError, StepError
+from lightning_hetero.runtime.random_state import seed_everything, seed_of, seed_torch
 
-__all__ = ["MicrobatchRun", "StageBoundary", "StageEnd", "preserved_random_state", "seed_of"]
+__all__ = ["MicrobatchRun", "StageBoundary", "StageEnd"]
 
 _BEHIND_LAYERS = -1
 """Stands for the code behind the layers where a layer index seeds the generators."""
@@ -38,12 +36,6 @@ class StageEnd(BaseException):
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
-
-
-def seed_of(*parts: int) -> int:
-    """Return a 63-bit seed that depends on every part and on their order."""
-    text = ",".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass
@@ -126,7 +118,7 @@ class StageBoundary:
     def running(self, run: MicrobatchRun) -> Iterator[None]:
         """Run the user's step inside this context; checks that it called the model once."""
         self._run = run
-        _seed_everything(seed_of(*run.seed))
+        seed_everything(seed_of(*run.seed))
         if not self._layers:
             run.before_layer(0)
             _watch(run)
@@ -154,7 +146,7 @@ class StageBoundary:
             return output
         if index == run.layers.start:
             args, kwargs = self._enter(run, args, kwargs)
-        _seed_torch(seed_of(*run.seed, index))
+        seed_torch(seed_of(*run.seed, index))
         run.before_layer(index)
         output = forward(*args, **kwargs)
         run.last_hidden = _hidden_output(output, index, is_alone=not has_stages)
@@ -187,7 +179,7 @@ class StageBoundary:
         if not run.is_last_stage:
             assert run.last_hidden is not None
             raise StageEnd(run.last_hidden)
-        _seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
+        seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
         run.before_layer(run.num_layers)
         _watch(run)
         return output
@@ -325,31 +317,3 @@ def _hidden_output(output: Any, index: int, *, is_alone: bool = False) -> Tensor
         f"Layer {index} returns {type(output).__name__}; it must return the hidden state, a "
         "tensor, or a tuple that begins with it."
     )
-
-
-def _seed_torch(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(seed)
-
-
-def _seed_everything(seed: int) -> None:
-    _seed_torch(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Leave the generators of torch, NumPy and Python as they were found."""
-    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state() if has_cuda else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)

@@ -25,7 +25,7 @@ from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, header_of
-from lightning_hetero.runtime.boundary import StageBoundary, preserved_random_state
+from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layer_wrapping import LayerOptions
@@ -36,6 +36,7 @@ from lightning_hetero.runtime.module_calls import ModuleCalls
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.plan_switch import PlanSwitch
 from lightning_hetero.runtime.propagation import IterationKey, Propagation, StepContext
+from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore

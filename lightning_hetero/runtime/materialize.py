@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.runtime.boundary import preserved_random_state, seed_of
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
 from lightning_hetero.runtime.weight_sources import StoredPlace, WeightSources
 from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 

@@ -1,12 +1,10 @@
 """One process plays the stages one after the other: together they are the whole model."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,8 +14,6 @@ from lightning_hetero.runtime.boundary import (
     MicrobatchRun,
     StageBoundary,
     StageEnd,
-    preserved_random_state,
-    seed_of,
 )
 from lightning_hetero.runtime.targets import LossWatch
 
@@ -266,24 +262,3 @@ def test_outside_a_run_and_after_removal_layers_are_their_own() -> None:
     boundary.remove()
     assert all("forward" not in vars(layer) for layer in model.layers)
     assert model(x).shape == (5, 2)
-
-
-def test_seeds_depend_on_every_part_and_their_order() -> None:
-    seeds = {seed_of(), seed_of(1), seed_of(1, 2), seed_of(2, 1), seed_of(12), seed_of(1, 2, 0)}
-    assert len(seeds) == 6
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_of(1, 2) == seed_of(1, 2)
-
-
-def test_generators_are_left_as_they_were_found() -> None:
-    def draw() -> tuple[float, ...]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(4)
-    expected = draw()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(4)
-    with preserved_random_state():
-        draw()
-    assert draw() == expected
