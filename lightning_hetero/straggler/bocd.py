@@ -11,7 +11,7 @@ of outliers from a level, and is tried again with each further value.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
@@ -22,6 +22,7 @@ from lightning_hetero.straggler.verification import (
     median,
     robust_scale,
     without_outliers,
+    without_warmup,
 )
 
 __all__ = ["BocdDetector"]
@@ -106,14 +107,22 @@ class BocdDetector:
         if len(self._logs) >= 2 * kept:
             del self._logs[:-kept], self._steps[:-kept]
         if self._num_values % _SCALE_EVERY == 0 or self._num_values in (8, 16):
-            recent = self._regime_logs()[-self.config.history :]
+            recent = self._level_logs()
             if len(recent) >= self.config.min_history:
                 self._scale = max(_LEAST_SCALE, robust_scale(recent))
                 self._posterior.set_prior(level=median(recent), scale=self._scale)
 
-    def _regime_logs(self) -> list[float]:
-        """Return what is kept of the present level, oldest first."""
-        return self._logs[-self._num_in_regime :] if self._num_in_regime else []
+    def _level_logs(self, *, num_newer: int = 0) -> Sequence[float]:
+        """Return what is kept of the present level but for its newest values, oldest first.
+
+        While the first level is short, slow first iterations would pass for its noise: they aren't
+        part of it.
+        """
+        config = self.config
+        end = len(self._logs) - num_newer
+        logs = self._logs[-self._num_in_regime : end][-config.history :]
+        is_short = config.min_history <= len(logs) <= config.warmup
+        return without_warmup(logs) if self._in_first_regime and is_short else logs
 
     def _examine(self, run: int, step: int, confidence: float) -> ChangePoint | None:
         """Verify a proposed change whose new level is `run` values old."""
@@ -125,7 +134,9 @@ class BocdDetector:
         if not self._differs(before, after):
             return None
         shift = median(after) - median(before)
-        too_early = self._in_first_regime and num_before < config.min_history
+        too_early = self._in_first_regime and (
+            num_before < config.min_run or self._num_values - run < config.min_history
+        )
         if too_early or self._is_still_unfolding(shift, num_before):
             self._settle(run)
             return None
@@ -142,10 +153,9 @@ class BocdDetector:
 
     def _before(self, run: int) -> list[float]:
         """Return the values of the level before the run; a healthy level's memory is long."""
-        num_before = self._num_in_regime - run
-        recent = self._logs[-self._num_in_regime : -run][-self.config.history :]
-        missing = self.config.history - num_before
-        return self._old_logs[-missing:] + recent if missing > 0 else recent
+        recent = self._level_logs(num_newer=run)
+        missing = self.config.history - len(recent)
+        return [*self._old_logs[-missing:], *recent] if missing > 0 else list(recent)
 
     def _differs(self, before: list[float], after: list[float]) -> bool:
         """Tell whether the levels differ by enough, and by more than noise explains."""
@@ -166,7 +176,11 @@ class BocdDetector:
             return False
         missing = self.config.history - len(before)
         noise = self._noise[-missing:] if missing > 0 else []
-        return is_significant(before, after, scale=self._scale, noise=noise)
+        scale = self._scale
+        if self._in_first_regime and len(before) < self.config.min_history:
+            # The scale was learnt with slow first iterations.
+            scale = max(_DEFAULT_SCALE, robust_scale(before))
+        return is_significant(before, after, scale=scale, noise=noise)
 
     def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
         """Tell whether a run may be outliers and the values between them.

@@ -66,7 +66,7 @@ class BocdConfig:
     longest_short_run: int = 40
     """Values for which a change is tried again until it is verified."""
     min_history: int = 8
-    """Values that the first level needs before a change from it counts."""
+    """Values, slow first ones among them, that must come before the first change that counts."""
     warmup: int = 30
     """Values in which a falling level is taken for the end of the warm-up and not reported."""
     history: int = 200

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["is_significant", "median", "robust_scale", "without_outliers"]
+__all__ = ["is_significant", "median", "robust_scale", "without_outliers", "without_warmup"]
 
 _NORMAL_MAD = 1.4826
 _MEDIAN_SPREAD = 1.2533
@@ -20,10 +20,14 @@ _MEDIAN_SPREAD = 1.2533
 _FACTOR_INDEPENDENT = 6.25
 _FACTOR_AUTOREGRESSIVE = 5.0
 _FACTOR_CORRELATED = 4.0
+_LARGE = math.log(1.5)
+"""A shift so large that noise whose spread is badly told is no excuse for it."""
 _LEAST_CORRELATED = 32
 """Values from which a correlation can be told."""
 _HIGHEST_CORRELATION = 0.9
 _BEYOND = 1.4
+_WARMUP_DEVIATIONS = 5.0
+_LEAST_WARMUP_SCALE = 0.005
 _TAIL_SHARE = 0.85
 _TAIL_DEVIATIONS = 1.0364
 """Standard deviations from the median to that share of normal values."""
@@ -68,8 +72,9 @@ def is_significant(
     kept = without_outliers(after, scale=scale) or after
     shift = _lower_median(kept, rises=median(after) > center) - center
     spread = scale if len(before) < 8 else _spread_towards(before, rises=shift > 0.0)
-    # A few values tell their own spread badly, as Student's t says.
-    doubt = 1.0 + 6.0 / len(before)
+    # A few values tell their own spread badly, as Student's t says. But machines whose noise could
+    # be mistaken for a half more are rarer than faults that take it.
+    doubt = 1.0 + 6.0 / len(before) if abs(shift) < _LARGE else 1.0
     error = doubt * spread * math.sqrt(1.0 / len(kept) + 1.0 / len(before)) * _MEDIAN_SPREAD
     deviations = [*noise, *(value - center for value in before)]
     if abs(shift) < max(_FACTOR_INDEPENDENT, _FACTOR_AUTOREGRESSIVE * _stray(deviations)) * error:
@@ -117,6 +122,15 @@ def without_outliers(values: Sequence[float], *, scale: float) -> list[float]:
     """Return the values within eight standard deviations of their median."""
     center = median(values)
     return [value for value in values if abs(value - center) <= 8.0 * scale]
+
+
+def without_warmup(values: Sequence[float]) -> Sequence[float]:
+    """Leave out the first values, as far as they lie above what the later half explains."""
+    settled = values[len(values) // 2 :]
+    scale = max(_LEAST_WARMUP_SCALE, robust_scale(settled))
+    highest = median(settled) + _WARMUP_DEVIATIONS * scale
+    first = next(index for index, value in enumerate(values) if value <= highest)
+    return values[first:]
 
 
 def _lower_median(values: Sequence[float], *, rises: bool) -> float:

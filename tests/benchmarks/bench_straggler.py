@@ -25,7 +25,16 @@ from lightning_hetero.straggler import (
 from lightning_hetero.straggler.run_length import RunLengthPosterior
 from tests.benchmarks import cluster_run
 from tests.benchmarks.harness import Row, median_times_s
-from tests.straggler.corpus import FIXED_SEEDS, Detect, Job, Score, make_corpus, score
+from tests.straggler.corpus import (
+    FIXED_SEEDS,
+    FIXED_SHORT_SEED,
+    Detect,
+    Job,
+    Score,
+    make_corpus,
+    make_short_corpus,
+    score,
+)
 from tests.straggler.ski_rental import STEPS, RandomFault, hindsight_s, online_s
 
 Reports = list[tuple[int, int]]
@@ -94,6 +103,7 @@ def run() -> list[Row]:
     """Return all rows."""
     return [
         *corpus_rows(),
+        *short_rows(),
         *peer_rows(),
         update_row(),
         balance_row(),
@@ -169,6 +179,34 @@ def _reaction_row(name: str, jobs: Sequence[Job], ours: Score) -> Row:
         value=float(np.percentile(reactions, 95)),
         note=f"value: 95th percentile; median over the corpus: {np.median(ours.reactions) + 1:.0f}",
     )
+
+
+def short_rows(num_jobs: int = 300) -> list[Row]:
+    """Faults of +50 % or more that come after 10 to 14 iterations, which may start slowly."""
+    faulty, healthy = (
+        score(make_short_corpus(FIXED_SHORT_SEED, num_jobs=num_jobs, is_faulty=it), detect_ours)
+        for it in (True, False)
+    )
+    in_time = sum(reaction < 5 for reaction in faulty.reactions)
+    figures = (
+        ("not named within 5 iterations", 1.0 - in_time / num_jobs, 0.03),
+        ("missed", faulty.false_negative_rate, 0.0),
+        ("false positives", healthy.false_positive_rate, 0.005),
+    )
+    return [
+        Row(
+            name=f"after 10 to 14 iterations, {what}",
+            ours=share,
+            peer=None,
+            unit="share",
+            target=target,
+            better="lower",
+            kind="simulated",
+            value=share,
+            note=f"{num_jobs} jobs with a fault of +50 % to +300 %, {num_jobs} without",
+        )
+        for what, share, target in figures
+    ]
 
 
 def peer_rows() -> list[Row]:

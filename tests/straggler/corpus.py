@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 FIXED_SEEDS = (20240701, 20240731)
 """Seeds of the corpus that figures are reported on, chosen before any tuning: one node, four."""
+FIXED_SHORT_SEED = 20240815
+"""Seed of the jobs that have just begun."""
 DEVELOPMENT_SEEDS = (11, 12)
 """Seeds for tuning."""
 
@@ -77,6 +79,33 @@ def make_corpus(
         _make_job(rng, num_nodes=num_nodes, faulty=rng.random() < fault_share, num_steps=num_steps)
         for _ in range(num_jobs)
     ]
+
+
+def make_short_corpus(seed: int, *, num_jobs: int, is_faulty: bool) -> list[Job]:
+    """Return jobs of four nodes that have just begun: 60 iterations, half of them start slowly.
+
+    A fault of 50 % to 300 % comes after 10 to 14 iterations and lasts.
+    """
+    rng = np.random.default_rng(seed)
+    jobs = []
+    for _ in range(num_jobs):
+        traits = ["short"]
+        log_values = _noise(rng, 60, rng.uniform(0.01, 0.05), traits)
+        if rng.random() < 0.5:
+            traits.append("slow start")
+            _add_slow_start(rng, log_values, longest=6)
+        ratio = float(np.exp(rng.uniform(np.log(1.5), np.log(4.0))))
+        fault = Fault(start=int(rng.integers(10, 15)), stop=60, ratio=ratio)
+        if is_faulty:
+            log_values[fault.start :] += np.log(ratio)
+        jobs.append(
+            Job(
+                values=np.exp(log_values),
+                faults=(fault,) if is_faulty else (),
+                traits=tuple(traits),
+            )
+        )
+    return jobs
 
 
 def score(jobs: Sequence[Job], detect: Detect, *, tolerance: int = 30) -> Score:
@@ -188,13 +217,19 @@ def _draw_faults(rng: np.random.Generator, num_steps: int) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
+def _add_slow_start(
+    rng: np.random.Generator, log_values: NDArray[np.float64], *, longest: int
+) -> None:
+    warmup = int(rng.integers(1, longest + 1))
+    log_values[:warmup] += np.linspace(rng.uniform(0.2, 1.6), 0.05, warmup)
+
+
 def _add_spikes(
     rng: np.random.Generator, log_values: NDArray[np.float64], traits: list[str]
 ) -> None:
     """Add slow first iterations, periodic spikes and single outliers, in place."""
     num_steps = len(log_values)
-    warmup = int(rng.integers(1, 9))
-    log_values[:warmup] += np.linspace(rng.uniform(0.2, 1.6), 0.05, warmup)
+    _add_slow_start(rng, log_values, longest=8)
     if rng.random() < 0.4:
         traits.append("periodic spikes")
         period, width = int(rng.integers(40, 500)), int(rng.integers(1, 3))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import BocdConfig, BocdDetector, ChangeKind
-from tests.straggler.corpus import DEVELOPMENT_SEEDS, make_corpus, score
+from tests.straggler.corpus import DEVELOPMENT_SEEDS, make_corpus, make_short_corpus, score
 
 
 def changes(values, config=None):
@@ -108,6 +108,23 @@ def test_an_accumulation_pattern_is_not_reported_but_its_slowdown_is():
     (change,) = changes(values)
     assert change.kind is ChangeKind.SLOWDOWN
     assert 298 <= change.onset_step <= 302
+
+
+def test_a_run_that_has_just_begun_and_begins_slowly_is_judged_all_the_same():
+    faulty, healthy = (
+        score(make_short_corpus(DEVELOPMENT_SEEDS[0], num_jobs=40, is_faulty=it), slowdowns)
+        for it in (True, False)
+    )
+    assert faulty.num_missed == 0
+    assert sum(reaction >= 5 for reaction in faulty.reactions) <= 1
+    assert healthy.num_false_alarms == 0
+
+
+def test_slow_first_iterations_do_not_hide_what_comes_right_after_them():
+    values = noisy([(4.0, 1), (2.5, 2), (1.4, 3), (1.0, 5), (1.6, 20)])
+    (change,) = changes(values)
+    assert (change.onset_step, change.step) == (11, 14)
+    assert change.before == pytest.approx(1.0, rel=0.03)
 
 
 def test_gradual_drift_is_followed_silently():
