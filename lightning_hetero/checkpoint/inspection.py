@@ -59,11 +59,9 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
     if not wanted:
         places = ", ".join(str(tier.store) for tier in tiers)
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-        broken = f" Broken: {'; '.join(inventory.broken)}." if inventory.broken else ""
-        raise CheckpointError(
-            f"There is no {what} in {places}; there are steps "
-            f"{[item.step for item in known] or 'none'}.{broken}"
-        )
+        steps = f"there are steps {[item.step for item in known]}" if known else "nothing is there"
+        broken = "".join(f" Broken: {item.rstrip('.')}." for item in inventory.broken)
+        raise CheckpointError(f"There is no {what} in {places}; {steps}.{broken}")
     manifests: dict[int, PartManifest] = {}
     for held in inventory.held:
         if held.id == wanted[0] and held.part not in manifests:

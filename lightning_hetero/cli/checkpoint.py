@@ -21,8 +21,11 @@ _EXIT_DAMAGED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `checkpoint list|inspect|verify|export|prune`."""
-    parser.description = __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Look at checkpoints, check them, convert them, delete old ones. A PATH is a local folder "
+        "or any URL that fsspec knows. Give several PATHs to look at the folders of all nodes, or "
+        "at copies, together."
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
         ("list", "one line for each checkpoint, the newest first"),

@@ -78,6 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Plan, print the best plan and the runners-up, write plan and picture."""
+    if arguments.top < 1:
+        raise ConfigurationError(f"--top is {arguments.top}; it must be 1 or more.")
     cost = cost_of(arguments)
     workload = Workload(
         sequence_length=arguments.sequence_length,

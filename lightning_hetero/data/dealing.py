@@ -7,6 +7,7 @@ pipeline load the same samples. Nothing is repeated or dropped: the last iterati
 and a pipeline that gets nothing of it still takes part.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count, islice
 from typing import Any
@@ -96,7 +97,10 @@ def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader
     collate = _CollateOrEmpty(dataloader.collate_fn)
     # A stateful loader goes on inside an epoch where a checkpoint left off.
     kind = StatefulDataLoader if type(dataloader) is DataLoader else type(dataloader)
-    return kind(dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options)
+    with warnings.catch_warnings():
+        # On torch 2.13 torchdata's own line is deprecated, which no user can do anything about.
+        warnings.filterwarnings("ignore", message=".*set_vital.*")
+        return kind(dataloader.dataset, batch_sampler=sampler, collate_fn=collate, **options)
 
 
 class _CollateOrEmpty:

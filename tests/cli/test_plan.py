@@ -76,7 +76,7 @@ def test_cost_may_leave_devices_idle(words, capsys):
         (CLUSTER, "--profile broken.json", "not valid JSON"),
         (CLUSTER, "--profile none.json", "Can't read the profile"),
         (CLUSTER, "--global-batch-size 0", "must be 1 or more"),
-        (CLUSTER, "--top 0", "must be 1 or more"),
+        (CLUSTER, "--top 0", "--top is 0; it must be 1 or more"),
         (CLUSTER, "--output no/such/folder/plan.json", "Can't write"),
         (
             "nodes: [{device: T4, count: 1}, {device: T4, count: 1}]\n"
@@ -102,6 +102,17 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
             main(arguments)
         assert stop.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "profile", "checkpoint", "stragglers"])
+def test_help_fits_a_terminal_of_80_columns(monkeypatch, capsys, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_module_runs_as_a_script():

@@ -1,5 +1,6 @@
 """Laws of dealing batches out to pipelines."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -247,6 +248,12 @@ def test_a_stateful_loader_stays_one_and_resumes(num_workers: int) -> None:
     resumed.load_state_dict(state)
     assert values(resumed) == rest
     assert len(seen) + len(rest) == len(loader)
+
+
+def test_dealing_warns_of_nothing_that_a_user_could_mend() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        deal(DataLoader(Numbers(4)), [1], 0)
 
 
 class Stream(IterableDataset[Any]):
