@@ -50,6 +50,9 @@ class StragglerMonitor(Callback):
 
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor()])
 
+    Nothing of it is in checkpoints: after a restart machines, ranks and plan may be others, so what
+    is usual is learnt anew. A machine that was left out stays away because its agent has ended.
+
     Args:
         dry_run: Only report what would be done.
         events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
