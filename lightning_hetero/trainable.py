@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelPruning
+from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 
@@ -32,8 +33,20 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
             "backward runs inside the pipeline's schedule. Put what it does into training_step, "
             "on_before_backward or on_after_backward."
         )
+    for name, part in module.named_modules():
+        if _is_compiled(part) and any(isinstance(item, nn.ModuleList) for item in part.modules()):
+            raise ConfigurationError(
+                f"{name or type(module).__name__} is compiled as a whole, but a stage runs only "
+                "some of its layers. Leave torch.compile out and let each layer be compiled: "
+                "HeteroStrategy(compile_layers=True)."
+            )
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigurationError(
             "ModelPruning masks whole parameters, but each rank has slices of them. Prune after "
             "the run, when parameters are whole again, and leave the callback out."
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has wrapped a module, or `module.compile()` was called."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

@@ -221,6 +221,19 @@ def test_a_checkpoint_saved_after_fit_and_validate_holds_what_the_optimizers_hol
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(*, in_place: bool) -> None:
+    module: Any = ToyModule(ToyOptions())
+    if in_place:
+        module.model.compile()
+    else:
+        module.model = torch.compile(module.model)
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match=r"model is compiled.*compile_layers=True"):
+        trainer.fit(module, loader(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
     pruning = ModelPruning("l1_unstructured", amount=0.3)
     trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
