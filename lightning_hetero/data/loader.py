@@ -108,6 +108,13 @@ class AssignedLoader:
         """Return how far the data is consumed; the same on every rank."""
         return self._progress.state_dict(self._trained())
 
+    @property
+    def num_fetched(self) -> int:
+        """Iterations that are dealt and not trained, as far as that is known."""
+        trained = self._trained()
+        num_given = 0 if trained is None else len(self._recent) - 1 - self._recent.index(trained)
+        return len(self._tickets.dealt) + num_given
+
     def rewind(self) -> None:
         """Take back what was fetched last and not trained, unless another epoch has begun since.
 

@@ -103,7 +103,6 @@ class HeteroDataModule(pl.LightningDataModule):
         self._train_loader: AssignedLoader | None = None
         self._val_loader: AssignedLoader | None = None
         self._slowdowns: tuple[float, ...] | None = None
-        self._num_trained_before = 0
         self._num_loaders = 0
         if val_dataset is None:
             # Lightning validates if the hook is overridden, and warns of an empty loader.
@@ -139,8 +138,6 @@ class HeteroDataModule(pl.LightningDataModule):
         )
         if self._slowdowns is not None:
             self._train_loader.dealer.set_slowdowns(self._slowdowns)
-        self._num_trained_before = 0
-        self._num_trained_before = self._count_trained()
         return self._train_loader
 
     @override
@@ -201,9 +198,9 @@ class HeteroDataModule(pl.LightningDataModule):
         Returns:
             Training iterations, at most, that are planned already and still to be trained.
         """
-        num_drawn = self._training_dealer().set_slowdowns(by_rank)
+        self._training_dealer().set_slowdowns(by_rank)
         self._slowdowns = tuple(by_rank)
-        return num_drawn - self._count_trained()
+        return self._count_planned()
 
     def refresh_plans(self) -> int:
         """Choose among the strategy's present plans; see `HeteroStrategy.set_candidate_plans`."""
@@ -212,7 +209,8 @@ class HeteroDataModule(pl.LightningDataModule):
             self._val_loader.dealer.set_candidates(candidates.first())
         if self._train_loader is None:
             return 0
-        return self._train_loader.dealer.set_candidates(candidates) - self._count_trained()
+        self._train_loader.dealer.set_candidates(candidates)
+        return self._count_planned()
 
     def sample_lengths(self) -> IntArray:
         """Return the lengths of training samples as they will be, or of a fair part of them."""
@@ -348,11 +346,10 @@ class HeteroDataModule(pl.LightningDataModule):
         tracked: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(tracked.processed)
 
-    def _count_trained(self) -> int:
-        """Return how many iterations the Trainer has trained with the present loader."""
-        if self.trainer is None:
-            return 0
-        return int(self.trainer.fit_loop.total_batch_idx) + 1 - self._num_trained_before
+    def _count_planned(self) -> int:
+        """Return how many training iterations are drawn and not trained."""
+        assert self._train_loader is not None
+        return self._train_loader.num_fetched + self._train_loader.dealer.num_ahead
 
     def _training_dealer(self) -> TicketDealer:
         if self._train_loader is None:

@@ -95,6 +95,11 @@ class TicketDealer:
         self._slowdowns = tuple(slowdowns)
         return self._serial
 
+    @property
+    def num_ahead(self) -> int:
+        """Iterations that are drawn and not dealt."""
+        return len(self._ahead)
+
     def close(self) -> None:
         """Let go of the source."""
         self._drawing = iter(())

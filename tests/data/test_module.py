@@ -93,6 +93,38 @@ def test_overfitting_takes_the_same_batches_in_every_epoch() -> None:
     assert seen[:2] == seen[2:]
 
 
+class Estimates(Collects):
+    """Asks for the number of steps before a checkpoint is read, as schedulers do."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_planned_and_not_trained_is_counted_in_short_and_in_resumed_epochs(
+    tmp_path: Path, *, stream: bool
+) -> None:
+    counts: list[int] = []
+
+    class Counts(Saves):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            super().on_train_batch_end(trainer)
+            counts.append(trainer.datamodule.set_slowdowns([1.0]))  # type: ignore[attr-defined]
+
+    options: dict[str, Any] = {"limit_train_batches": 4, "callbacks": [Counts(tmp_path)]}
+    ahead = AheadOptions(num_producers=0, num_ahead=2)
+    whole = fit(data(stream=stream, ahead=ahead), **options)
+    assert counts == [2] * len(whole)
+    trainer = L.Trainer(**quiet(max_epochs=2, devices=1) | options)
+    module = Estimates()
+    checkpoint = tmp_path / "3.ckpt"
+    again = data(stream=stream, ahead=ahead)
+    trainer.fit(module, again, ckpt_path=checkpoint, weights_only=False)
+    assert whole[:3] + module.seen == whole
+    assert set(counts) == {2}
+
+
 def fit_whole_epoch(epoch: int) -> list[list[int]]:
     datamodule = data()
     datamodule.setup("fit")
@@ -143,7 +175,7 @@ def test_ranks_that_share_a_model_get_the_same_samples_where_the_strategy_says_s
         options = {"strategy": strategy, "global_rank": rank, "world_size": 4, "overfit_batches": 0}
         datamodule.setup("fit")
         datamodule.trainer = SimpleNamespace(**options)  # type: ignore[assignment]
-        datamodule._num_trained = datamodule._count_trained = lambda: 0  # type: ignore[method-assign]
+        datamodule._num_trained = lambda: 0  # type: ignore[method-assign]
         ranks.append(list(datamodule.train_dataloader()))
     assert ranks[0] == ranks[1] != ranks[2] == ranks[3]
     assert sorted(i for rank in ranks[::2] for batch in rank for i in batch) == list(range(60))
