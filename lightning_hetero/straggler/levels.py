@@ -82,6 +82,34 @@ class RankNote:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """What all ranks said about one iteration."""
+
+    step: int
+    seconds: float
+    load_s: float
+    """The most computing that its work should be for a rank; NaN if unknown."""
+    work_s: float
+    """That of all ranks together; it depends less on who does the work."""
+
+    @classmethod
+    def of(cls, step: int, notes: Sequence[RankNote]) -> Self:
+        loads_s = [note.load_s for note in notes]
+        is_known = not any(map(math.isnan, loads_s))
+        return cls(
+            step=step,
+            seconds=max(note.iteration_s for note in notes),
+            load_s=max(loads_s) if is_known else math.nan,
+            work_s=sum(loads_s),
+        )
+
+    @property
+    def value(self) -> float:
+        """Its time over what its work should take; NaN if unknown."""
+        return self.seconds / self.load_s if self.load_s > 0.0 else math.nan
+
+
 class LevelWatch:
     """What one rank remembers of all ranks' notes."""
 
@@ -89,34 +117,38 @@ class LevelWatch:
         self._config = config
         self._detector = BocdDetector(config)
         self._first_step: int | None = None
-        self._kept: deque[tuple[int, float, float]] = deque(maxlen=_KEPT)
+        self._kept: deque[_Iteration] = deque(maxlen=_KEPT)
         self._rank_change: ChangeEvent | None = None
-
-    @property
-    def last_s(self) -> float:
-        """The last iteration's seconds."""
-        return self._kept[-1][1]
 
     def before_s(self, step: int) -> float:
         """Return what an iteration of usual work took before a step, seconds; NaN if unknown."""
-        return self._usual_s([entry for entry in self._kept if entry[0] < step])
+        return self._usual_s([item for item in self._kept if item.step < step])
 
     def since_s(self, step: int) -> float:
         """Return what an iteration of usual work takes from a step on, seconds."""
-        return self._usual_s([entry for entry in self._kept if entry[0] >= step])
+        return self._usual_s([item for item in self._kept if item.step >= step])
 
-    def _usual_s(self, entries: Sequence[tuple[int, float, float]]) -> float:
+    def _usual_s(self, iterations: Sequence[_Iteration]) -> float:
         """Return a median that doesn't hang on which of the iterations had more work."""
-        loads_s = [s / value for _, s, value in self._kept if math.isfinite(value)]
-        values = [value for *_, value in entries if math.isfinite(value)]
+        values = [item.value for item in iterations if math.isfinite(item.value)]
         if values:
+            loads_s = [item.load_s for item in self._kept if math.isfinite(item.value)]
             return statistics.median(values) * statistics.median(loads_s)
-        return statistics.median(s for _, s, _ in entries) if entries else math.nan
+        return statistics.median(item.seconds for item in iterations) if iterations else math.nan
 
-    def skip(self, step: int, notes: Sequence[RankNote]) -> None:
-        """Leave an iteration out whose time says nothing, but not what ranks say of their pace."""
+    def skip(self, step: int, notes: Sequence[RankNote]) -> float:
+        """Leave an iteration out whose time says nothing, but not what ranks say of their pace.
+
+        Returns:
+            What it would have taken with the usual work, seconds.
+        """
         self._count(step, math.nan)
         self._note_rank_change(step, notes)
+        found = _Iteration.of(step, notes)
+        works_s = [item.work_s for item in self._kept if item.work_s > 0.0]
+        if works_s and found.work_s > 0.0:
+            return found.seconds * statistics.median(works_s) / found.work_s
+        return found.seconds
 
     def see(
         self, step: int, notes: Sequence[RankNote], *, last: ChangeEvent | None, is_known: bool
@@ -129,13 +161,10 @@ class LevelWatch:
             last: The change before.
             is_known: Whether a fault is known; else a rank's change matters if iterations are up.
         """
-        iteration_s = max(note.iteration_s for note in notes)
-        loads_s = [note.load_s for note in notes]
-        load_s = math.nan if any(map(math.isnan, loads_s)) else max(loads_s)
-        value = iteration_s / load_s if load_s > 0.0 else math.nan
-        self._kept.append((step, iteration_s, value))
+        found = _Iteration.of(step, notes)
+        self._kept.append(found)
         self._note_rank_change(step, notes)
-        change = self._count(step, value)
+        change = self._count(step, found.value)
         if change is None:
             return self._take_rank_change(step, last, is_known=is_known)
         onset_step = (self._first_step or 0) + change.onset_step
@@ -187,6 +216,6 @@ class LevelWatch:
         return None if is_late or is_same else replace(event, step=step)
 
     def _is_up(self) -> bool:
-        values = [value for _, _, value in self._kept if math.isfinite(value)]
+        values = [item.value for item in self._kept if math.isfinite(item.value)]
         before, recent = values[:-_RECENT], values[-_RECENT:]
         return bool(before) and statistics.median(recent) > _UP * statistics.median(before)

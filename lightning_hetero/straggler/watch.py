@@ -155,9 +155,9 @@ class RunWatch:
         self._since_look_s += iteration_s
         if self._transition is not None:
             # What it takes to change the plan isn't what the plan takes.
-            self._levels.skip(step, notes)
+            usual_s = self._levels.skip(step, notes)
             if not is_changing:
-                self._follow(step, iteration_s)
+                self._follow(step, usual_s)
             return Order.GO_ON
         event = self._levels.see(step, notes, last=self._change, is_known=bool(self.known))
         if event is not None:
@@ -297,7 +297,8 @@ class RunWatch:
             return None
         act, decision = self._act
         self._act = None
-        self._transition = _Transition(act, decision, before_s=self._levels.last_s)
+        before_s = self._levels.since_s(self.since_step)
+        self._transition = _Transition(act, decision, before_s=before_s)
         return act
 
     def began(self, call_s: float, *, refusal: str | None = None) -> None:

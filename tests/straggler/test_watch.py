@@ -51,6 +51,8 @@ class Simulated:
     step: int = 0
     look_s: float = 0.01
     refusal: str | None = None
+    works: tuple[float, ...] = (1.0,)
+    """How much there is to do in an iteration, in turns."""
 
     def __post_init__(self) -> None:
         self.watch = RunWatch(self.config, report=self.events.append, say=self.said.append)
@@ -82,8 +84,9 @@ class Simulated:
         own = Observation(step=self.step, forward_s=pace * self.rng.gauss(1, 0.02))
         change = history.observe(own)
         onset = 0 if change is None else history.step_of(change.onset_step)
-        seconds = iteration_s * self.rng.gauss(1, 0.01)
-        return RankNote.from_row(RankNote.of(seconds, 1.0, change, onset).to_row())
+        work = self.works[self.step % len(self.works)]
+        seconds = work * iteration_s * self.rng.gauss(1, 0.01)
+        return RankNote.from_row(RankNote.of(seconds, work, change, onset).to_row())
 
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
@@ -112,6 +115,19 @@ def test_a_fault_is_looked_for_mended_by_ski_rental_and_undone_when_the_rank_rec
     assert "; S2 moved, iteration 2.0" in mended
     assert "recovered" in undone
     assert "S2 was undone" in undone
+
+
+def test_what_a_measure_gains_is_told_for_the_usual_work():
+    run = Simulated(config(), works=(2.0, 0.5, 1.0, 4.0, 3.0))
+    run.run(20, 1.0)
+    run.run(4, 2.0, rank_3=2.0, findings=[DEVICE])
+    assert len(run.acts) == 1
+    run.run(20, 1.2, rank_3=2.0, findings=[DEVICE])
+    run.run(20, 1.0)
+    gained, undone = (e for e in run.of(ActionEvent) if e.kind is not DecisionKind.KEEP)
+    # Two seconds of work are usual.
+    assert (gained.before_s, gained.after_s) == pytest.approx((4.0, 2.4), rel=0.03)
+    assert (undone.before_s, undone.after_s) == pytest.approx((2.0, 2.0), rel=0.03)
 
 
 def test_time_lost_before_the_cause_was_known_counts():
