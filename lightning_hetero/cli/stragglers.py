@@ -192,7 +192,7 @@ def _placed(captions: Sequence[_Caption], first: int, last: int) -> list[tuple[i
 def _draw_captions(
     above: "Axes", axes: "Axes", captions: Sequence[tuple[int, _Caption]], num_rows: int
 ) -> None:
-    above.set_ylim(num_rows, 0)
+    above.set_ylim(max(num_rows, 1), 0)  # A run in which nothing happened has no captions.
     above.axis("off")
     for row, (step, text, colour, is_left) in captions:
         axes.axvline(step, color=colour, linewidth=1.0, zorder=1)

@@ -116,3 +116,9 @@ def test_an_empty_log_says_so(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     assert main(["stragglers", str(tmp_path / "empty.jsonl")]) == 0
     assert "no events" in capsys.readouterr().out
+
+
+def test_a_run_in_which_nothing_happened_is_drawn_without_a_warning(tmp_path):
+    events = [IterationEvent(step=step, iteration_s=1.0) for step in (1, 2)]
+    plot_events(events, tmp_path / "quiet.png")
+    assert (tmp_path / "quiet.png").stat().st_size > 0
