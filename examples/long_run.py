@@ -210,7 +210,7 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
     watch.wait_for(steps(16))
     watch.wait_for(is_settled)
     ranks, nodes_of = busy_link(watch.last("started")), watch.last("started")["nodes"]
-    watch.order({"nodes": [nodes_of[rank] for rank in ranks], "bytes_per_s": 2e5})
+    watch.order({"nodes": [nodes_of[rank] for rank in ranks], "bytes_per_s": 4e5})
     watch.wait_for(happened("finding", kind="link", ranks=ranks))
     # Whether another plan pays depends on what changing it has cost so far.
     watch.wait_for(steps(12))

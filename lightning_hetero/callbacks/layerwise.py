@@ -148,8 +148,12 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.world_size > 1:
             self._transport = GroupTransport(self._timeout)
         owned, tiers, node = OwnedState(trainer), self.places.tiers(), self.places.node
+        is_new = self.places.is_new
         names = self._transport.all_gather(node.encode())
         self.node_of_rank = tuple(name.decode() for name in names)
+        if is_new and trainer.local_rank == 0:
+            # What is left in shared memory is of a run whose folder somebody has deleted.
+            self.places.begin_anew()
         finished = self._last_finished()
         recovered = recover(owned.needs(), tiers, node=node, transport=self._transport)
         if recovered is None:

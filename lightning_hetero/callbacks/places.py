@@ -1,7 +1,9 @@
 """Where a node keeps its checkpoints, and how far training had come when it was interrupted."""
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
 import socket
 from collections.abc import Mapping
@@ -61,11 +63,27 @@ class Places:
 
     @property
     def memory_dir(self) -> Path | None:
-        """Folder in shared memory, None if there is none."""
+        """Folder in shared memory, None if there is none; another one for other places or users."""
         if not self.shared_memory or not _SHARED_MEMORY.is_dir():
             return None
-        digest = hashlib.sha256(repr((self.path_or_url, self.local_dir)).encode()).hexdigest()[:16]
-        return _SHARED_MEMORY / "lightning_hetero" / digest
+        endpoint = self.storage_options.get("endpoint_url")
+        places = (_absolute(self.path_or_url), _absolute(self.local_dir), endpoint)
+        digest = hashlib.sha256(repr(places).encode()).hexdigest()[:16]
+        return _SHARED_MEMORY / f"lightning_hetero-{os.getuid()}" / digest
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no run has begun in the local folder, or somebody has deleted it since."""
+        folder = self._lasting_folder
+        return folder is not None and not folder.exists()
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier run left in shared memory, and make the local folder."""
+        assert self._lasting_folder is not None
+        self.forget_memory()
+        # Where nothing can be written, the first save says so.
+        with contextlib.suppress(OSError):
+            self._lasting_folder.mkdir(parents=True, exist_ok=True)
 
     def tiers(self) -> list[Tier]:
         """Return the tiers, fastest first; only the one lasting place there is may stop a run."""
@@ -105,6 +123,19 @@ class Places:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
 
     @property
+    def _lasting_folder(self) -> Path | None:
+        """The folder on a disk that is nearest to this node, None if all lasts elsewhere."""
+        folder = _absolute(self.local_dir or self.path_or_url)
+        return None if folder is None or "://" in folder else Path(folder)
+
+    @property
     def _progress_path(self) -> Path | None:
         folder = self.memory_dir or (None if self.local_dir is None else Path(self.local_dir))
         return None if folder is None else folder / "progress.json"
+
+
+def _absolute(path_or_url: str | None) -> str | None:
+    if path_or_url is None:
+        return None
+    path = path_or_url.removeprefix("file://")
+    return path if "://" in path else str(Path(path).resolve())

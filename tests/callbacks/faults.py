@@ -37,7 +37,7 @@ METHODS: dict[str, tuple[Any, str]] = {
 """Moments that are calls of a function or method."""
 
 FILES: dict[str, Callable[[str, str], bool]] = {
-    "memory file": lambda root, name: "/lightning_hetero/" in root and name.endswith("safetensors"),
+    "memory file": lambda root, name: "/lightning_hetero-" in root and name.endswith("safetensors"),
     "disk file": lambda root, name: root.endswith("/disk") and name.endswith("safetensors"),
     "upload": lambda root, name: root.endswith("/remote") and name.endswith("safetensors"),
     "manifest": lambda root, name: parse_manifest_name(name) is not None,

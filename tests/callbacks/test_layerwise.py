@@ -1,5 +1,6 @@
 """A checkpoint goes on under any plan, ownership and number of ranks, and on a single device."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
+from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, places
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import Leg, export, fit
 from tests.processes import ProcessPool
@@ -79,10 +80,15 @@ class Drops(ToyModule):
 
 
 def train(
-    folder: Path, num_steps: int, *callbacks: L.Callback, every: int = 2, **options: Any
+    folder: Path,
+    num_steps: int,
+    *callbacks: L.Callback,
+    every: int = 2,
+    shared_memory: bool = False,
+    **options: Any,
 ) -> list[float]:
     torch.manual_seed(0)
-    checkpoint = LayerwiseCheckpoint(folder, every_n_train_steps=every, shared_memory=False)
+    checkpoint = LayerwiseCheckpoint(folder, every_n_train_steps=every, shared_memory=shared_memory)
     module = Drops(ToyOptions())
     settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
     trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
@@ -107,6 +113,31 @@ class Stops(L.Callback):
 def test_the_last_step_of_a_run_that_stops_early_is_saved(tmp_path: Path) -> None:
     assert len(train(tmp_path, 12, Stops(), every=100)) == 2
     assert train(tmp_path, 2) == []
+
+
+class Fails(L.Callback):
+    """Ends training by an error, which leaves what is in shared memory."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        (checkpoint,) = (c for c in trainer.callbacks if isinstance(c, LayerwiseCheckpoint))
+        if checkpoint.saved is not None:
+            checkpoint.saved.wait_until_uploaded(60)
+            self.steps = trainer.global_step
+            raise RuntimeError("on purpose")
+
+
+def test_a_failed_run_goes_on_from_memory_unless_its_folder_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    fails = Fails()
+    for steps in (2, 4, 2):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train(tmp_path / "run", 8, fails, shared_memory=True)
+        assert fails.steps == steps
+        if steps == 4:
+            shutil.rmtree(tmp_path / "run")
 
 
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:
