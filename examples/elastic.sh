@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Three nodes on this machine, each a torchrun agent with a disk (a folder) of its own. After a while
-# the third one is killed, loses its disk, and comes back empty.
-#   bash examples/elastic.sh [FOLDER] [STEPS]
+# the last one is killed, loses its disk, and comes back empty.
+#   bash examples/elastic.sh [FOLDER] [STEPS] [NODES]
 set -euo pipefail
 out=$(realpath -m "${1:-elastic-run}")
 steps=${2:-300}
+num_nodes=${3:-3}
+last=node$((num_nodes - 1))
 here=$(dirname "$(realpath "$0")")
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 export OMP_NUM_THREADS=1
@@ -20,7 +22,7 @@ start() {
     if [[ $1 == node0 ]]; then is_host=true; fi
     local rendezvous="is_host=$is_host,last_call_timeout=5"
     rendezvous+=",keep_alive_interval=3,keep_alive_max_attempt=5"
-    python -m torch.distributed.run --nnodes=1:3 --nproc-per-node=1 --max-restarts=100 \
+    python -m torch.distributed.run --nnodes="1:$num_nodes" --nproc-per-node=1 --max-restarts=100 \
         --rdzv-backend=c10d --rdzv-endpoint="localhost:$port" --local-addr=127.0.0.1 \
         --rdzv-conf="$rendezvous" --monitor-interval=0.5 \
         "$here/elastic.py" --steps "$steps" --out "$out/remote" --disk "$out/$1" \
@@ -44,14 +46,14 @@ wait_for_step() {
     done
 }
 
-for node in node0 node1 node2; do start "$node"; done
+for ((i = 0; i < num_nodes; i++)); do start "node$i"; done
 wait_for_step $((steps / 5 / 10 * 10))
-echo "killing node2"
-lose node2
-rm -rf "$out/node2"
+echo "killing $last"
+lose "$last"
+rm -rf "${out:?}/$last"
 wait_for_step $((steps / 2 / 10 * 10))
-echo "starting node2 again"
-start node2
+echo "starting $last again"
+start "$last"
 wait "${agents[node0]}"
 trap - EXIT
 echo

@@ -191,7 +191,7 @@ def is_steady(events: list[Event]) -> bool:
 
 def is_settled(events: list[Event]) -> bool:
     """Return whether the run is steady, or this machine won't let it be."""
-    return is_steady(events) or steps(40)(events)
+    return is_steady(events) or steps(24)(events)
 
 
 def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
