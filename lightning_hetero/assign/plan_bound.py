@@ -39,6 +39,7 @@ from lightning_hetero.assign.covering import (
 )
 from lightning_hetero.assign.programme import Programme
 from lightning_hetero.assign.proposal import Scheme
+from lightning_hetero.assign.relaxation import AverageWork, fractional_plan
 from lightning_hetero.core.arrays import FloatArray
 
 __all__ = ["plan_lower_bound_s", "work_lower_bound_s"]
@@ -110,20 +111,16 @@ def work_lower_bound_s(
     sizes, table = as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept])
     alone_s = _alone_s(int(sizes.max()), table)
     runs = SequenceRuns.of(sizes, table)
-    allowed = runs.least[:, None] <= table.max_len
-    loads_s = runs.work_s + table.c * runs.tokens[:, None] / table.max_len
-    programme = Programme()
-    shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
-    busy_s = programme.add_variables(upper=np.full(len(kept), np.inf))
-    (latency_s,) = programme.add_variables(upper=np.inf, cost=1.0)
-    for row in shares:
-        programme.add_row(row, 1.0, lower=1.0, upper=1.0)
-    for column, load_s, busy in zip(shares.T, loads_s.T, busy_s, strict=True):
-        programme.add_row([*column, busy], [*load_s, -1.0], upper=0.0)
-    for device, available in num_devices.items():
-        needed = [dict(scheme.devices).get(device, 0) for scheme in kept]
-        programme.add_row([*busy_s, latency_s], [*needed, -float(available)], upper=0.0)
-    return max(alone_s, programme.minimize(time_limit_s=_SOLVE_S).lower_bound)
+    work = AverageWork(
+        work_s=runs.work_s + table.c * runs.tokens[:, None] / table.max_len,
+        alone_s=table.times_s(runs.least) + table.c,
+        fits=runs.least[:, None] <= table.max_len,
+        lost_s=np.zeros(len(kept)),
+        devices=np.array([[dict(s.devices).get(d, 0) for d in num_devices] for s in kept], float),
+        available=np.array(list(num_devices.values()), float),
+    )
+    found = fractional_plan(work, with_bubbles=False)
+    return math.inf if found is None else max(alone_s, found.latency_s)
 
 
 def _possible(schemes: Sequence[Scheme], num_devices: Mapping[str, int]) -> list[Scheme]:

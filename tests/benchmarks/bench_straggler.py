@@ -193,18 +193,9 @@ def short_rows(num_jobs: int = 300) -> list[Row]:
         ("missed", faulty.false_negative_rate, 0.0),
         ("false positives", healthy.false_positive_rate, 0.005),
     )
+    note = f"{num_jobs} jobs with a fault of +50 % to +300 %, {num_jobs} without"
     return [
-        Row(
-            name=f"after 10 to 14 iterations, {what}",
-            ours=share,
-            peer=None,
-            unit="share",
-            target=target,
-            better="lower",
-            kind="simulated",
-            value=share,
-            note=f"{num_jobs} jobs with a fault of +50 % to +300 %, {num_jobs} without",
-        )
+        Row.of_share(f"after 10 to 14 iterations, {what}", share, target, note)
         for what, share, target in figures
     ]
 

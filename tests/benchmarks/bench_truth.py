@@ -59,9 +59,9 @@ def _measured_plans() -> list[Row]:
         return []
     return [
         *rows,
-        _bound("mean error of iteration time", statistics.mean(time_errors), 0.08, _TIMES),
-        _bound("worst error of iteration time", max(time_errors), 0.20, _TIMES),
-        _bound("worst error of peak memory", max(memory_errors), 0.15, _MEMORY),
+        Row.of_share("mean error of iteration time", statistics.mean(time_errors), 0.08, _TIMES),
+        Row.of_share("worst error of iteration time", max(time_errors), 0.20, _TIMES),
+        Row.of_share("worst error of peak memory", max(memory_errors), 0.15, _MEMORY),
     ]
 
 
@@ -79,7 +79,11 @@ def _roofline() -> list[Row]:
         for length in (2048, 8192, 32768):
             measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
             errors.append(abs(sum(cost.compute_s(shape, (length,))) / measured_s - 1))
-    return [_bound("roofline, mean error of A800 stages", statistics.mean(errors), 0.20, _ROOFLINE)]
+    return [
+        Row.of_share(
+            "roofline, mean error of A800 stages", statistics.mean(errors), 0.20, _ROOFLINE
+        )
+    ]
 
 
 def _speed() -> Row:
@@ -107,18 +111,4 @@ def _speed() -> Row:
         better="lower",
         kind="measured",
         value=seconds * 1e3,
-    )
-
-
-def _bound(name: str, value: float, target: float, note: str) -> Row:
-    return Row(
-        name=name,
-        ours=value,
-        peer=None,
-        unit="share",
-        target=target,
-        better="lower",
-        kind="simulated",
-        value=value,
-        note=note,
     )

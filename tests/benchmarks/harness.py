@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 _SILENT = "LIGHTNING_HETERO_SILENT_BENCHMARKS"
 
@@ -51,6 +51,21 @@ class Row:
     """What the target bounds: usually ours / peer or peer / ours, else `ours` itself."""
     note: str = ""
     """Who the peer is, what the figures rest on."""
+
+    @classmethod
+    def of_share(cls, name: str, value: float, target: float, note: str) -> Self:
+        """Return the row of a simulated share that must stay below its target, without a peer."""
+        return cls(
+            name=name,
+            ours=value,
+            peer=None,
+            unit="share",
+            target=target,
+            better="lower",
+            kind="simulated",
+            value=value,
+            note=note,
+        )
 
     @property
     def met(self) -> bool:
