@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
+from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["FinishedStep", "Places"]
@@ -67,8 +68,10 @@ class Places:
         if not self.shared_memory or not _SHARED_MEMORY.is_dir():
             return None
         endpoint = self.storage_options.get("endpoint_url")
-        places = (_absolute(self.path_or_url), _absolute(self.local_dir), endpoint)
-        digest = hashlib.sha256(repr(places).encode()).hexdigest()[:16]
+        places = [
+            item and str(local_folder(item) or item) for item in (self.path_or_url, self.local_dir)
+        ]
+        digest = hashlib.sha256(repr((places, endpoint)).encode()).hexdigest()[:16]
         return _SHARED_MEMORY / f"lightning_hetero-{os.getuid()}" / digest
 
     @property
@@ -125,17 +128,10 @@ class Places:
     @property
     def _lasting_folder(self) -> Path | None:
         """The folder on a disk that is nearest to this node, None if all lasts elsewhere."""
-        folder = _absolute(self.local_dir or self.path_or_url)
-        return None if folder is None or "://" in folder else Path(folder)
+        place = self.local_dir or self.path_or_url
+        return None if place is None else local_folder(place)
 
     @property
     def _progress_path(self) -> Path | None:
         folder = self.memory_dir or (None if self.local_dir is None else Path(self.local_dir))
         return None if folder is None else folder / "progress.json"
-
-
-def _absolute(path_or_url: str | None) -> str | None:
-    if path_or_url is None:
-        return None
-    path = path_or_url.removeprefix("file://")
-    return path if "://" in path else str(Path(path).resolve())

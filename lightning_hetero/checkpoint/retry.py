@@ -14,7 +14,7 @@ from lightning_hetero.checkpoint.blocks import Buffer
 from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["RetryPolicy", "RetryingStore", "open_store"]
+__all__ = ["RetryPolicy", "RetryingStore", "local_folder", "open_store"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -107,10 +107,19 @@ def open_store(url: str | Path, *, retry: RetryPolicy | None = None, **options: 
     Raises:
         CheckpointError: fsspec doesn't know the URL, or its package is missing.
     """
-    text = str(url).removeprefix("file://")
-    if re.match(r"\w[\w+.-]*://", text):
-        return RetryingStore(FsspecStore(text, **options), retry)
-    return LocalStore(text)
+    if local_folder(url) is None:
+        return RetryingStore(FsspecStore(str(url), **options), retry)
+    return LocalStore(_without_scheme(url))
+
+
+def local_folder(url: str | Path) -> Path | None:
+    """Return the absolute folder that a path or a file:// URL names; None for other URLs."""
+    text = _without_scheme(url)
+    return None if re.match(r"\w[\w+.-]*://", text) else Path(text).resolve()
+
+
+def _without_scheme(url: str | Path) -> str:
+    return str(url).removeprefix("file://")
 
 
 def _number_of(error: Exception) -> int | None:
