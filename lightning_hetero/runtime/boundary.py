@@ -12,59 +12,21 @@ and the micro-batch, so that they don't depend on which stage draws them.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.core.errors import ModelError, StepError
+from lightning_hetero.runtime.hidden_state import hidden_argument, hidden_output
+from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.random_state import seed_everything, seed_of, seed_torch
 
-__all__ = ["MicrobatchRun", "StageBoundary", "StageEnd"]
+__all__ = ["StageBoundary"]
 
 _BEHIND_LAYERS = -1
 """Stands for the code behind the layers where a layer index seeds the generators."""
-
-
-class StageEnd(BaseException):
-    """Leaves the user's step at the end of a stage that isn't the last.
-
-    It is no error, and no `except Exception` of the user's may stop it.
-    """
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-@dataclass
-class MicrobatchRun:
-    """One pass of one micro-batch through the user's step on this stage."""
-
-    layers: range
-    """Layers of the stage."""
-    num_layers: int
-    """Layers of the model."""
-    seed: tuple[int, ...]
-    """What the micro-batch's random numbers depend on."""
-    receive: Callable[[Tensor], Tensor] | None
-    """Given a hidden state of the right shape, returns the one received; None on first stages."""
-    before_layer: Callable[[int], None]
-    """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
-    behind_layers: TorchFunctionMode
-    """Watches the torch functions called behind the last layer, or all if there are no layers."""
-    entered: bool = False
-    finished: bool = False
-    watching: bool = False
-    hidden_in: Tensor | None = field(default=None, repr=False)
-    last_hidden: Tensor | None = field(default=None, repr=False)
-    """What the layer before returned, to see that nothing is computed between layers."""
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether the stage holds the model's last layer."""
-        return self.layers.stop == self.num_layers
 
 
 class StageBoundary:
@@ -142,14 +104,14 @@ class StageBoundary:
             _check_nothing_between(run, index, args, kwargs)
         if index < run.layers.start:
             output = self._pass_through(index, args, kwargs)
-            run.last_hidden = _hidden_output(output, index)
+            run.last_hidden = hidden_output(output, index)
             return output
         if index == run.layers.start:
             args, kwargs = self._enter(run, args, kwargs)
         seed_torch(seed_of(*run.seed, index))
         run.before_layer(index)
         output = forward(*args, **kwargs)
-        run.last_hidden = _hidden_output(output, index, is_alone=not has_stages)
+        run.last_hidden = hidden_output(output, index, is_alone=not has_stages)
         if index + 1 == run.layers.stop:
             output = self._leave(run, output)
         return output
@@ -165,7 +127,7 @@ class StageBoundary:
         run.entered = True
         if run.receive is None and self._enter_stage is None:
             return args, kwargs
-        hidden, replace = _hidden_argument(args, kwargs)
+        hidden, replace = hidden_argument(args, kwargs)
         if run.receive is not None:
             hidden = run.hidden_in = run.receive(hidden)
         return replace(hidden if self._enter_stage is None else self._enter_stage(hidden))
@@ -186,7 +148,7 @@ class StageBoundary:
 
     def _pass_through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the layer's input in the form of its output, without computing it."""
-        hidden, _ = _hidden_argument(args, kwargs)
+        hidden, _ = hidden_argument(args, kwargs)
         if index not in self._templates:
             self._templates[index] = self._probe(index, args, kwargs)
         rest, given = self._templates[index], _named(args, kwargs)
@@ -203,7 +165,7 @@ class StageBoundary:
         layer once on weights of zeros, without gradients. They take a layer's memory for that time:
         kernels for experts refuse weights expanded from one element.
         """
-        hidden, _ = _hidden_argument(args, kwargs)
+        hidden, _ = hidden_argument(args, kwargs)
         zeros = {
             name: torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
             for name, shape in self._shapes[index].items()
@@ -216,7 +178,7 @@ class StageBoundary:
             self._run = run
         if isinstance(output, Tensor):
             return None
-        _hidden_output(output, index)
+        hidden_output(output, index)
         places = {id(value): place for place, value in _named(args, kwargs).items()}
         rest = tuple(_Given(places[id(i)]) if id(i) in places else i for i in output[1:])
         self._unknown |= {id(item) for item in rest if isinstance(item, Tensor)}
@@ -258,7 +220,7 @@ class _LayerForward:
 def _check_nothing_between(
     run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    hidden, _ = _hidden_argument(args, kwargs)
+    hidden, _ = hidden_argument(args, kwargs)
     if run.entered and not run.finished and index <= run.layers.start:
         return  # A second call of the model, which `_enter` refuses.
     if run.last_hidden is not None and hidden is not run.last_hidden:
@@ -273,47 +235,3 @@ def _check_nothing_between(
 def _watch(run: MicrobatchRun) -> None:
     run.watching = True
     run.behind_layers.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _hidden_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """Return the layer's hidden state and a function that puts another one in its place."""
-    if args and isinstance(args[0], Tensor):
-        return _plain(args[0]), lambda hidden: ((hidden, *args[1:]), kwargs)
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return _plain(value), lambda hidden, name=name: (args, {**kwargs, name: hidden})
-    raise ModelError(
-        f"A layer is called with {[type(arg).__name__ for arg in args]} and {sorted(kwargs)}; its "
-        "first argument must be the hidden state, one tensor."
-    )
-
-
-def _plain(hidden: Tensor) -> Tensor:
-    if hidden.is_nested:
-        raise ModelError(
-            "The layers get a nested tensor, which can't travel between stages. Build "
-            "nn.TransformerEncoder with enable_nested_tensor=False."
-        )
-    return hidden
-
-
-def _hidden_output(output: Any, index: int, *, is_alone: bool = False) -> Tensor:
-    """Return the hidden state of a layer's output; `is_alone` where no other stage follows."""
-    if isinstance(output, Tensor):
-        return output if is_alone else _plain(output)
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        if is_alone:
-            return output[0]
-        extra = [item for item in output[1:] if isinstance(item, Tensor) and item.requires_grad]
-        if not extra:
-            return output[0]
-        raise ModelError(
-            f"Layer {index} returns {len(extra)} more tensors with gradients besides the hidden "
-            "state, which later stages would never see. Return the hidden state alone."
-        )
-    raise ModelError(
-        f"Layer {index} returns {type(output).__name__}; it must return the hidden state, a "
-        "tensor, or a tuple that begins with it."
-    )

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.boundary import MicrobatchRun, StageBoundary, StageEnd
+from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.step_logs import StepLogs
 from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError, StepError
-from lightning_hetero.runtime.boundary import (
-    MicrobatchRun,
-    StageBoundary,
-    StageEnd,
-)
+from lightning_hetero.runtime.boundary import StageBoundary
+from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.targets import LossWatch
 
 
