@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import StepError
-from tests.toy import CONTEXT, VOCABULARY, ToyModule, ToyOptions, loader, quiet
+from tests.toy import ADAM_EPS, CONTEXT, VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 WORLD_SIZE = 3
 PLAN = {
@@ -36,7 +36,8 @@ class Trainable(ToyModule):
         super().__init__(ToyOptions())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
 
 
 class Plateau(Trainable):

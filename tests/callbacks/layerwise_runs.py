@@ -21,7 +21,7 @@ from lightning_hetero.models import (
     packed_cross_entropy,
 )
 from tests.data.rows import VOCABULARY, Rows, lengths_of
-from tests.toy import quiet
+from tests.toy import ADAM_EPS, quiet
 
 # Two iterations an epoch; inside one torchdata finds its place only with the sampler that saved.
 LENGTHS = lengths_of(12)
@@ -63,7 +63,7 @@ class PackedModule(L.LightningModule):
         decay = [p for p in self.parameters() if p.ndim >= 2]
         rest = [p for p in self.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=8)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

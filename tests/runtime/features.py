@@ -42,23 +42,12 @@ def metrics_of(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-class StableModule(ToyModule):
-    """Adam with an eps that keeps gradients of rounding noise from becoming steps."""
-
-    def configure_optimizers(self) -> Any:
-        optimizers, schedulers = super().configure_optimizers()
-        for group in optimizers[0].param_groups:
-            if "eps" in group:
-                group["eps"] = 1e-3
-        return optimizers, schedulers
-
-
 def use_every_entry_point(
     rank: int, world_size: int, trainer_options: dict[str, Any], batch_size: int
 ) -> dict[str, Any]:
     """Fit, validate, test and predict with one Trainer, then fit again with another."""
     L.seed_everything(SEED, verbose=False)
-    module = StableModule(ToyOptions())
+    module = ToyModule(ToyOptions())
     if trainer_options.get("strategy") is None and world_size > 1:
         trainer_options = {**trainer_options, "strategy": HeteroStrategy()}
     trainer = L.Trainer(**quiet(max_epochs=2, num_sanity_val_steps=2), **trainer_options)
@@ -102,7 +91,7 @@ def fit_single(rank: int, batch_size: int) -> dict[str, Any]:
     return use_every_entry_point(rank, 1, {"devices": 1}, batch_size)
 
 
-class LoggingModule(StableModule):
+class LoggingModule(ToyModule):
     """Logs in all the ways there are."""
 
     def __init__(self) -> None:
@@ -157,7 +146,7 @@ def log_everything(rank: int, plan: dict[str, Any] | None, world_size: int, batc
     }
 
 
-class WorseningModule(StableModule):
+class WorseningModule(ToyModule):
     """Its validation gets worse after three epochs."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -222,7 +211,7 @@ def train_and_save(
 ) -> dict[str, Any]:
     """Train two epochs, save at a step if asked, begin at a checkpoint if given."""
     L.seed_everything(SEED, verbose=False)
-    module = StableModule(options or ToyOptions())
+    module = ToyModule(options or ToyOptions())
     trainer = L.Trainer(
         **quiet(callbacks=[SaveAt(save_at, path)], max_epochs=max_epochs),
         **strategy_of(plan, world_size),
@@ -241,7 +230,7 @@ def train_and_save(
 
 
 def read_with_plain_lightning(rank: int, path: str) -> dict[str, Any]:
-    module = StableModule.load_from_checkpoint(path, options=ToyOptions())
+    module = ToyModule.load_from_checkpoint(path, options=ToyOptions())
     content = torch.load(path, weights_only=True)
     state = content["optimizer_states"][0]["state"]
     shapes = {index: tuple(item["exp_avg"].shape) for index, item in state.items()}
@@ -258,7 +247,7 @@ def average_weights(
 ) -> dict[str, Any]:
     L.seed_everything(SEED, verbose=False)
     averaging = WeightAveraging(avg_fn=get_ema_avg_fn(0.5))
-    module = StableModule(ToyOptions())
+    module = ToyModule(ToyOptions())
     trainer = L.Trainer(
         **quiet(callbacks=[averaging, SaveAt(3, path)], max_epochs=2),
         **strategy_of(plan, world_size),
@@ -277,7 +266,7 @@ def average_stochastically(
 ) -> dict[str, Any]:
     L.seed_everything(SEED, verbose=False)
     averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=1)
-    module = StableModule(ToyOptions())
+    module = ToyModule(ToyOptions())
     trainer = L.Trainer(
         **quiet(callbacks=[averaging], max_epochs=4), **strategy_of(plan, world_size)
     )

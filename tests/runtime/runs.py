@@ -21,7 +21,7 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
 from lightning_hetero.models.loss import packed_cross_entropy
 from lightning_hetero.runtime.random_state import seed_of
-from tests.toy import CONTEXT, GPT, VOCABULARY, TokenRows, quiet
+from tests.toy import ADAM_EPS, CONTEXT, GPT, VOCABULARY, TokenRows, quiet
 
 SEED = 11
 
@@ -107,9 +107,7 @@ class Recorded(L.LightningModule):
         elif self.case.optimizer == "muon":
             optimizer = ExactMuon(decay, lr=1e-2)  # It takes matrices only.
         else:
-            # Adam divides by the gradient's own size. With the usual eps of 1e-8 a gradient that is
-            # zero but for rounding becomes a step of full length, in a random direction.
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
@@ -156,7 +154,8 @@ class AdaptedModule(RowsModule):
             block.qkv = Adapted(block.qkv, rank=2)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
 
 
 class PackedSamples(Dataset[Any]):
