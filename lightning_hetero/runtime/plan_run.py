@@ -4,6 +4,7 @@ Making it communicates nothing and moves no optimizer state, which is why a plan
 iteration to the next.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -121,13 +122,21 @@ class GradientCounter:
                 shard.register_post_accumulate_grad_hook(self._hook(unit))  # type: ignore[no-untyped-call]
 
     def _hook(self, unit: int) -> Callable[[Tensor], None]:
+        # Weakly: a hook that holds what holds its own tensor is a cycle that torch never collects.
+        counter = weakref.ref(self)
+
         def arrived(_: Tensor) -> None:
-            if self._active:
-                self._left[unit] -= 1
-                if self._left[unit] == 0:
-                    self._push.unit_ready(unit)
+            alive = counter()
+            if alive is not None:
+                alive._count(unit)
 
         return arrived
+
+    def _count(self, unit: int) -> None:
+        if self._active:
+            self._left[unit] -= 1
+            if self._left[unit] == 0:
+                self._push.unit_ready(unit)
 
     def counting(self, *, is_last: bool) -> "GradientCounter":
         """Count inside this context if the iteration's last backward runs in it."""

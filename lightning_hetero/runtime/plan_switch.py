@@ -126,6 +126,8 @@ class PlanSwitch:
 
     def _replace(self, plan: ParallelPlan, *, share_memory: bool) -> None:
         self.run.weights.release()
+        # Both plans' weights together might be more than the device holds.
+        del self.run
         self.run = self._make_run(plan, share_memory=share_memory)
 
     def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:

@@ -1,0 +1,22 @@
+"""What changes of plan leave behind: nothing, however many there are."""
+
+import pytest
+
+from tests.processes import ProcessPool
+from tests.runtime.plan_changes import PLANS, change_often
+
+pytestmark = pytest.mark.dist
+
+
+def test_no_shard_or_gradient_outlives_its_plan(pool: ProcessPool) -> None:
+    for left in pool.run(change_often, 2, 3 * len(PLANS), 5):
+        assert left.num_changes == 3 * len(PLANS)
+        assert (left.most_alive, left.alive_behind) == (0, 0)
+
+
+@pytest.mark.slow
+def test_a_thousand_changes_of_plan_leave_memory_flat(pool: ProcessPool) -> None:
+    pool.run(change_often, 2, 700, 0)  # Until the allocator has what it needs.
+    for left in pool.run(change_often, 2, 1000, 0):
+        assert left.most_alive == 0
+        assert left.grown_mb <= 1.0
