@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
 from lightning_hetero.checkpoint.blocks import Buffer
@@ -45,10 +45,11 @@ class MemoryStore:
         with self._lock:
             return {name: len(data) for name, data in self.files.items()}
 
-    def remove(self, name: str) -> None:
-        """Forget a file."""
+    def remove(self, names: Collection[str]) -> None:
+        """Forget files."""
         with self._lock:
-            self.files.pop(name, None)
+            for name in names:
+                self.files.pop(name, None)
 
     def __str__(self) -> str:
         return self._name
@@ -99,9 +100,9 @@ class ThrottledStore:
         """List without delay."""
         return self._store.list()
 
-    def remove(self, name: str) -> None:
+    def remove(self, names: Collection[str]) -> None:
         """Remove without delay."""
-        self._store.remove(name)
+        self._store.remove(names)
 
     def __str__(self) -> str:
         return str(self._store)
@@ -138,10 +139,11 @@ class FaultyStore:
         self._before("list", "")
         return self._store.list()
 
-    def remove(self, name: str) -> None:
-        """Remove unless `before` raises."""
-        self._before("remove", name)
-        self._store.remove(name)
+    def remove(self, names: Collection[str]) -> None:
+        """Remove file by file, until `before` raises for one."""
+        for name in names:
+            self._before("remove", name)
+            self._store.remove([name])
 
     def __str__(self) -> str:
         return str(self._store)

@@ -5,7 +5,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,9 +70,9 @@ class RetryingStore:
         """List all files."""
         return self._retry("list", self._store.list)
 
-    def remove(self, name: str) -> None:
-        """Delete a file."""
-        self._retry(f"remove {name} from", lambda: self._store.remove(name))
+    def remove(self, names: Collection[str]) -> None:
+        """Delete files."""
+        self._retry(f"remove {len(names)} files from", lambda: self._store.remove(names))
 
     def _retry(self, what: str, action: Callable[[], _T]) -> _T:
         for failures in range(1, self._policy.attempts + 1):

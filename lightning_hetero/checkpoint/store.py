@@ -8,7 +8,7 @@ completed at the end and aborted on failure.
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,8 +38,8 @@ class Store(Protocol):
     def list(self) -> dict[str, int]:
         """Return all files and their sizes in bytes."""
 
-    def remove(self, name: str) -> None:
-        """Delete a file; nothing happens if there is none."""
+    def remove(self, names: Collection[str]) -> None:
+        """Delete files, all at once where the store can; those that aren't there don't matter."""
 
 
 class LocalStore:
@@ -91,16 +91,18 @@ class LocalStore:
                         found[(relative / leaf).as_posix()] = size
         return found
 
-    def remove(self, name: str) -> None:
-        """Delete a file, and its folder with the last one, temporary leftovers included."""
-        path = self._root / name
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            left = list(path.parent.iterdir())
-            if path.parent != self._root and all(p.name.startswith(_TEMPORARY) for p in left):
-                for leftover in left:
-                    leftover.unlink(missing_ok=True)
-                path.parent.rmdir()
+    def remove(self, names: Collection[str]) -> None:
+        """Delete files, and a folder with its last one, temporary leftovers included."""
+        paths = [self._root / name for name in names]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in paths} - {self._root}:
+            with contextlib.suppress(OSError):
+                left = list(folder.iterdir())
+                if all(path.name.startswith(_TEMPORARY) for path in left):
+                    for leftover in left:
+                        leftover.unlink(missing_ok=True)
+                    folder.rmdir()
 
     def __str__(self) -> str:
         return str(self._root)
@@ -174,10 +176,18 @@ class FsspecStore:
             if not name.rpartition("/")[2].startswith(_TEMPORARY)
         }
 
-    def remove(self, name: str) -> None:
-        """Delete one object."""
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._path}/{name}")
+    def remove(self, names: Collection[str]) -> None:
+        """Delete objects in bulk: object stores take a thousand with one request."""
+        paths = [f"{self._path}/{name}" for name in names]
+        if not paths:
+            return
+        try:
+            self._fs.rm(paths)
+        except FileNotFoundError:
+            # Some filesystems stop at the first that isn't there.
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(path)
 
     def __str__(self) -> str:
         return self._url

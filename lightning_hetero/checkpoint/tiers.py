@@ -28,7 +28,7 @@ __all__ = [
     "parts_in",
     "prune",
     "read_manifest",
-    "remove_checkpoint",
+    "remove_files",
 ]
 
 _CONFIRMED = "confirmed"
@@ -106,11 +106,12 @@ def confirm(store: Store, checkpoint: CheckpointId) -> None:
     store.write(f"{checkpoint.folder}/{_CONFIRMED}", [b"all parts were saved\n"])
 
 
-def remove_checkpoint(store: Store, checkpoint: CheckpointId, files: Collection[str]) -> None:
-    """Delete a checkpoint's files, manifests first."""
-    own = [name for name in files if name.startswith(f"{checkpoint.folder}/")]
-    for name in sorted(own, key=lambda item: (parse_manifest_name(item) is None, item)):
-        store.remove(name)
+def remove_files(store: Store, names: Collection[str]) -> None:
+    """Delete files of checkpoints, manifests first."""
+    manifests = [name for name in names if parse_manifest_name(name) is not None]
+    for some in (manifests, [name for name in names if name not in set(manifests)]):
+        if some:
+            store.remove(some)
 
 
 def prune(
@@ -140,8 +141,8 @@ def prune(
         return []
     oldest_kept = complete[-keep]
     gone = [item for item in present if item < oldest_kept and item not in busy]
-    for checkpoint in gone:
-        remove_checkpoint(store, checkpoint, files)
+    folders = {checkpoint.folder for checkpoint in gone}
+    remove_files(store, [name for name in files if name.partition("/")[0] in folders])
     return gone
 
 

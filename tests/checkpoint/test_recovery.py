@@ -162,7 +162,7 @@ def test_each_source_is_taken_only_when_no_cheaper_one_is_left() -> None:
     nodes.disk["b"].files.update(own)
     assert sources() == {Source.PEER_MEMORY}
     for name in own:
-        nodes.memory["c"].remove(name)
+        nodes.memory["c"].remove([name])
     assert sources() == {Source.PEER_DISK}
     nodes.lose("b")
     nodes.disk["c"].files.clear()
@@ -282,10 +282,10 @@ def test_parts_of_two_attempts_at_one_step_never_mix() -> None:
     save_all(nodes, ["a", "b"], contents(4, plan, size, attempt=1))
     for store in (nodes.memory["a"], nodes.disk["a"]):
         for name in [n for n in store.files if n.startswith("step-000000000004-000001")]:
-            store.remove(name)
+            store.remove([name])
     for store in (nodes.memory["b"], nodes.disk["b"]):
         for name in [n for n in store.files if n.startswith("step-000000000004-000000")]:
-            store.remove(name)
+            store.remove([name])
     needs = [needs_of(rank, plan, size) for rank in range(size)]
     with pytest.raises(CheckpointError, match="step 4"):
         recover_all(nodes, ["a", "b"], needs, step=4)

@@ -63,8 +63,10 @@ def test_a_written_file_is_read_back_whole_and_in_part(store: Store) -> None:
     assert store.list() == {"a/b.bin": 100_000, "c.bin": 1}
     store.write("c.bin", [b"yz"])
     assert store.read("c.bin") == b"yz"
-    store.remove("a/b.bin")
-    store.remove("a/b.bin")
+    store.write("d.bin", [b"x"])
+    store.remove(["d.bin", "a/b.bin"])
+    store.remove(["a/b.bin", "c/none.bin"])
+    store.remove([])
     assert store.list() == {"c.bin": 2}
     with pytest.raises(OSError, match=r"a/b|No such|does not exist"):
         store.read("a/b.bin")
@@ -156,5 +158,5 @@ def test_removing_the_last_file_removes_the_folder_and_leftovers(tmp_path: Path)
     store.write("a/b", [b"1"])
     (tmp_path / "a" / ".tmp-leftover").write_bytes(b"torn")
     assert store.list() == {"a/b": 1}
-    store.remove("a/b")
+    store.remove(["a/b"])
     assert list(tmp_path.iterdir()) == []
