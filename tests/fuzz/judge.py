@@ -2,7 +2,6 @@
 
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 

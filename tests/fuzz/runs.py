@@ -1,4 +1,4 @@
-"""Run a recipe on one device by plain Lightning, or on a rank of its plan; compare what came out."""
+"""Run a recipe on one device by plain Lightning, or on a rank of its plan."""
 
 import logging
 import warnings
