@@ -7,6 +7,7 @@ them around validation. `HeteroStrategy` adds the plan and the steps.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
+from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.engine import Engine
@@ -172,14 +174,23 @@ class SlicesStrategy(ProcessesStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = Path(str(checkpoint_path))
-        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
-            # Every rank reads only the pages of its slices.
-            with suppress(RuntimeError):
-                loaded: dict[str, Any] = torch.load(
-                    path, map_location="cpu", mmap=True, weights_only=bool(weights_only)
-                )
-                return loaded
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        try:
+            if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file():
+                # Every rank reads only the pages of its slices.
+                with suppress(RuntimeError):
+                    loaded: dict[str, Any] = torch.load(
+                        path, map_location="cpu", mmap=True, weights_only=weights_only
+                    )
+                    return loaded
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        except UnpicklingError as error:
+            # Lightning hands `weights_only` to no strategy that restores after setup.
+            raise CheckpointError(
+                f"{checkpoint_path} holds more than tensors and plain values, and reading that can "
+                f"run code: {str(error).splitlines()[0]} Allow its classes by "
+                "torch.serialization.add_safe_globals, or, if you trust the file, set "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 for this run."
+            ) from error
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,
@@ -239,6 +239,32 @@ def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
     trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
     with pytest.raises(ConfigurationError, match="ModelPruning masks whole parameters"):
         trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
+
+
+class RunsCode:
+    """What a crafted file holds: reading it back makes a file."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.made,))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_zip", [False, True])
+@pytest.mark.parametrize("entry", ["fit", "validate"])
+def test_no_code_of_a_file_to_resume_from_is_run(
+    tmp_path: Path, entry: str, *, is_zip: bool
+) -> None:
+    crafted = {"state_dict": {}, "callbacks": RunsCode(tmp_path / "made")}
+    torch.save(crafted, tmp_path / "bad.ckpt", _use_new_zipfile_serialization=is_zip)
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(CheckpointError, match=r"bad.ckpt holds more than .* can run code"):
+        getattr(trainer, entry)(
+            ToyModule(ToyOptions()), loader(4, 2), ckpt_path=tmp_path / "bad.ckpt"
+        )
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
