@@ -76,6 +76,9 @@ class HeteroStrategy(StepsStrategy):
         activation_checkpointing: Layers that compute their activations again in backward: "none",
             "full", or n for every n-th.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
+        fp32_gradients: Whether a rank that propagates in bf16 sums the gradients of several
+            micro-batches in fp32. False takes 2 bytes a parameter of its stage less, and rounds
+            every sum.
         timeout: How long a rank waits for another before it gives up.
         start_method: How processes are started: "popen" runs the script again for each, "spawn",
             "fork" and "forkserver" use multiprocessing. Under torchrun nothing is started.
@@ -105,6 +108,7 @@ class HeteroStrategy(StepsStrategy):
         sequence_parallel: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_layers: bool = False,
+        fp32_gradients: bool = True,
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -150,6 +154,7 @@ class HeteroStrategy(StepsStrategy):
         self._layer_options = LayerOptions(
             activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
         )
+        self._fp32_gradients = fp32_gradients
         self._failed = False
 
     # -- plan and data --------------------------------------------------------------------------
@@ -336,6 +341,7 @@ class HeteroStrategy(StepsStrategy):
             master_dtype=precision.master_dtype,
             seed=self.broadcast(torch.initial_seed() % 2**31),
             layer_options=self._layer_options,
+            fp32_gradients=self._fp32_gradients,
         )
 
     def _warn_of_no_layers(self) -> None:

@@ -60,6 +60,14 @@ class EngineConfig:
     """Base of the random seeds of micro-batches and of drawn weights; the same on all ranks."""
     layer_options: LayerOptions = field(default_factory=LayerOptions)
     """Activation checkpointing and compilation of the layers."""
+    fp32_gradients: bool = True
+    """Whether a rank sums its micro-batches' gradients in fp32 if it propagates in less."""
+
+    def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
+        """Return the dtype in which a rank keeps gradients; one micro-batch's are no sum."""
+        if num_microbatches > 1 and self.fp32_gradients:
+            return torch.promote_types(self.propagation_dtype, torch.float32)
+        return self.propagation_dtype
 
 
 class Engine:
@@ -144,8 +152,8 @@ class Engine:
             StepError, BatchError, ModelError: The step, the batch or the model breaks the contract.
         """
         run = self._run
-        run.weights.clear_gradients()
         propagation = self._propagation(batch, key, training=True)
+        run.weights.clear_gradients(self.config.gradient_dtype(len(propagation.microbatches)))
         with self.clock.iteration():
             with preserved_random_state(), self.logs.recording(), self._weights_in_module():
                 self._start_pull()
@@ -241,7 +249,7 @@ class Engine:
         scale = torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
         used = self._used_somewhere(agreed.reports, gradients)
         self.gradients = {
-            name: gradient.mul_(scale.to(gradient.dtype))
+            name: gradient.mul_(scale.to(gradient.dtype)).to(self.store.masters[name].dtype)
             for name, gradient in gradients.items()
             if name in used
         }

@@ -1,9 +1,9 @@
 """Push gradients from the holders straight to the owners of slices, and sum them there.
 
 A layer's push is posted inside the last backward, as soon as that has left the layer. The owner
-sums the pipelines' pieces in fp32 (or the master's dtype) and in pipeline order: the result is the
-same bit for bit on every run. A `torch.profiler` trace shows the ranges "push.post" with their
-units, and "push.wait".
+sums the pipelines' pieces in fp32 (or the master's dtype if that is wider) and in pipeline order:
+the result is the same bit for bit on every run. A `torch.profiler` trace shows the ranges
+"push.post" with their units, and "push.wait".
 """
 
 from dataclasses import dataclass
@@ -202,10 +202,11 @@ class Push:
         name = part.spec.name
         if name not in totals:
             master = self._store.masters[name]
+            dtype = torch.promote_types(master.dtype, torch.float32)
             if part.is_whole_slice:
                 # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
-                totals[name] = piece.detach().reshape(master.shape).to(master.dtype)
+                totals[name] = piece.detach().reshape(master.shape).to(dtype)
                 return
-            totals[name] = torch.zeros_like(master, memory_format=torch.contiguous_format)
+            totals[name] = torch.zeros(master.shape, dtype=dtype, device=master.device)
         rows = part.of_slice(totals[name])
         rows += piece.reshape(rows.shape)

@@ -215,10 +215,12 @@ class ComputeWeights:
                 home.copy_(master.detach())
                 master.data = home
 
-    def clear_gradients(self) -> None:
-        """Forget the gradients of the last iteration."""
+    def clear_gradients(self, dtype: torch.dtype) -> None:
+        """Forget the gradients of the last iteration; the next one's are summed in `dtype`."""
         for shard in self.shards.values():
             shard.grad = None
+            if shard.requires_grad and shard.grad_dtype != dtype:
+                shard.grad_dtype = dtype
 
     def release(self) -> None:
         """Give slices that are views of the compute weights memory of their own again."""
