@@ -74,7 +74,7 @@ class StepTimes:
         for peer, seconds in times.wait_by_peer_s().items():
             self._waits_s[peer] += seconds
         for message in times.messages:
-            self._num_messages[message.peer] += 1
+            self._num_messages[message.peer] += message.num_bytes > 0
             self._num_bytes[message.peer] += message.num_bytes
         hidden = (m.num_bytes for m in times.messages if not m.is_exchange)
         self._hidden_bytes = max(self._hidden_bytes, *hidden, 0)

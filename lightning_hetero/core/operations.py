@@ -10,6 +10,7 @@ NCCL's rules and what messages and bytes are counted from. The rules that they r
 * transfers don't hold up the rank that issues them; a compute step or a collective does.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,6 +26,9 @@ __all__ = [
     "CONTROL",
     "EXCHANGE",
     "FORWARD",
+    "HEADERS",
+    "HEADER_BYTES",
+    "MAX_KEPT_SENDS",
     "Iteration",
     "Operation",
     "OperationKind",
@@ -40,6 +44,13 @@ EXCHANGE = "exchange"
 """Communicator of pull and push."""
 CONTROL = "control"
 """Communicator of what all ranks agree on at the end of an iteration."""
+HEADERS = "headers"
+"""Queue of the headers that announce activations, on the CPU."""
+
+MAX_KEPT_SENDS = 2
+"""How many messages to a neighbouring stage may be on their way in each direction."""
+HEADER_BYTES = 512
+"""Of a header; a longer one takes a second message."""
 
 
 class OperationKind(StrEnum):
@@ -211,6 +222,7 @@ class _Steps:
         self._iteration = iteration
         self._pulls = pulls
         self._receives: dict[Action, int] = {}
+        self._sends: dict[ActionKind, deque[int]] = defaultdict(deque)
         self._previous, self._next = (
             stages[index].ranks[place.tp_rank] if 0 <= index < len(stages) else None
             for index in (place.stage_index - 1, place.stage_index + 1)
@@ -233,7 +245,29 @@ class _Steps:
         source = self._previous if action.kind is ActionKind.FORWARD else self._next
         if source is not None and action not in self._receives:
             rank = self._program.global_rank
+            if action.kind is ActionKind.FORWARD:
+                # Only the header says what to receive, so the rank waits for it.
+                header = self._header("receive header of", action, source, rank)
+                self._wait(f"read header of {action}", header)
             self._receives[action] = self._transfer("receive", action, source, rank)
+
+    def _wait(self, label: str, position: int) -> None:
+        self._program.append(
+            Operation(kind=OperationKind.COMPUTE, label=label, waits_for=(position,))
+        )
+
+    def _header(
+        self, verb: str, action: Action, source: int, destination: int, *waits_for: int
+    ) -> int:
+        return self._program.append(
+            Operation(
+                kind=OperationKind.TRANSFER,
+                label=f"{verb} {action}",
+                communicator=HEADERS,
+                transfers=(Transfer(source, destination, HEADER_BYTES, f"header {action}"),),
+                waits_for=waits_for,
+            )
+        )
 
     def _transfer(
         self, verb: str, action: Action, source: int, destination: int, *waits_for: int
@@ -270,4 +304,12 @@ class _Steps:
             )
         destination = self._next if forward else self._previous
         if destination is not None:
-            self._transfer("send", action, self._program.global_rank, destination, done)
+            self._send(action, destination, done)
+
+    def _send(self, action: Action, destination: int, done: int) -> None:
+        rank, kept = self._program.global_rank, self._sends[action.kind]
+        if len(kept) == MAX_KEPT_SENDS:
+            self._wait(f"let go before {action}", kept.popleft())
+        if action.kind is ActionKind.FORWARD:
+            self._header("announce", action, rank, destination, done)
+        kept.append(self._transfer("send", action, rank, destination, done))

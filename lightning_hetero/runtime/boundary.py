@@ -129,7 +129,7 @@ class StageBoundary:
             return args, kwargs
         hidden, replace = hidden_argument(args, kwargs)
         if run.receive is not None:
-            hidden = run.hidden_in = run.receive(hidden)
+            hidden = run.hidden_in = run.receive()
         return replace(hidden if self._enter_stage is None else self._enter_stage(hidden))
 
     def _leave(self, run: MicrobatchRun, output: Any) -> Any:

@@ -195,12 +195,15 @@ class ComputeClock:
     def wait_for(
         self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
     ) -> None:
-        """Wait for a message of a peer; counts as waiting, and is delayed if the peer's are."""
+        """Wait for a message of a peer; counts as waiting, and is delayed if the peer's are.
+
+        The header of a message counts 0 bytes, and isn't delayed beside it.
+        """
         self._begin_wait()
         start = self._now()
         work.wait()
         delay = self._delays.get(peer)
-        if delay is not None:
+        if delay is not None and num_bytes:
             time.sleep(delay.latency_s + num_bytes / delay.bytes_per_s)
         self._marks.messages.append((peer, num_bytes, start, self._now(), is_exchange))
         self._end_wait()

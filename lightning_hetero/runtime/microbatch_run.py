@@ -29,8 +29,8 @@ class MicrobatchRun:
     """Layers of the model."""
     seed: tuple[int, ...]
     """What the micro-batch's random numbers depend on."""
-    receive: Callable[[Tensor], Tensor] | None
-    """Given a hidden state of the right shape, returns the one received; None on first stages."""
+    receive: Callable[[], Tensor] | None
+    """Returns the hidden state that the stage before made; None on first stages."""
     before_layer: Callable[[int], None]
     """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
     behind_layers: TorchFunctionMode

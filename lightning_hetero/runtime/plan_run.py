@@ -61,9 +61,11 @@ class PlanRun:
         self.pull = Pull(store, self.weights, options)
         self.push = Push(store, self.weights, options)
         self.gradient_counter = GradientCounter(specs, self.weights, self.push, plan)
-        self.link = self._make_link(comms, clock)
+        self.link = self._make_link(comms, store.device, clock)
 
-    def _make_link(self, comms: Communicators, clock: ComputeClock) -> ActivationLink:
+    def _make_link(
+        self, comms: Communicators, device: torch.device, clock: ComputeClock
+    ) -> ActivationLink:
         previous = following = None
         if self.place is not None:
             stages = self.plan.pipelines[self.place.pipeline_index].stages
@@ -75,8 +77,8 @@ class PlanRun:
         return ActivationLink(
             previous=previous,
             following=following,
-            forward_group=comms.forward,
-            backward_group=comms.backward,
+            comms=comms,
+            device=device,
             clock=clock,
         )
 

@@ -119,7 +119,7 @@ class Propagation:
         except StageEnd as end:
             self._context.logs.drop_microbatch()
             self._context.clock.stretch()
-            self._run.link.send_hidden(end.hidden)
+            self._run.link.send_hidden([end.hidden])
             self._hold(index, run.hidden_in, end.hidden)
             return
         if self._context.boundary.has_layers and not run.finished:
@@ -159,8 +159,8 @@ class Propagation:
     def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
         key, link = self._key, self._run.link
 
-        def receive(like: Tensor) -> Tensor:
-            return link.receive_hidden(like).requires_grad_(self._training)
+        def receive() -> Tensor:
+            return link.begin_hidden().tensors()[0]
 
         return MicrobatchRun(
             layers=self._run.layers,
@@ -191,23 +191,23 @@ class Propagation:
             and upcoming.microbatch_index in self._in_flight
         ):
             output = self._in_flight[upcoming.microbatch_index].output
-            self._run.link.expect_gradient(upcoming.microbatch_index, output)
+            if output.requires_grad:
+                self._run.link.expect_gradient(upcoming.microbatch_index, [output])
 
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._run.link
         gradient = held.gradient
-        if link.following is not None:
-            link.expect_gradient(index, held.output)
-            gradient = link.receive_gradient(index)
+        if link.following is not None and held.output.requires_grad:
+            link.expect_gradient(index, [held.output])
+            (gradient,) = link.receive_gradient(index)
         is_last = index + 1 == len(self.microbatches)
         with self._run.gradient_counter.counting(is_last=is_last):
             if held.output.requires_grad:
                 torch.autograd.backward(held.output, gradient)
-        if link.previous is not None:
-            assert held.hidden_in is not None
+        if held.hidden_in is not None and held.hidden_in.requires_grad:
             back = held.hidden_in.grad
             self._context.clock.stretch()
-            link.send_gradient(torch.zeros_like(held.hidden_in) if back is None else back)
+            link.send_gradient([torch.zeros_like(held.hidden_in) if back is None else back])
 
 
 def _without_loss(output: dict[str, Any]) -> dict[str, Any]:

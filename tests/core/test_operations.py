@@ -1,3 +1,4 @@
+import re
 from random import Random
 
 import pytest
@@ -9,9 +10,10 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.operations import (
     CONTROL,
     EXCHANGE,
+    HEADERS,
+    MAX_KEPT_SENDS,
     Iteration,
     Operation,
-    OperationKind,
     iteration_operations,
 )
 from lightning_hetero.core.plan import ParallelPlan
@@ -43,6 +45,10 @@ def random_iteration(
     return plan, table, iteration, iteration_operations(plan, table, iteration)
 
 
+def is_action(item: Operation) -> bool:
+    return re.fullmatch(r"[FB]\d+", item.label) is not None
+
+
 @given(rng=st.randoms(use_true_random=False), rule=RULES)
 def test_every_rank_pulls_computes_pushes_and_ends_in_that_order(rng, rule):
     plan, _, iteration, operations = random_iteration(rng, rule)
@@ -57,7 +63,7 @@ def test_every_rank_pulls_computes_pushes_and_ends_in_that_order(rng, rule):
         assert units == sorted(set(units))
         units = [int(x.label.split()[-1]) for x in items if x.label.startswith("push")]
         assert units == sorted(set(units), reverse=True)
-        steps = [item.label for item in items if item.kind is OperationKind.COMPUTE]
+        steps = [item.label for item in items if is_action(item)]
         place = plan.place(rank)
         expected = (
             ()
@@ -78,7 +84,7 @@ def test_a_step_waits_for_what_it_receives_and_a_send_for_what_it_sends(rng, rul
         position = {item.label: index for index, item in enumerate(items)}
         pulled = {index for index, item in enumerate(items) if item.label.startswith("pull")}
         for item in items:
-            if item.kind is OperationKind.COMPUTE:
+            if is_action(item):
                 needs = set(pulled) if item.label.startswith("F") else set()
                 if f"receive {item.label}" in position:
                     needs.add(position[f"receive {item.label}"])
@@ -92,7 +98,8 @@ def test_a_step_waits_for_what_it_receives_and_a_send_for_what_it_sends(rng, rul
 def test_traffic_is_the_tables_messages_and_one_activation_for_each_border(rng, rule):
     plan, table, iteration, operations = random_iteration(rng, rule)
     for rank, items in operations.items():
-        transfers = [transfer for item in items for transfer in item.transfers]
+        headed = [item for item in items if item.communicator != HEADERS]
+        transfers = [transfer for item in headed for transfer in item.transfers]
         messages = [m for m in [*table.pull(rank), *table.push(rank)] if m.source != m.destination]
         sent = [table.numel(m) * 2 for m in messages if m.source == rank]
         received = [table.numel(m) * 2 for m in messages if m.destination == rank]
@@ -150,3 +157,19 @@ def test_a_gradient_is_expected_while_the_forward_before_it_computes(early, expe
     items = iteration_operations(plan, table_of(plan, 2, Ownership.HOLDERS), iteration)[0]
     labels = [item.label.replace("receive B", "R") for item in items]
     assert [label for label in labels if label in expected] == expected
+
+
+@given(rng=st.randoms(use_true_random=False), rule=RULES)
+def test_a_header_precedes_each_activation_and_few_sends_are_kept(rng, rule):
+    _, _, _, operations = random_iteration(rng, rule)
+    for items in operations.values():
+        position = {item.label: index for index, item in enumerate(items)}
+        for forward in (label for label in position if label.startswith("receive F")):
+            read = position[f"read header of {forward.removeprefix('receive ')}"]
+            assert read < position[forward]
+            assert items[read].waits_for == (read - 1,)
+        for kind in "FB":
+            sent = [label for label in position if re.match(rf"send {kind}\d", label)]
+            for old, new in zip(sent, sent[MAX_KEPT_SENDS:], strict=False):
+                released = items[position[new.replace("send", "let go before")]]
+                assert released.waits_for == (position[old],)
