@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -57,7 +58,8 @@ class ModelLayout:
         """Examine a module.
 
         Raises:
-            ModelError: `layers` names no list of modules, or layers share a parameter.
+            ModelError: `layers` names no list of modules, layers share a parameter, or a parameter
+                is of another kind than fp32, bf16 or fp16.
         """
         layers_name, modules = find_layers(module, layers)
         slots: dict[str, list[Slot]] = defaultdict(list)
@@ -151,11 +153,28 @@ def _spec(
         raise ModelError(
             f"Parameter {name} has no shape yet. Run one batch through lazy modules first."
         )
+    _check_dtype(name, parameter.dtype)
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
         layer=layers.pop(),
         requires_grad=parameter.requires_grad,
+    )
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse what can't be propagated, and sent, in fp32 or bf16 without losing something."""
+    if dtype.is_complex:
+        remedy = "Keep its real and imaginary parts in a real one, and use torch.view_as_complex"
+    elif not dtype.is_floating_point:
+        remedy = "Register it as a buffer"
+    elif dtype.itemsize > torch.float32.itemsize:
+        remedy = "Convert the module to fp32"
+    else:
+        return
+    kind = str(dtype).removeprefix("torch.")
+    raise ModelError(
+        f"Parameter {name} is {kind}, but parameters propagate in fp32 or bf16. {remedy}."
     )
 
 

@@ -155,3 +155,18 @@ def test_parameters_without_a_shape_are_refused() -> None:
     module.add_module("head", nn.LazyLinear(3))
     with pytest.raises(ModelError, match=r"head\.weight has no shape yet"):
         ModelLayout.of(module)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (torch.complex64, "view_as_complex"),
+        (torch.int64, "as a buffer"),
+        (torch.float64, "module to fp32"),
+    ],
+)
+def test_parameters_that_fp32_cannot_carry_are_refused(dtype: torch.dtype, remedy: str) -> None:
+    module = Wrapped(body=nn.ModuleList(linears(2)))
+    module.scale = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+    with pytest.raises(ModelError, match=rf"scale is .*{remedy}"):
+        ModelLayout.of(module)
