@@ -5,7 +5,6 @@ processes. Every wait for another rank can end in `PeerError`, which names the r
 """
 
 import os
-import uuid
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -23,7 +22,8 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
 from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.failure import FailureDetector, connect_store
+from lightning_hetero.runtime.failure import FailureDetector
+from lightning_hetero.runtime.meeting import connect_store
 from lightning_hetero.runtime.step_logs import ALREADY_REDUCED
 
 __all__ = ["ProcessesStrategy"]
@@ -119,22 +119,27 @@ class ProcessesStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
+        if self.world_size > 1:
+            self._start_detector()
         if not dist.is_initialized():
             self._init_process_group()
         if self._communicators is None:
             self._communicators = Communicators.create(
                 device=self.root_device, timeout=self._timeout
             )
-        if self._detector is None and self.world_size > 1:
-            # A name of its own, since another Trainer of these processes may have used the store.
-            name = self.broadcast(uuid.uuid4().hex)
+        if self._detector is not None:
+            self._detector.abort = self._communicators.abort
+
+    def _start_detector(self) -> None:
+        """Watch the other ranks from the first moment in which this one may wait for them."""
+        if self._detector is None:
             self._detector = FailureDetector(
                 self._connect_store(),
-                name,
                 global_rank=self.global_rank,
                 world_size=self.world_size,
                 timeout=self._timeout,
             )
+        self._detector.start()
 
     def _connect_store(self) -> Store:
         if self._store is None:
@@ -163,6 +168,11 @@ class ProcessesStrategy(ParallelStrategy):
         )
 
     # -- collectives ----------------------------------------------------------------------------
+
+    def stop_watching(self) -> None:
+        """Miss no rank from now on; called by every rank where all are about to end."""
+        if self._detector is not None:
+            self._detector.stop()
 
     def _watching(self) -> AbstractContextManager[None]:
         """Turn another rank's failure into `PeerError`, and tell the others of one's own."""

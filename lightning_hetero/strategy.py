@@ -31,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.dealer import Dealer
@@ -243,8 +243,6 @@ class HeteroStrategy(StepsStrategy):
         self.accelerator.setup(trainer)
         module = self._module
         self._failed = False
-        if self._detector is not None:
-            self._detector.start()
         # `process_dataloader` deals out whatever order the user's sampler gives. An injected
         # DistributedSampler would shuffle it, and no public option of a strategy prevents that.
         trainer._accelerator_connector.use_distributed_sampler = False
@@ -362,20 +360,24 @@ class HeteroStrategy(StepsStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        if self._detector is not None and not isinstance(exception, PeerError | AgreedExit):
+        if isinstance(exception, AgreedExit):
+            self.stop_watching()
+        elif self._detector is not None:
             self._detector.report(exception)
 
     @override
     def teardown(self) -> None:
         self._remove_engine(keep_weights=not self._failed)
-        if self._detector is not None:
-            self._detector.stop()
+        if not self._failed:
+            self.stop_watching()
         if self._failed and self._lightning_module is not None:
             # Lightning would move it to CPU, which what is still on the meta device can't be, and
             # that error would hide the one that made the run fail.
             meta = any(parameter.is_meta for parameter in self._lightning_module.parameters())
             self._lightning_module = None if meta else self._lightning_module
         super().teardown()
+        # Last of all after a failure: what waits for a dead peer here is ended, too.
+        self.stop_watching()
 
     @classmethod
     @override

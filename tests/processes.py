@@ -38,7 +38,7 @@ _PRELOADED = [
     "lightning_hetero.data",
 ]
 _DIED = "the process died"
-_SILENT = "no answer in time"
+SILENT = "no answer in time"
 
 
 class ProcessFailed(Exception):
@@ -86,25 +86,28 @@ class ProcessPool:
         world_size: int,
         *arguments: Any,
         timeout_s: float = 240.0,
+        frozen: int | None = None,
     ) -> list[Any]:
+        """Return the results by rank; a rank that freezes is not waited for."""
         self._grow(world_size)
         port = free_port()
         for rank in range(world_size):
             self._connections[rank].send((function, rank, world_size, port, arguments))
-        results, failures = self._collect(world_size, timeout_s)
-        if failures:
+        results, failures = self._collect(set(range(world_size)) - {frozen}, timeout_s)
+        if failures or frozen is not None:
             self.close()
+        if failures:
             raise ProcessFailed(failures)
         return results
 
-    def _collect(self, world_size: int, timeout_s: float) -> tuple[list[Any], dict[int, str]]:
-        results: list[Any] = [None] * world_size
+    def _collect(self, ranks: set[int], timeout_s: float) -> tuple[list[Any], dict[int, str]]:
+        results: list[Any] = [None] * (max(ranks) + 1)
         failures: dict[int, str] = {}
-        open_ranks = {self._connections[rank]: rank for rank in range(world_size)}
+        open_ranks = {self._connections[rank]: rank for rank in ranks}
         while open_ranks:
             ready = wait(list(open_ranks), timeout=timeout_s)
             if not ready:
-                failures |= dict.fromkeys(open_ranks.values(), _SILENT)
+                failures |= dict.fromkeys(open_ranks.values(), SILENT)
                 break
             for connection in ready:
                 rank = open_ranks.pop(connection)

@@ -5,6 +5,7 @@ never blocks another; control messages travel on CPU (gloo) whatever the device 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -64,6 +65,17 @@ class Communicators:
             control=control,
             timeout=timeout,
         )
+
+    def abort(self) -> None:
+        """End what waits in the communicators, as far as their backends can: a peer is dead.
+
+        NCCL's kernels would wait for it until NCCL's own timeout, also in a teardown.
+        """
+        made = (self.forward, self.backward, self.exchange, self.values, self.control)
+        for group in (*made, *self._groups.values(), dist.group.WORLD):
+            if group is not None:
+                with suppress(Exception):
+                    group.abort()
 
     def gather_objects(self, value: _T) -> list[_T]:
         """Return every rank's value, by rank; collective over all ranks."""

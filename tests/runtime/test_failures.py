@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.processes import ProcessFailed, ProcessPool
+from tests.processes import SILENT, ProcessFailed, ProcessPool
 from tests.toy import Block, TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
@@ -89,6 +89,29 @@ class KilledInStep(ToyModule):
         return super().training_step(batch, batch_idx)
 
 
+class Freezes(ToyModule):
+    """Stops a rank as a paused machine does: its connections stay, and nothing answers."""
+
+    def __init__(self, options: ToyOptions, frozen: int, moment: str) -> None:
+        super().__init__(options)
+        self.frozen, self.moment = frozen, moment
+
+    def freeze_at(self, moment: str) -> None:
+        if moment == self.moment and self.global_rank == self.frozen:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def setup(self, stage: str) -> None:
+        self.freeze_at("set-up")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.freeze_at("step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        self.freeze_at("end")
+
+
 class ComputesBetweenLayers(ToyModule):
     def loss(self, batch: Any) -> Any:
         ids, labels = batch
@@ -149,6 +172,27 @@ def fit(
     make_loader = ragged_loader if options.pop("ragged", False) else loader
     trainer = L.Trainer(strategy=strategy, **quiet(devices=world_size, max_steps=4, **options))
     trainer.fit(module(ToyOptions()), make_loader(64, 4))
+
+
+def fit_and_freeze(rank: int, frozen: int, moment: str) -> None:
+    torch.manual_seed(0)
+    strategy = HeteroStrategy(
+        plan=ParallelPlan.from_dict(ASYMMETRIC), num_microbatches=2, timeout=timedelta(seconds=3)
+    )
+    trainer = L.Trainer(strategy=strategy, **quiet(devices=3, max_steps=4))
+    trainer.fit(Freezes(ToyOptions(), frozen, moment), loader(64, 4))
+
+
+def run_beside_a_frozen_rank(pool: ProcessPool, frozen: int, moment: str) -> dict[int, str]:
+    """Return how the others failed; they may as well end as if nothing was wrong."""
+    failures: dict[int, str] = {}
+    try:
+        # Seconds are enough; a machine under load gets more. Without an end it would be for ever.
+        pool.run(fit_and_freeze, 3, frozen, moment, timeout_s=60.0, frozen=frozen)
+    except ProcessFailed as error:
+        failures = error.failures
+    assert SILENT not in failures.values()
+    return failures
 
 
 def failures_of(
@@ -242,3 +286,17 @@ def test_survivors_name_the_rank_that_was_killed(pool: ProcessPool) -> None:
     for rank in (0, 1):
         assert "PeerError" in failures[rank]
         assert "Rank 2 died or stopped answering" in failures[rank]
+
+
+def test_a_frozen_rank_0_that_serves_the_store_keeps_nobody(pool: ProcessPool) -> None:
+    assert sorted(run_beside_a_frozen_rank(pool, 0, "step")) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["set-up", "step", "end"])
+@pytest.mark.parametrize("frozen", range(3))
+def test_whichever_rank_freezes_whenever_the_others_end(
+    pool: ProcessPool, frozen: int, moment: str
+) -> None:
+    failures = run_beside_a_frozen_rank(pool, frozen, moment)
+    assert moment == "end" or len(failures) == 2

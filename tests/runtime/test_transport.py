@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.failure import _meet
+from lightning_hetero.runtime.meeting import _meet
 from lightning_hetero.runtime.transport import GroupTransport
 from tests.processes import ProcessPool
 

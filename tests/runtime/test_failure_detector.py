@@ -1,0 +1,84 @@
+"""Two detectors in one process: what a rank does when another one has failed."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.runtime import failure
+from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.failure import FailureDetector
+from lightning_hetero.runtime.heartbeat import Silence
+
+PATIENCE_S = 60.0
+
+
+class Watched:
+    """A rank's detector, and what it did."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self.detector = FailureDetector(
+            store, global_rank=rank, world_size=2, timeout=timedelta(seconds=1)
+        )
+        self.has_aborted, self.was_ended = threading.Event(), threading.Event()
+        self.detector.abort = self.has_aborted.set
+        self.detector.start()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watched, Watched]]:
+    store = dist.HashStore()
+    both = Watched(store, 0), Watched(store, 1)
+    monkeypatch.setattr(failure, "end_process", lambda rank, _: both[rank].was_ended.set())
+    yield both
+    for watched in both:
+        watched.detector.stop()
+
+
+def test_a_failure_aborts_the_communicators_and_a_teardown_that_hangs_is_ended(
+    ranks: tuple[Watched, Watched],
+) -> None:
+    failed, other = ranks
+    failed.detector.report(ValueError("a bug"))
+    assert other.has_aborted.wait(PATIENCE_S)
+    told = pytest.raises(PeerError, match="Rank 0 failed: ValueError: a bug")
+    with told, other.detector.watching():
+        raise RuntimeError("NCCL communicator was aborted")
+    # Nobody says that the teardown is done.
+    assert other.was_ended.wait(PATIENCE_S)
+
+
+def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: tuple[Watched, Watched]) -> None:
+    gone, left = ranks
+    gone.detector.stop()
+    assert not left.was_ended.wait(3.0)
+    left.detector.stop()
+    # A later run of the same processes is watched again.
+    left.detector.start()
+    assert left.was_ended.wait(PATIENCE_S)
+
+
+def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> None:
+    silence = Silence(nap_s=0.5)
+    silence.look("beat 1")
+    silence._looked_at_s -= 1000.0  # As if SIGSTOP had come now.
+    assert silence.look("beat 1") == pytest.approx(0.5)
+    assert silence.look("beat 2") == 0.0
+
+
+def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:
+    aborted = []
+
+    class Group:
+        def abort(self) -> None:
+            aborted.append(self)
+            raise RuntimeError("this backend can't")
+
+    groups = [Group() for _ in range(5)]
+    names = ("forward", "backward", "exchange", "values", "control")
+    comms = Communicators(global_rank=0, world_size=2, **dict(zip(names, groups, strict=True)))
+    comms.abort()
+    assert aborted == groups
