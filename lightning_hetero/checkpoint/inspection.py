@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.checkpoint.blocks import first_corrupt_block
+from lightning_hetero.checkpoint.completeness import read_manifest
 from lightning_hetero.checkpoint.inventory import (
     Holder,
     Inventory,
@@ -20,7 +21,7 @@ from lightning_hetero.checkpoint.manifest import (
 )
 from lightning_hetero.checkpoint.recovery_plan import FileRange, plan_fetches
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import Tier, TierKind, read_manifest
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 
@@ -54,7 +55,7 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
     inventory = take_inventory(tiers, node=_NODE)
     known = sorted({held.id for held in inventory.held}, reverse=True)
     complete = complete_checkpoints(inventory)
-    wanted = complete if step is None else [item for item in known if item.step == step]
+    wanted = list(complete) if step is None else [item for item in known if item.step == step]
     wanted.sort(key=lambda item: item in complete, reverse=True)
     if not wanted:
         places = ", ".join(str(tier.store) for tier in tiers)

@@ -8,12 +8,17 @@ compared when it is read.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
+from lightning_hetero.checkpoint.completeness import (
+    PartCopy,
+    checkpoints_in,
+    complete_size,
+    look_at_parts,
+)
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, name_of_unit
-from lightning_hetero.checkpoint.tiers import Tier, TierKind, parts_in, read_manifest
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.table import format_table
 
 __all__ = [
@@ -25,8 +30,6 @@ __all__ = [
     "holders_of_files",
     "take_inventory",
 ]
-
-_READERS = 16
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -44,16 +47,10 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPart:
+class HeldPart(PartCopy):
     """One part in one tier."""
 
-    id: CheckpointId
-    part: int
-    world_size: int
-    """Number of parts that the checkpoint has."""
     holder: Holder
-    missing: tuple[str, ...]
-    """Files of the part that aren't there or have a wrong size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class Inventory:
     def encode(self) -> bytes:
         """Return it as JSON."""
         held = [
-            [h.id.step, h.id.attempt, h.part, h.world_size, h.holder.node, h.holder.kind, h.missing]
+            [h.id.folder, h.part, h.world_size, h.missing, h.holder.node, h.holder.kind]
             for h in self.held
         ]
         return json.dumps({"held": held, "broken": self.broken}).encode()
@@ -78,14 +75,9 @@ class Inventory:
         body: Mapping[str, Any] = json.loads(data)
         return cls(
             held=tuple(
-                HeldPart(
-                    CheckpointId(step, attempt),
-                    part,
-                    world_size,
-                    Holder(node, TierKind(kind)),
-                    tuple(missing),
-                )
-                for step, attempt, part, world_size, node, kind, missing in body["held"]
+                HeldPart(id_, part, world_size, tuple(missing), Holder(node, TierKind(kind)))
+                for folder, part, world_size, missing, node, kind in body["held"]
+                if (id_ := CheckpointId.parse(folder)) is not None
             ),
             broken=tuple(body["broken"]),
         )
@@ -116,48 +108,19 @@ def take_inventory(tiers: Sequence[Tier], *, node: str) -> Inventory:
             # Stores raise their client library's own types; other tiers may still answer.
             broken.append(f"{tier}: {error}")
             continue
-        wanted = [(id_, part) for id_, parts in parts_in(files).items() for part in parts]
-        with ThreadPoolExecutor(_READERS) as pool:
-            results = pool.map(lambda pair, tier=tier: _try_manifest(tier, *pair), wanted)
-        for result in results:
-            if isinstance(result, str):
-                broken.append(result)
-            else:
-                held.append(_held(result, holder, files))
+        found = look_at_parts(tier.store, files, checkpoints_in(files))
+        held += [HeldPart(c.id, c.part, c.world_size, c.missing, holder) for c in found.copies]
+        broken += [why for _, why in (*found.broken, *found.unreadable)]
     return Inventory(held=tuple(held), broken=tuple(broken))
 
 
-def _try_manifest(tier: Tier, checkpoint: CheckpointId, part: int) -> PartManifest | str:
-    """Return the manifest, or what is wrong with it."""
-    try:
-        return read_manifest(tier.store, checkpoint, part)
-    except Exception as error:
-        # Stores raise their client library's own types.
-        return f"part {part} of {checkpoint} in {tier}: {error}"
-
-
-def _held(manifest: PartManifest, holder: Holder, files: Mapping[str, int]) -> HeldPart:
-    folder = manifest.id.folder
-    missing = [f.name for f in manifest.files if files.get(f"{folder}/{f.name}") != f.size_bytes]
-    return HeldPart(manifest.id, manifest.part, manifest.world_size, holder, tuple(missing))
-
-
-def complete_checkpoints(inventory: Inventory) -> list[CheckpointId]:
-    """Return the checkpoints of which every file of every part is somewhere, newest first."""
-    by_id: dict[CheckpointId, dict[int, list[HeldPart]]] = defaultdict(lambda: defaultdict(list))
+def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
+    """Return the complete checkpoints, newest first, with the numbers of their parts."""
+    copies: dict[CheckpointId, list[HeldPart]] = defaultdict(list)
     for held in inventory.held:
-        by_id[held.id][held.part].append(held)
-    complete = []
-    for checkpoint, parts in by_id.items():
-        world_size = next(iter(parts.values()))[0].world_size
-        if set(parts) >= set(range(world_size)) and not any(map(_nowhere, parts.values())):
-            complete.append(checkpoint)
-    return sorted(complete, reverse=True)
-
-
-def _nowhere(copies: Sequence[HeldPart]) -> set[str]:
-    """Return the files that all copies of a part miss."""
-    return set.intersection(*(set(copy.missing) for copy in copies))
+        copies[held.id].append(held)
+    sizes = {checkpoint: complete_size(copies[checkpoint]) for checkpoint in copies}
+    return {item: size for item, size in sorted(sizes.items(), reverse=True) if size is not None}
 
 
 def holders_of_files(
@@ -169,7 +132,7 @@ def holders_of_files(
     }
     for held in inventory.held:
         manifest = manifests.get(held.part)
-        if manifest is None or manifest.id != held.id:
+        if manifest is None or (manifest.id, manifest.world_size) != (held.id, held.world_size):
             continue
         for entry in manifest.files:
             if entry.name not in held.missing:

@@ -1,11 +1,11 @@
 """What one rank's part of a checkpoint consists of: files, byte ranges, checksums.
 
-A checkpoint is a folder `step-<step>-<attempt>`, to which every rank adds one *part*: for each
-*unit* (a layer, or what lies before or after the layers) one safetensors file with the weights that
-it owns and one with their optimizer state, small files with metadata, and last of all its manifest.
-A part without a valid manifest does not exist; a checkpoint is complete once the parts of all ranks
-are. So no rank waits for another one while it writes, and a folder with parts of one crash more
-never looks whole (AutoHet §IV-B.1).
+A checkpoint is a folder `step-<step>-<attempt>-<run>`, to which every rank adds one *part*: for
+each *unit* (a layer, or what lies before or after the layers) one safetensors file with the weights
+that it owns and one with their optimizer state, small files with metadata, and last of all its
+manifest. A part without a valid manifest does not exist; a checkpoint is complete once the parts of
+all ranks are (`completeness`). So no rank waits for another one while it writes, and a folder with
+parts of one crash more never looks whole (AutoHet §IV-B.1).
 
 Rows of the cut dim come first in the stored tensors, so that any interval of rows, which is what
 another plan or tensor-parallel degree asks for, is one byte range.
@@ -43,33 +43,38 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
+_BARE_NAME = re.compile(r"(?!confirmed$)[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""Nothing that leads out of the checkpoint's folder, nor what says that it is complete."""
 
 
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class CheckpointId:
-    """Which checkpoint; they are ordered by age: by attempt, then by step.
+    """Which checkpoint; they are ordered by age: by run, by attempt, then by step.
 
-    A run that went back to an earlier step, with a higher attempt, is the newer one.
+    A start that went back to an earlier step, with a higher attempt, is the newer one.
     """
 
     step: int
     attempt: int = 0
-    """Number of the run that saved it: parts of two runs at one step never mix."""
+    """Which start of the run saved it: parts of two starts at one step never mix."""
+    run: str = ""
+    """Identity of the run, made once (`new_run`); parts of two runs never meet."""
 
     def __lt__(self, other: "CheckpointId") -> bool:
-        return (self.attempt, self.step) < (other.attempt, other.step)
+        return (self.run, self.attempt, self.step) < (other.run, other.attempt, other.step)
 
     @property
     def folder(self) -> str:
         """Name of its folder in every tier."""
-        return f"step-{self.step:012d}-{self.attempt:06d}"
+        name = f"step-{self.step:012d}-{self.attempt:06d}"
+        return f"{name}-{self.run}" if self.run else name
 
     @classmethod
     def parse(cls, folder: str) -> Self | None:
         """Return what `folder` names, or None."""
-        match = re.fullmatch(r"step-(\d{12,})-(\d{6,})", folder)
-        return None if match is None else cls(int(match[1]), int(match[2]))
+        match = re.fullmatch(r"step-(\d{12,20})-(\d{6,20})(?:-([0-9a-z-]{1,64}))?", folder)
+        return None if match is None else cls(int(match[1]), int(match[2]), match[3] or "")
 
     def __str__(self) -> str:
         return f"step {self.step}" + (f" (attempt {self.attempt})" if self.attempt else "")
@@ -181,6 +186,7 @@ class PartManifest:
                 "format": _FORMAT,
                 "step": self.id.step,
                 "attempt": self.id.attempt,
+                "run": self.id.run,
                 "part": self.part,
                 "world_size": self.world_size,
                 "num_layers": self.num_layers,
@@ -215,8 +221,8 @@ class PartManifest:
                     f"lightning_hetero reads format {_FORMAT}. Install the version that wrote it: "
                     f"{body.get('versions')}."
                 )
-            return cls(
-                id=CheckpointId(body["step"], body["attempt"]),
+            manifest = cls(
+                id=CheckpointId(body["step"], body["attempt"], body.get("run", "")),
                 part=body["part"],
                 world_size=body["world_size"],
                 num_layers=body["num_layers"],
@@ -229,8 +235,26 @@ class PartManifest:
                 plan=body["plan"],
                 versions=body["versions"],
             )
-        except (ValueError, KeyError, TypeError) as error:
+            manifest._check()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"The checkpoint's manifest can't be read: {error!r}.") from error
+        return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError unless it can be what a rank wrote: it may come from anybody."""
+        if not 0 <= self.part < self.world_size or self.block_bytes < 1:
+            raise ValueError(f"part {self.part} of {self.world_size}, {self.block_bytes} a block")
+        sizes = {entry.name: entry.size_bytes for entry in self.files}
+        for entry in self.files:
+            if not _BARE_NAME.fullmatch(entry.name) or parse_manifest_name(
+                f"{self.id.folder}/{entry.name}"
+            ):
+                raise ValueError(f"{entry.name!r} is no name of a part's file")
+            if len(entry.checksums) != -(-entry.size_bytes // self.block_bytes):
+                raise ValueError(f"{entry.name} has {len(entry.checksums)} checksums")
+        for tensor in (tensor for item in self.slices for tensor in item.tensors):
+            if not 0 <= tensor.begin <= tensor.end <= sizes[tensor.file]:
+                raise ValueError(f"{tensor.key} lies outside of {tensor.file}")
 
 
 def _canonical(body: Any) -> bytes:

@@ -100,7 +100,7 @@ def recover(
     skipped: list[str] = []
     for checkpoint in wanted:
         try:
-            return _recover_from(session, checkpoint, needs, skipped)
+            return _recover_from(session, checkpoint, complete[checkpoint], needs, skipped)
         except _ExhaustedError as error:
             _log.warning("%s can't be used: %s", checkpoint, error)
             skipped.append(f"{checkpoint}: {error}")
@@ -148,10 +148,14 @@ def _open_session(
 
 
 def _recover_from(
-    session: _Session, checkpoint: CheckpointId, needs: Sequence[SliceNeed], skipped: list[str]
+    session: _Session,
+    checkpoint: CheckpointId,
+    world_size: int,
+    needs: Sequence[SliceNeed],
+    skipped: list[str],
 ) -> Recovered:
     start_s = time.perf_counter()
-    manifests = _share_manifests(session, checkpoint)
+    manifests = _share_manifests(session, checkpoint, world_size)
     assembly, ranges = _share_needs(session, manifests, needs)
     session.seconds["manifests"] = time.perf_counter() - start_s
     start_s = time.perf_counter()
@@ -161,7 +165,7 @@ def _recover_from(
     slices, metadata, rank_metadata = assembly.finish()
     return Recovered(
         id=checkpoint,
-        world_size=first.world_size,
+        world_size=world_size,
         plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
         slices=slices,
         metadata=metadata,
@@ -177,11 +181,13 @@ def _recover_from(
     )
 
 
-def _share_manifests(session: _Session, checkpoint: CheckpointId) -> dict[int, PartManifest]:
+def _share_manifests(
+    session: _Session, checkpoint: CheckpointId, world_size: int
+) -> dict[int, PartManifest]:
     """Let the lowest rank that reaches a part's manifest read it for all."""
     mine: list[str] = []
     rank = session.transport.global_rank
-    for part, holders in sorted(_holders_of_parts(session, checkpoint).items()):
+    for part, holders in sorted(_holders_of_parts(session, checkpoint, world_size).items()):
         if _reader_of_manifest(session, part, holders) == rank:
             text = _read_any(session, checkpoint, part, holders)
             if text is not None:
@@ -190,8 +196,8 @@ def _share_manifests(session: _Session, checkpoint: CheckpointId) -> dict[int, P
     for data in session.transport.all_gather(json.dumps(mine).encode()):
         for text in json.loads(data):
             manifest = PartManifest.decode(text.encode())
-            manifests[manifest.part] = manifest
-    world_size = next((m.world_size for m in manifests.values()), 1)
+            if (manifest.id, manifest.world_size) == (checkpoint, world_size):
+                manifests[manifest.part] = manifest
     lost = sorted(set(range(world_size)) - set(manifests))
     if lost:
         raise _ExhaustedError(
@@ -200,10 +206,12 @@ def _share_manifests(session: _Session, checkpoint: CheckpointId) -> dict[int, P
     return manifests
 
 
-def _holders_of_parts(session: _Session, checkpoint: CheckpointId) -> dict[int, list[Holder]]:
+def _holders_of_parts(
+    session: _Session, checkpoint: CheckpointId, world_size: int
+) -> dict[int, list[Holder]]:
     holders: dict[int, list[Holder]] = {}
     for held in session.inventory.held:
-        if held.id == checkpoint:
+        if (held.id, held.world_size) == (checkpoint, world_size):
             holders.setdefault(held.part, []).append(held.holder)
     return {part: sorted(items, key=lambda h: (h.kind, h.node)) for part, items in holders.items()}
 

@@ -1,37 +1,32 @@
 """The places of one node's checkpoints, fastest first, and how much of the past each keeps.
 
 Deleting takes a part's manifest before its files, so that what is half deleted doesn't exist.
-Pruning never touches what might still be the newest complete checkpoint: on a node's own tiers,
-which hold only some parts, that is what all ranks have *confirmed*; on the remote one, which holds
-all parts, what is complete there.
+Pruning never touches what might still be a run's newest complete checkpoint (`completeness`): on a
+node's own tiers, which hold only some parts, that is what all ranks have *confirmed* and what is
+whole as far as it is here; on the remote one, which holds all parts, what is complete there.
 """
 
+import itertools
+import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lightning_hetero.checkpoint.manifest import (
-    CheckpointId,
-    PartManifest,
-    manifest_name,
-    parse_manifest_name,
+from lightning_hetero.checkpoint.completeness import (
+    checkpoints_in,
+    complete_size,
+    look_at_parts,
+    parts_in,
 )
+from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = [
-    "Tier",
-    "TierKind",
-    "checkpoints_in",
-    "confirm",
-    "parts_in",
-    "prune",
-    "read_manifest",
-    "remove_files",
-]
+__all__ = ["CONFIRMED", "Tier", "TierKind", "confirm", "prune", "remove_files"]
 
-_CONFIRMED = "confirmed"
+CONFIRMED = "confirmed"
+"""File of a checkpoint that all ranks have saved."""
 
 
 class TierKind(IntEnum):
@@ -70,40 +65,10 @@ class Tier:
         return f"{self.kind.name.lower()} tier {self.store}"
 
 
-def checkpoints_in(files: Mapping[str, int]) -> list[CheckpointId]:
-    """Return every checkpoint that has any file, complete or not, oldest first."""
-    found = {CheckpointId.parse(name.partition("/")[0]) for name in files}
-    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
-
-
-def parts_in(files: Mapping[str, int]) -> dict[CheckpointId, list[int]]:
-    """Return the parts that have a manifest, valid or not."""
-    parts: dict[CheckpointId, list[int]] = defaultdict(list)
-    for name in sorted(files):
-        parsed = parse_manifest_name(name)
-        if parsed is not None:
-            parts[parsed[0]].append(parsed[1])
-    return dict(parts)
-
-
-def read_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartManifest:
-    """Read and check one manifest; CheckpointError or OSError if it is torn or missing."""
-    name = manifest_name(checkpoint, part)
-    try:
-        manifest = PartManifest.decode(store.read(name))
-    except CheckpointError as error:
-        raise CheckpointError(f"{store}/{name}: {error}") from error
-    if (manifest.id, manifest.part) != (checkpoint, part):
-        raise CheckpointError(
-            f"{store}/{name} is the manifest of part {manifest.part} of {manifest.id}; somebody "
-            "moved it. Delete it."
-        )
-    return manifest
-
-
 def confirm(store: Store, checkpoint: CheckpointId) -> None:
-    """Note in a node's tier that all ranks have saved this checkpoint."""
-    store.write(f"{checkpoint.folder}/{_CONFIRMED}", [b"all parts were saved\n"])
+    """Note in a tier that all ranks have saved this checkpoint, and which parts are here."""
+    parts = parts_in(store.list()).get(checkpoint, [])
+    store.write(f"{checkpoint.folder}/{CONFIRMED}", [json.dumps({"parts": parts}).encode()])
 
 
 def remove_files(store: Store, names: Collection[str]) -> None:
@@ -117,40 +82,51 @@ def remove_files(store: Store, names: Collection[str]) -> None:
 def prune(
     store: Store, *, keep: int, shared: bool, busy: Collection[CheckpointId] = ()
 ) -> list[CheckpointId]:
-    """Delete all that is older than the newest `keep` complete checkpoints; return what went.
+    """Delete all that is older than a run's newest `keep` complete checkpoints; return what went.
+
+    Other runs' checkpoints are none of its business: of each run the newest ones stay.
 
     Args:
         store: The tier's store.
         keep: Complete checkpoints to keep.
         shared: Whether the store holds all parts (remote), so that completeness shows in it; else
-            only what `confirm` noted counts as complete.
+            only what `confirm` noted, and is whole as far as it is here, counts as complete.
         busy: Checkpoints that are being read.
     """
     files = store.list()
-    present = checkpoints_in(files)
-    complete = [
-        checkpoint
-        for checkpoint in present
-        if (
-            _has_all_parts(store, checkpoint, parts_in(files).get(checkpoint, []))
-            if shared
-            else f"{checkpoint.folder}/{_CONFIRMED}" in files
+    by_run: dict[str, list[CheckpointId]] = defaultdict(list)
+    for checkpoint in reversed(checkpoints_in(files)):
+        by_run[checkpoint.run].append(checkpoint)
+    gone: list[CheckpointId] = []
+    for newest_first in by_run.values():
+        # Manifests are read only until enough are found.
+        complete = (
+            item for item in newest_first if _is_complete(store, files, item, shared=shared)
         )
-    ]
-    if len(complete) < keep:
-        return []
-    oldest_kept = complete[-keep]
-    gone = [item for item in present if item < oldest_kept and item not in busy]
+        last = next(itertools.islice(complete, keep - 1, None), None)
+        gone += [item for item in newest_first if last is not None and item < last]
+    gone = sorted(item for item in gone if item not in busy)
     folders = {checkpoint.folder for checkpoint in gone}
     remove_files(store, [name for name in files if name.partition("/")[0] in folders])
     return gone
 
 
-def _has_all_parts(store: Store, checkpoint: CheckpointId, parts: Collection[int]) -> bool:
-    if not parts:
+def _is_complete(
+    store: Store, files: Mapping[str, int], checkpoint: CheckpointId, *, shared: bool
+) -> bool:
+    """Return whether all that a store should hold of a checkpoint is there."""
+    if not shared and f"{checkpoint.folder}/{CONFIRMED}" not in files:
         return False
+    found = look_at_parts(store, files, [checkpoint])
+    if shared:
+        return complete_size(found.copies) is not None
+    whole = {copy.part for copy in found.copies if not copy.missing}
+    return whole >= {*parts_in(files).get(checkpoint, ()), *_confirmed_parts(store, checkpoint)}
+
+
+def _confirmed_parts(store: Store, checkpoint: CheckpointId) -> set[int]:
     try:
-        world_size = read_manifest(store, checkpoint, min(parts)).world_size
-    except (CheckpointError, OSError):
-        return False
-    return set(range(world_size)) <= set(parts)
+        return set(json.loads(store.read(f"{checkpoint.folder}/{CONFIRMED}"))["parts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        # Torn: what its parts were can't be known, so it shouldn't replace an older one.
+        return {-1}

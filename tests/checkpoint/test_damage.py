@@ -1,0 +1,170 @@
+"""Folders that are damaged at random: nothing usable is lost, nothing is mixed up."""
+
+import contextlib
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from lightning_hetero.checkpoint import (
+    CheckpointWriter,
+    FaultyStore,
+    MemoryStore,
+    Recovered,
+    Store,
+    Tier,
+    TierKind,
+    Transport,
+    recover,
+)
+from lightning_hetero.checkpoint.tiers import prune
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
+
+PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
+STEPS = (1, 2, 3)
+NEEDS = [needs_of(rank, PLAN, 2) for rank in range(2)]
+Files = dict[str, bytes]
+
+
+def save(
+    stores: Sequence[Store], kind: TierKind, steps: Sequence[int], *, keep: int, attempt: int
+) -> None:
+    """Save steps by two ranks, each into its own store or both into the one."""
+
+    def action(rank: int, transport: Transport) -> None:
+        store = stores[rank % len(stores)]
+        writer = CheckpointWriter(
+            [Tier(kind=kind, store=store, keep=keep)],
+            node_of_rank=["a", "b"],
+            transport=transport,
+        )
+        for step in steps:
+            saved = writer.save(contents(step, PLAN, 2, attempt=attempt)[rank])
+            saved.wait_until_confirmed(20)
+        writer.close()
+
+    run_ranks(2, action)
+
+
+def recover_all(stores: Sequence[MemoryStore], kind: TierKind) -> list[Recovered | None]:
+    def action(rank: int, transport: Transport) -> Recovered | None:
+        tiers = [Tier(kind=kind, store=stores[rank % len(stores)])]
+        return recover(NEEDS[rank], tiers, node="ab"[rank], transport=transport)
+
+    return run_ranks(2, action)
+
+
+def step_of(stores: Sequence[MemoryStore], kind: TierKind) -> int | None:
+    """Return which step is recovered, bit for bit on both ranks; None if none can be."""
+    try:
+        found = recover_all(stores, kind)
+    except CheckpointError:
+        return None
+    if found[0] is None:
+        assert found[1] is None
+        return None
+    step = found[0].id.step
+    for rank, recovered in enumerate(found):
+        assert_is_state(recovered, NEEDS[rank], step)
+    return step
+
+
+def damage(files: Files, random_: random.Random) -> None:
+    """Delete or cut some files, or flip a bit of a manifest."""
+    for _ in range(random_.randint(1, 5)):
+        name = random_.choice(sorted(files))
+        data = files[name]
+        how = random_.choice(["delete", "cut", "flip"])
+        if how == "cut" and data:
+            files[name] = data[: random_.randrange(len(data))]
+        elif how == "flip" and name.endswith((".json", "confirmed")) and data:
+            place = random_.randrange(len(data))
+            files[name] = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        else:
+            del files[name]
+
+
+def copies(originals: Sequence[Files], seed: int) -> list[MemoryStore]:
+    """Return stores with some files of theirs damaged."""
+    stores = []
+    random_ = random.Random(seed)
+    for original in originals:
+        store = MemoryStore()
+        store.files = dict(original)
+        if store.files:
+            damage(store.files, random_)
+        stores.append(store)
+    return stores
+
+
+@pytest.fixture(scope="module", params=[TierKind.REMOTE, TierKind.DISK])
+def saved(request: pytest.FixtureRequest) -> tuple[TierKind, list[Files]]:
+    """Give the files of three checkpoints: in one remote store, or on two nodes' disks."""
+    kind: TierKind = request.param
+    stores = [MemoryStore() for _ in range(1 if kind is TierKind.REMOTE else 2)]
+    for step in STEPS:
+        save(stores, kind, [step], keep=9, attempt=0)
+    return kind, [dict(store.files) for store in stores]
+
+
+SEEDS = [
+    pytest.param(range(60)),
+    pytest.param(range(60, 600), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_pruning_by_hand_never_costs_the_newest_complete_checkpoint(
+    saved: tuple[TierKind, list[Files]], seeds: range
+) -> None:
+    kind, originals = saved
+    num_lost = 0
+    for seed in seeds:
+        stores = copies(originals, seed)
+        before = step_of(stores, kind)
+        num_lost += before != STEPS[-1]
+        for store in stores:
+            prune(store, keep=1, shared=True)
+        assert step_of(stores, kind) == before, seed
+    assert num_lost > len(seeds) / 4, "hardly anything was damaged"
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_training_goes_on_in_a_damaged_folder_and_never_loses_its_newest_checkpoint(
+    saved: tuple[TierKind, list[Files]], seeds: range
+) -> None:
+    kind, originals = saved
+    for seed in seeds[::3]:
+        stores = copies(originals, seed)
+        save(stores, kind, [5], keep=1 + seed % 2, attempt=1)
+        assert step_of(stores, kind) == 5, seed
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_crash_while_a_damaged_folder_is_saved_to_costs_nothing(
+    saved: tuple[TierKind, list[Files]], seeds: range
+) -> None:
+    kind, originals = saved
+    for seed in seeds[::3]:
+        stores = copies(originals, seed)
+        before, random_ = step_of(stores, kind), random.Random(seed)
+        crashing: list[Store] = [*stores]
+        which = random_.randrange(len(stores))
+        crashing[which] = FaultyStore(stores[which], Crash(random_.randrange(60)))
+        with contextlib.suppress(CheckpointError):
+            save(crashing, kind, [5], keep=1, attempt=1)
+        assert step_of(stores, kind) in (5, before), seed
+
+
+class Crash:
+    """A `before` of a process that is dead after so many operations."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, verb: str, name: str) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(5, "killed")
