@@ -41,6 +41,7 @@ from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.run_plans import PlanRequest, RunPlans, find_data, find_sizes
 from lightning_hetero.runtime.engine import Engine, EngineConfig
 from lightning_hetero.runtime.failure import AgreedExit
+from lightning_hetero.runtime.finiteness import NonfiniteGradients
 from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
@@ -79,6 +80,8 @@ class HeteroStrategy(StepsStrategy):
         fp32_gradients: Whether a rank that propagates in bf16 sums the gradients of several
             micro-batches in fp32. False takes 2 bytes a parameter of its stage less, and rounds
             every sum.
+        nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
+            "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
         timeout: How long a rank waits for another before it gives up.
         start_method: How processes are started: "popen" runs the script again for each, "spawn",
             "fork" and "forkserver" use multiprocessing. Under torchrun nothing is started.
@@ -109,6 +112,7 @@ class HeteroStrategy(StepsStrategy):
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_layers: bool = False,
         fp32_gradients: bool = True,
+        nonfinite_gradients: NonfiniteGradients | Literal["error", "skip"] = "error",
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -155,6 +159,7 @@ class HeteroStrategy(StepsStrategy):
             activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
         )
         self._fp32_gradients = fp32_gradients
+        self._nonfinite_gradients = NonfiniteGradients(nonfinite_gradients)
         self._failed = False
 
     # -- plan and data --------------------------------------------------------------------------
@@ -340,6 +345,7 @@ class HeteroStrategy(StepsStrategy):
             seed=self.broadcast(torch.initial_seed() % 2**31),
             layer_options=self._layer_options,
             fp32_gradients=self._fp32_gradients,
+            nonfinite_gradients=self._nonfinite_gradients,
         )
 
     def _warn_of_no_layers(self) -> None:

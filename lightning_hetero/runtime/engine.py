@@ -28,6 +28,12 @@ from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, header
 from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.finiteness import (
+    NonfiniteGradients,
+    answer_nonfinite,
+    describe_ranks,
+    has_nonfinite,
+)
 from lightning_hetero.runtime.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
@@ -42,6 +48,9 @@ from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
 __all__ = ["Engine", "EngineConfig"]
+
+_NUM_TOTALS = 3
+"""Sums before those of logged values: losses, target tokens, whether gradients aren't finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +77,9 @@ class EngineConfig:
         if num_microbatches > 1 and self.fp32_gradients:
             return torch.promote_types(self.propagation_dtype, torch.float32)
         return self.propagation_dtype
+
+    nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
+    """What an iteration does whose gradients aren't finite."""
 
 
 class Engine:
@@ -131,6 +143,8 @@ class Engine:
             clock=self.clock,
         )
         self.gradients: dict[str, Tensor] = {}
+        self.gradients_are_finite = True
+        """Whether the last training iteration's were; the same on every rank."""
         self.leaves = False
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
@@ -159,7 +173,7 @@ class Engine:
                 self._start_pull()
                 run.push.start()
                 propagation.run(step)
-                missing = tuple(run.push.missing())
+                missing = propagation.missing()
                 agreement = self._begin_agreement(propagation, key, missing)
                 with self.clock.waiting():
                     run.pull.finish()
@@ -170,7 +184,8 @@ class Engine:
         self.leaving = agreed.leaving
         loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
         self._keep_gradients(gradients, agreed, weight)
-        self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
+        self._check_finite(agreed, key)
+        self.logs.replay(agreed.entries, agreed.sums[:, _NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
         self._plans.learn_roles(agreed.reports)
         return (loss_sum / weight).float(), propagation.outputs
@@ -188,7 +203,7 @@ class Engine:
                     self._run.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        self.logs.replay(agreed.entries, agreed.sums[:, 2:], agreed.num_samples)
+        self.logs.replay(agreed.entries, agreed.sums[:, _NUM_TOTALS:], agreed.num_samples)
         return propagation.outputs
 
     def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
@@ -234,15 +249,33 @@ class Engine:
     ) -> Agreement:
         place = self.place
         header = header_of(propagation.microbatches, place, leaves=self.leaves)
+        made = self._run.push.gradients() if propagation.training else ()
+        broken = has_nonfinite(made, self.device)
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
-            row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
+            row = torch.cat([propagation.totals(), broken[None], self.logs.as_row(entries)])
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
-            return row if place is None or place.tp_rank == 0 else torch.zeros_like(row)
+            if place is not None and place.tp_rank > 0:
+                row[:2], row[_NUM_TOTALS:] = 0, 0
+            return row
 
         agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
         agreement.begin(Report(entries=self.logs.entries, missing=missing), header, sums_of)
         return agreement
+
+    def _check_finite(self, agreed: Agreed, key: IterationKey) -> None:
+        """Refuse or leave out gradients that aren't finite, on every rank alike."""
+        broken = agreed.sums[:, _NUM_TOTALS - 1].nonzero().flatten().tolist()
+        self.gradients_are_finite = not broken
+        if not broken:
+            return
+        self.gradients = {}
+        answer_nonfinite(
+            f"batch {key.batch_idx} in epoch {key.epoch}",
+            describe_ranks(broken, self.plan),
+            self.config.nonfinite_gradients,
+            warns=self.comms.global_rank == 0,
+        )
 
     def _keep_gradients(self, gradients: dict[str, Tensor], agreed: Agreed, weight: Tensor) -> None:
         """Divide by the iteration's target tokens; leave out what no holder has a gradient for."""

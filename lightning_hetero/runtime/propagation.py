@@ -57,8 +57,10 @@ class _InFlight:
     hidden_in: Tensor | None
     output: Tensor
     """Hidden state sent on, or the loss on the last stage."""
-    gradient: Tensor | None
+    gradient: Tensor | None = None
     """The loss's: its target tokens. A hidden state's comes from the stage behind."""
+    counts: bool = True
+    """Whether there is a backward: a loss over no targets may be no number, and 0 * NaN is NaN."""
 
 
 class Propagation:
@@ -86,20 +88,21 @@ class Propagation:
         self.microbatches = microbatches
         self.outputs: list[Any] = []
         """What the steps of a last stage returned; in training, what they did besides the loss."""
+        self.training = training
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
         self._run = run
         self._context = context
         self._first_index = first_index
         self._key = key
-        self._training = training
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
+        self._num_backwards = 0
 
     def run(self, step: Callable[[Any], Any]) -> None:
         """Run the stage's schedule."""
-        actions = self._run.schedule(len(self.microbatches), training=self._training)
+        actions = self._run.schedule(len(self.microbatches), training=self.training)
         for action, upcoming in zip_longest(actions, actions[1:]):
             self._expect(action, upcoming)
             timed = self._context.clock.action(action.kind, action.microbatch_index)
@@ -120,7 +123,7 @@ class Propagation:
             self._context.logs.drop_microbatch()
             self._context.clock.stretch()
             self._run.link.send_hidden([end.hidden])
-            self._hold(index, run.hidden_in, end.hidden)
+            self._hold(_InFlight(run.hidden_in, end.hidden), index)
             return
         if self._context.boundary.has_layers and not run.finished:
             raise StepError(
@@ -130,14 +133,15 @@ class Propagation:
         weight = as_weight(num_targets, self._context.device)
         self._context.logs.keep_microbatch(weight)
         self._weights.append(weight)
-        if not self._training:
+        if not self.training:
             self.outputs.append(output)
             return
         if isinstance(output, dict):
             self.outputs.append(_without_loss(output))
         loss = _loss_of(output).float()
         self._losses.append(loss.detach())
-        self._hold(index, run.hidden_in, loss, weight.float())
+        # Of a count that an accelerator makes, this waits for the forward.
+        self._hold(_InFlight(run.hidden_in, loss, weight.float(), bool(num_targets > 0)), index)
 
     def totals(self) -> Tensor:
         """Return the sums of losses, each times its target tokens, and of target tokens; (2,)."""
@@ -149,11 +153,16 @@ class Propagation:
         weighted = torch.where(weights > 0, losses * weights, 0.0)
         return torch.stack([weighted.sum(), weights.sum()])
 
-    def _hold(
-        self, index: int, hidden_in: Tensor | None, output: Tensor, gradient: Tensor | None = None
-    ) -> None:
-        if self._training:
-            self._in_flight[index] = _InFlight(hidden_in, output, gradient)
+    def missing(self) -> tuple[str, ...]:
+        """Return the parameters for which this rank's backwards made no gradient."""
+        if self._losses and self._num_backwards == 0:
+            # No loss had a target: gradients are zeros, as torch makes them of a mean of nothing.
+            return ()
+        return tuple(self._run.push.missing())
+
+    def _hold(self, held: _InFlight, index: int) -> None:
+        if self.training:
+            self._in_flight[index] = held
             self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
     def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
@@ -202,7 +211,8 @@ class Propagation:
             (gradient,) = link.receive_gradient(index)
         is_last = index + 1 == len(self.microbatches)
         with self._run.gradient_counter.counting(is_last=is_last):
-            if held.output.requires_grad:
+            if held.output.requires_grad and held.counts:
+                self._num_backwards += 1
                 torch.autograd.backward(held.output, gradient)
         if held.hidden_in is not None and held.hidden_in.requires_grad:
             back = held.hidden_in.grad

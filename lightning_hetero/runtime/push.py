@@ -150,6 +150,11 @@ class Push:
                 parcel.buffer = None
         return gradients
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that this rank's backwards have made."""
+        shards = self._weights.shards.values()
+        return [shard.grad for shard in shards if shard.grad is not None]
+
     def missing(self) -> list[str]:
         """Return the parameters for which this rank's backward made no gradient."""
         return sorted(
