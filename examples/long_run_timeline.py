@@ -37,6 +37,7 @@ class Timeline:
         self._start_s: float | None = None
         self._nodes: Sequence[str] = ()
         self._plans: list[Any] = []
+        self._shown: set[int] = set()
         self._fault: Event | None = None
 
     def line(self, event: Event) -> Text | None:
@@ -57,7 +58,8 @@ class Timeline:
         return f", {steps} steps and {event['at_s'] - fault['at_s']:.1f} s after it began"
 
     def _started(self, event: Event) -> str:
-        self._nodes, self._plans, self._fault = event["nodes"], [], None
+        self._nodes, self._plans, self._fault = event["nodes"], [*event["plans"]], None
+        self._shown = set()
         number = len(event["plans"])
         return (
             f"{len(self._nodes)} nodes train: {' '.join(self._nodes)}; {number} plan"
@@ -65,10 +67,13 @@ class Timeline:
         )
 
     def _plan(self, event: Event) -> str:
-        if event["plan"] in self._plans:
+        if "plan" in event:
+            self._plans.append(event["plan"])
+        number = event["number"]
+        if number in self._shown:
             return ""
-        self._plans.append(event["plan"])
-        return f"plan {len(self._plans)}: {in_short(event['plan'], self._nodes)}"
+        self._shown.add(number)
+        return f"plan {len(self._shown)}: {in_short(self._plans[number], self._nodes)}"
 
     def _faults(self, event: Event) -> str:
         if not event["faults"]:

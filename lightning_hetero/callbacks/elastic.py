@@ -3,7 +3,9 @@
 A SIGTERM or a provider's notice is only a flag, told to all ranks with each iteration's agreement,
 so every rank learns of it in the same step and no rank waits for it. At the end of that step all
 save, the parts of leaving nodes go to nodes that stay, and all processes end with an exit code that
-torchrun answers with a restart, on the nodes that are there then (AutoHet §IV).
+torchrun answers with a restart, on the nodes that are there then (AutoHet §IV). A SIGTERM to the
+whole job may reach one node long before another: while the ranks drain they go on telling each
+other who was told to go, and where that is everybody they stay until the checkpoint is uploaded.
 """
 
 import logging
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
+from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
@@ -37,6 +40,11 @@ __all__ = ["ElasticRestart"]
 
 _log = logging.getLogger(__name__)
 
+_SETTLE_S = 5.0
+"""How long, since the ranks began to drain, a SIGTERM may still reach the other nodes."""
+_ROUND_S = 0.1
+"""How often draining ranks tell each other how far they are."""
+
 
 class ElasticRestart(Callback):
     """Turn SIGTERM and spot notices into a checkpoint and a restart.
@@ -47,8 +55,9 @@ class ElasticRestart(Callback):
     Args:
         preemption_notice: Whom to ask whether this machine will be taken away, such as
             `AwsSpotNotice()`; several are asked in turn. SIGTERM always counts.
-        drain_timeout_s: How long to wait, at the end, until the checkpoint is safe. Providers
-            give 30 s (GCP, Azure) or 120 s (AWS), torchrun 30 s after its SIGTERM.
+        drain_timeout_s: How long to wait, at the end, until the checkpoint is safe: in the nodes'
+            own places, or in the remote store where all nodes go. Providers give 30 s (GCP,
+            Azure) or 120 s (AWS), torchrun 30 s after its SIGTERM.
         poll_interval_s: Seconds between two questions to the provider.
 
     Raises:
@@ -124,8 +133,7 @@ class ElasticRestart(Callback):
             assert self._checkpoint is not None
             node_of_rank = self._checkpoint.node_of_rank
             nodes = {node_of_rank[rank] for rank in leaving}
-            leave = partial(self._leave, trainer, leaving, nobody_stays=nodes == set(node_of_rank))
-            self._checkpoint.save_and_leave(nodes, leave)
+            self._checkpoint.save_and_leave(nodes, partial(self._leave, trainer, leaving))
 
     @property
     def is_leaving(self) -> bool:
@@ -155,24 +163,19 @@ class ElasticRestart(Callback):
         nodes = self._checkpoint.node_of_rank
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
-    def _leave(
-        self,
-        trainer: pl.Trainer,
-        leaving: Collection[int],
-        saved: SavedCheckpoint,
-        *,
-        nobody_stays: bool,
-    ) -> None:
+    def _leave(self, trainer: pl.Trainer, leaving: Collection[int], saved: SavedCheckpoint) -> None:
         """Wait until the checkpoint is safe, then end this process as all others do."""
         start_s, error_seen = time.monotonic(), None
-        deadline = start_s + self._drain_timeout_s
         try:
             saved.wait_until_confirmed(self._drain_timeout_s)
-            if nobody_stays:
-                saved.wait_until_uploaded(deadline - time.monotonic())
         except (CheckpointError, PeerError, OSError) as error:
             error_seen = repr(error)
             _log.warning("Leaving without the checkpoint of %s: %r", saved.id, error)
+        try:
+            leaving = self._await_upload(trainer, saved, start_s)
+        except RuntimeError as error:
+            error_seen = repr(error)
+            _log.warning("A rank is lost while %s is uploaded: %r", saved.id, error)
         rank_zero_info(f"ElasticRestart: all ranks leave with {saved.id} to be started again.")
         drain_s = time.monotonic() - start_s
         note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
@@ -181,6 +184,24 @@ class ElasticRestart(Callback):
             # Or the agent would bring this machine back into the run that it is about to leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit
+
+    def _await_upload(
+        self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
+    ) -> frozenset[int]:
+        """Stay until no rank needs to wait, all ranks alike; return who was told to go by then."""
+        strategy = trainer.strategy
+        group = strategy.engine.comms.control if isinstance(strategy, HeteroStrategy) else None
+        assert self._checkpoint is not None
+        ranks, nodes = Ranks(group), self._checkpoint.node_of_rank
+        settled_s = min(_SETTLE_S, self._drain_timeout_s)
+        while True:
+            waits = _is_uploading(saved, _ROUND_S)
+            rows = ranks.gather((waits, self.is_leaving, time.monotonic() - start_s))
+            told = frozenset(rank for rank, row in enumerate(rows) if row[1])
+            nobody_stays = {nodes[rank] for rank in told} == set(nodes)
+            longest_s = self._drain_timeout_s if nobody_stays else settled_s
+            if rows[0][2] > longest_s or not any(row[0] for row in rows):
+                return told
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -198,3 +219,14 @@ class ElasticRestart(Callback):
     def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.stop()
+
+
+def _is_uploading(saved: SavedCheckpoint, timeout_s: float) -> bool:
+    """Return whether this rank's part still isn't in the remote store after a wait."""
+    try:
+        saved.wait_until_uploaded(timeout_s)
+    except TimeoutError:
+        return True
+    except (CheckpointError, PeerError, OSError) as error:
+        _log.warning("Leaving without the upload of %s: %r", saved.id, error)
+    return False

@@ -4,7 +4,9 @@ A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_
 since the epoch. The log itself notes
 
 - `started`: training begins; who the ranks are and the plans it may run under,
-- `plan`: an iteration ran under another plan than the one before,
+- `plan`: an iteration ran under another plan than the one before; plans are numbered as `started`
+  lists them, and one that isn't there stands in the line that first names it. The first 1,000
+  changes after a start are noted, for a run may change its plan with every step,
 - `validated`: what validation measured,
 - `failed`: a rank ends with an error; by that rank,
 - `ended`: training is done.
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RunLog", "note", "read_log"]
 
+_MOST_CHANGES = 1000
+
 
 class RunLog(Callback):
     """Append what happens to a file; a run that is started again goes on with it.
@@ -54,6 +58,8 @@ class RunLog(Callback):
         self.nodes: tuple[str, ...] = ()
         """Name of each rank's machine, from the start of training."""
         self._plan: ParallelPlan | None = None
+        self._plans: list[ParallelPlan] = []
+        self._num_changes = 0
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, whichever rank this is."""
@@ -68,9 +74,10 @@ class RunLog(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy, group = trainer.strategy, None
         plans: tuple[ParallelPlan, ...] = ()
-        self._plan = None
+        self._plan, self._num_changes = None, 0
         if isinstance(strategy, HeteroStrategy):
             group, plans = strategy.engine.comms.control, strategy.candidate_plans
+        self._plans = list(plans)
         self.nodes = tuple(Ranks(group).gather(self.node))
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
 
@@ -86,7 +93,15 @@ class RunLog(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, HeteroStrategy) and strategy.plan != self._plan:
             self._plan = strategy.plan
-            note(trainer, "plan", plan=self._plan.to_dict())
+            self._num_changes += 1
+            if self._num_changes <= _MOST_CHANGES:
+                note(trainer, "plan", **self._numbered(strategy.plan))
+
+    def _numbered(self, plan: "ParallelPlan") -> dict[str, Any]:
+        if plan in self._plans:
+            return {"number": self._plans.index(plan)}
+        self._plans.append(plan)
+        return {"number": len(self._plans) - 1, "plan": plan.to_dict()}
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

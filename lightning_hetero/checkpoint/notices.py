@@ -181,20 +181,21 @@ class SigtermNotice:
     """
 
     def __init__(self, *, pass_on: bool = True) -> None:
-        self._received = threading.Event()
+        self._is_received = False
         self._pass_on = pass_on
         self._previous = signal.signal(signal.SIGTERM, self._handle)
 
     def pending(self) -> Notice | None:
         """Return a notice once the signal has come."""
-        return Notice(reason="SIGTERM") if self._received.is_set() else None
+        return Notice(reason="SIGTERM") if self._is_received else None
 
     def restore(self) -> None:
         """Put the earlier handler back."""
         signal.signal(signal.SIGTERM, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received.set()
+        # No Event: a signal in the middle of its `set` would wait for the lock that it interrupted.
+        self._is_received = True
         if self._pass_on and callable(self._previous):
             self._previous(number, frame)
 
@@ -242,13 +243,13 @@ class NoticeWatcher:
     def _ask(self, index: int, notice: PreemptionNotice) -> Notice | None:
         try:
             found = notice.pending()
-        except OSError as error:
+        except Exception as error:
+            # Whatever a broken server or somebody's own notice raises: the next answer may be good.
             # Once is enough: off the cloud this would fill the log.
             if index not in self._silent:
-                _log.warning("%s doesn't answer: %s", type(notice).__name__, error)
+                _log.warning("%s doesn't answer: %r", type(notice).__name__, error)
                 self._silent.add(index)
             return None
-        self._silent.discard(index)
         return found
 
 

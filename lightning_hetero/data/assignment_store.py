@@ -30,7 +30,7 @@ class AssignmentStore(Protocol):
         ...
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader has read a key; the last of so many readers deletes it."""
+        """Say that this reader needs a key no more; the last of so many readers deletes it."""
         ...
 
 
@@ -61,7 +61,8 @@ class InMemoryAssignmentStore:
         with self._changed:
             self._reads[key] = self._reads.get(key, 0) + 1
             if self._reads[key] >= num_readers:
-                del self._reads[key], self.texts[key]
+                del self._reads[key]
+                self.texts.pop(key, None)
 
 
 class DistributedAssignmentStore:

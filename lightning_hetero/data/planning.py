@@ -100,6 +100,12 @@ class AheadPlanner:
         self._store.retire(key, self._world_size)
         return read_text(text.removeprefix(_UNAIDED), request)
 
+    def forget(self, key: str) -> None:
+        """Give up an iteration that was requested; each rank either takes or forgets it."""
+        if self._producer is not None:
+            self._producer.withdraw(key)
+        self._store.retire(key, self._world_size)
+
     def close(self) -> None:
         """End this rank's producer."""
         if self._producer is not None:

@@ -91,6 +91,7 @@ class Producer:
         self._requests: queue.SimpleQueue[tuple[str, AssignmentRequest] | None]
         self._requests = queue.SimpleQueue()
         self._wanted: set[str] = set()
+        self._publishing = threading.Lock()
         self.complaints: deque[str] = deque()
         """What went wrong, for the main thread to warn of."""
         self._thread = threading.Thread(target=self._run, name="assignments", daemon=True)
@@ -102,8 +103,9 @@ class Producer:
         self._requests.put((key, request))
 
     def withdraw(self, key: str) -> None:
-        """Say that a key is published, so that it isn't published again after its deletion."""
-        self._wanted.discard(key)
+        """Publish a key no more, now that it is or needn't be: it may soon be deleted."""
+        with self._publishing:
+            self._wanted.discard(key)
 
     def close(self) -> None:
         """End thread and process."""
@@ -119,13 +121,14 @@ class Producer:
             if key not in self._wanted:
                 continue
             text = self._plan(request)
-            if key in self._wanted:
-                try:
-                    self._store.publish(key, text)
-                except RuntimeError as error:
-                    # The store's server has gone, and the run with it.
-                    self.complaints.append(f"A producer can't reach the store: {error}")
-                    return
+            try:
+                with self._publishing:
+                    if key in self._wanted:
+                        self._store.publish(key, text)
+            except RuntimeError as error:
+                # The store's server has gone, and the run with it.
+                self.complaints.append(f"A producer can't reach the store: {error}")
+                return
 
     def _plan(self, request: AssignmentRequest) -> str:
         try:

@@ -131,6 +131,8 @@ class TicketDealer:
     def _start(self, cursor: Cursor) -> None:
         """Draw from a cursor on; forget what was drawn before, whose keys are never used again."""
         self._drawing = self._source.draw(cursor)
+        for item in self._ahead:
+            self._planner.forget(item.key)
         self._ahead.clear()
         self._num_starts += 1
         self._look_ahead()

@@ -1,11 +1,15 @@
 import json
+import types
 
 import lightning as L
 import pytest
 
+from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import RunLog, RunMetrics, read_log
 from lightning_hetero.testing import InjectFaults, SlowRank
 from tests.toy import ToyModule, ToyOptions, loader, quiet
+
+STAGES = [{"ranks": [0], "layers": [0, stop]} for stop in (3, 4, 5)]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -42,7 +46,8 @@ def test_a_run_notes_what_happens_in_the_order_in_which_it_does(tmp_path):
     ]
     started, plan, faults = events[:3]
     assert started["nodes"] == ["here"]
-    assert plan["plan"] in started["plans"]
+    assert plan["number"] == 0
+    assert len(started["plans"]) == 1
     assert faults["faults"][0]["slowdown"] == 1.5
     assert events[4]["faults"] == []
     assert set(events[3]["scalars"]) > {"run/iteration_s", "run/tokens_per_s"}
@@ -76,6 +81,25 @@ def test_what_json_has_no_word_for_is_still_a_line_that_any_parser_reads(tmp_pat
 
     entry = json.loads(text, parse_constant=refuse)
     assert (entry["values"], entry["by"]) == (["inf", 1.5, None, True], {"2": "nan"})
+
+
+def test_a_plan_is_written_whole_once_and_a_change_at_most_a_thousand_times(tmp_path):
+    log, strategy = RunLog("log"), HeteroStrategy()
+    trainer = types.SimpleNamespace(
+        strategy=strategy,
+        callbacks=[log],
+        is_global_zero=True,
+        global_step=1,
+        default_root_dir=tmp_path,
+    )
+    plans = [ParallelPlan.from_dict({"pipelines": [{"stages": [stage]}]}) for stage in STAGES]
+    log._plans = plans[:2]
+    for step in range(1500):
+        strategy._engine = types.SimpleNamespace(plan=plans[step % 3])
+        log.on_train_batch_end(trainer, None, None, None, step)
+    noted = list(read_log(tmp_path / "log"))
+    assert [event["number"] for event in noted] == [step % 3 for step in range(1000)]
+    assert [event["plan"] for event in noted if "plan" in event] == [plans[2].to_dict()]
 
 
 def test_a_line_that_is_being_written_is_left_for_later(tmp_path):

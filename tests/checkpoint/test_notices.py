@@ -1,12 +1,15 @@
 """Each provider's metadata server as a fake on loopback; nothing ever waits for it."""
 
+import http.client
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -182,13 +185,38 @@ class Scripted:
         return answer
 
 
-def test_the_watcher_outlives_errors_and_keeps_the_notice() -> None:
-    source = Scripted(OSError("refused"), None, OSError("refused"), Notice(reason="go"))
+def test_the_watcher_outlives_any_error_says_so_once_and_keeps_the_notice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors = OSError("refused"), http.client.IncompleteRead(b""), UnicodeError(), KeyError("time")
+    source = Scripted(*errors, None, OSError("refused"), Notice(reason="go"))
     watcher = NoticeWatcher([Scripted(None), source], interval_s=0.001)
     watcher.start()
     watcher._thread.join(60)
     assert watcher.pending() == Notice(reason="go")
     watcher.stop()
+    assert sum("doesn't answer" in record.message for record in caplog.records) == 1
+
+
+def test_a_signal_in_the_middle_of_its_own_handler_waits_for_nothing() -> None:
+    notice = SigtermNotice(pass_on=False)
+    notice.restore()
+
+    def interrupt(*_: object) -> Callable[..., Any]:
+        sys.settrace(None)
+        notice._handle(signal.SIGTERM, None)
+        sys.settrace(interrupt)
+        return interrupt
+
+    def handle() -> None:
+        sys.settrace(interrupt)
+        notice._handle(signal.SIGTERM, None)
+
+    thread = threading.Thread(target=handle, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert notice.pending() == Notice(reason="SIGTERM")
 
 
 def test_the_watcher_stops_when_told() -> None:

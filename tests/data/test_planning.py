@@ -272,6 +272,34 @@ def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_no
     assert found == expected
 
 
+def test_what_is_planned_ahead_and_never_dealt_leaves_nothing_in_the_store() -> None:
+    order = EpochOrder(lengths_of(100), tokens_per_step=100)
+    store, process = InMemoryAssignmentStore(), Blocked()
+    process.allowed.set()
+    options = AheadOptions(num_producers=1, num_ahead=4, patience_s=200.0)
+    planners = [
+        AheadPlanner(
+            store,
+            global_rank=rank,
+            world_size=2,
+            options=options,
+            producer=Producer(store, process) if rank == 0 else None,
+        )
+        for rank in range(2)
+    ]
+    ranks = [
+        TicketDealer(order, planner, Candidates.equal_ranks(2), global_rank=rank)
+        for rank, planner in enumerate(planners)
+    ]
+    for _ in range(20):
+        for rank in ranks:
+            next(rank.deal(Cursor()))
+            rank._next = None  # As if a loader was made anew: the next one begins at the cursor.
+    for planner in planners:
+        planner.close()
+    assert len(store.texts) <= options.num_ahead + 1
+
+
 def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
     store = InMemoryAssignmentStore()
