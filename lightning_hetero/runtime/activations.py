@@ -29,7 +29,7 @@ from lightning_hetero.core.operations import HEADER_BYTES, MAX_KEPT_SENDS
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 
-__all__ = ["ActivationLink", "Arrival"]
+__all__ = ["ActivationLink"]
 
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 16
@@ -57,28 +57,10 @@ class _Posted:
     buffers: list[Tensor]
 
     def tensors(self) -> list[Tensor]:
+        if not self.forms:
+            return []
         first = self.buffers[0].view(self.forms[0].dtype).view(self.forms[0].shape)
         return [first, *_unpack(self.buffers[1:], self.forms[1:])]
-
-
-@dataclass
-class Arrival:
-    """A micro-batch on its way from the stage before."""
-
-    note: Any
-    """What the stage before says of it."""
-    _link: "ActivationLink"
-    _posted: _Posted
-
-    def tensors(self) -> list[Tensor]:
-        """Return the hidden state and the side tensors; waits for them.
-
-        They ask for gradients where those sent did.
-        """
-        received = self._link.wait_forward(self._posted)
-        for tensor, form in zip(received, self._posted.forms, strict=True):
-            tensor.requires_grad_(form.requires_grad)
-        return received
 
 
 class ActivationLink:
@@ -110,16 +92,17 @@ class ActivationLink:
         self._sent_forward = _Sends()
         self._sent_backward = _Sends()
 
-    def begin_hidden(self) -> Arrival:
-        """Wait for the next micro-batch's header and begin to receive what it announces."""
+    def receive_hidden(self) -> tuple[list[Tensor], Any]:
+        """Return the next hidden state with its side tensors, and the note on it.
+
+        The tensors ask for gradients where those sent did.
+        """
         assert self.previous is not None
         forms, note = self._receive_header(self.previous)
-        return Arrival(note, self, self._post(forms, self.previous, self._comms.forward))
-
-    def wait_forward(self, posted: _Posted) -> list[Tensor]:
-        """Return what was received from the stage before; called by its `Arrival`."""
-        assert self.previous is not None
-        return self._wait(posted, self.previous)
+        received = self._wait(self._post(forms, self.previous, self._comms.forward), self.previous)
+        for tensor, form in zip(received, forms, strict=True):
+            tensor.requires_grad_(form.requires_grad)
+        return received, note
 
     def send_hidden(self, tensors: Sequence[Tensor], note: Any = None) -> None:
         """Send a hidden state and side tensors to the stage behind, without waiting for them.
@@ -185,7 +168,8 @@ class ActivationLink:
     def _post(
         self, forms: tuple[_Form, ...], peer: int, group: dist.ProcessGroup | None
     ) -> _Posted:
-        sizes = [forms[0].num_bytes, *([_offsets(forms[1:])[-1]] if forms[1:] else [])]
+        sizes = [form.num_bytes for form in forms[:1]]
+        sizes += [_offsets(forms[1:])[-1]] if forms[1:] else []
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         works = []
         for buffer in filter(Tensor.numel, buffers):
@@ -241,9 +225,10 @@ def _frame(data: bytes) -> list[Tensor]:
 
 def _payload(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the bytes of the first tensor, and those of the others end to end."""
-    first, *others = (_bytes_of(tensor) for tensor in tensors)
-    if not others:
-        return [first]
+    parts = [_bytes_of(tensor) for tensor in tensors]
+    if len(parts) < 2:
+        return parts
+    first, *others = parts
     offsets = _offsets([_form_of(tensor) for tensor in tensors[1:]])
     packed = torch.empty(offsets[-1], dtype=torch.uint8, device=first.device)
     for start, part in zip(offsets, others, strict=False):

@@ -22,6 +22,7 @@ from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.hidden_state import hidden_argument, hidden_output
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.random_state import seed_everything, seed_of, seed_torch
+from lightning_hetero.runtime.side_tensors import LayerLeavings
 
 __all__ = ["StageBoundary"]
 
@@ -50,6 +51,7 @@ class StageBoundary:
         leave_stage: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._layers = tuple(layers)
+        self._leavings = LayerLeavings(self._layers)
         self._shapes = [
             {name: tuple(item.shape) for name, item in layer.named_parameters()}
             for layer in self._layers
@@ -103,15 +105,20 @@ class StageBoundary:
             self._check_known(index, args, kwargs)
             _check_nothing_between(run, index, args, kwargs)
         if index < run.layers.start:
+            before = self._leavings.look(index)
             output = self._pass_through(index, args, kwargs)
+            self._leavings.restore(index, before, run.arrived())
             run.last_hidden = hidden_output(output, index)
             return output
         if index == run.layers.start:
             args, kwargs = self._enter(run, args, kwargs)
         seed_torch(seed_of(*run.seed, index))
         run.before_layer(index)
+        before = [] if run.is_last_stage else self._leavings.look(index)
         output = forward(*args, **kwargs)
         run.last_hidden = hidden_output(output, index, is_alone=not has_stages)
+        if not run.is_last_stage and len(run.handed_on.left) == index:
+            self._leavings.note(before, run.last_hidden, run.handed_on)
         if index + 1 == run.layers.stop:
             output = self._leave(run, output)
         return output
@@ -129,7 +136,7 @@ class StageBoundary:
             return args, kwargs
         hidden, replace = hidden_argument(args, kwargs)
         if run.receive is not None:
-            hidden = run.hidden_in = run.receive()
+            hidden = run.arrived().tensors[0]
         return replace(hidden if self._enter_stage is None else self._enter_stage(hidden))
 
     def _leave(self, run: MicrobatchRun, output: Any) -> Any:
@@ -140,7 +147,8 @@ class StageBoundary:
             output = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
         if not run.is_last_stage:
             assert run.last_hidden is not None
-            raise StageEnd(run.last_hidden)
+            run.handed_on.tensors[:1] = [run.last_hidden]
+            raise StageEnd(run.handed_on)
         seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
         run.before_layer(run.num_layers)
         _watch(run)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetero.runtime.side_tensors import Handover
+
 __all__ = ["MicrobatchRun", "StageEnd"]
 
 
@@ -15,8 +17,8 @@ class StageEnd(BaseException):
     It is no error, and no `except Exception` of the user's may stop it.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+    def __init__(self, handed_on: Handover) -> None:
+        self.handed_on = handed_on
 
 
 @dataclass
@@ -29,8 +31,8 @@ class MicrobatchRun:
     """Layers of the model."""
     seed: tuple[int, ...]
     """What the micro-batch's random numbers depend on."""
-    receive: Callable[[], Tensor] | None
-    """Returns the hidden state that the stage before made; None on first stages."""
+    receive: Callable[[], Handover] | None
+    """Returns what the stage before hands on; None on first stages."""
     before_layer: Callable[[int], None]
     """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
     behind_layers: TorchFunctionMode
@@ -38,9 +40,19 @@ class MicrobatchRun:
     entered: bool = False
     finished: bool = False
     watching: bool = False
-    hidden_in: Tensor | None = field(default=None, repr=False)
+    received: Handover | None = field(default=None, repr=False)
+    handed_on: Handover = field(default_factory=Handover, repr=False)
+    """What the stage behind gets, as far as it is known."""
     last_hidden: Tensor | None = field(default=None, repr=False)
     """What the layer before returned, to see that nothing is computed between layers."""
+
+    def arrived(self) -> Handover:
+        """Return what the stage before hands on; waits for it the first time."""
+        if self.received is None:
+            assert self.receive is not None
+            self.received = self.receive()
+            self.handed_on = Handover([*self.received.tensors], [*self.received.left])
+        return self.received
 
     @property
     def is_last_stage(self) -> bool:

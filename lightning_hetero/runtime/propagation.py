@@ -15,6 +15,7 @@ from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.plan_run import PlanRun
+from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.step_logs import StepLogs
 from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
 from lightning_hetero.runtime.trace import traced
@@ -54,13 +55,15 @@ class StepContext:
 class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
-    hidden_in: Tensor | None
-    output: Tensor
-    """Hidden state sent on, or the loss on the last stage."""
-    gradient: Tensor | None = None
-    """The loss's: its target tokens. A hidden state's comes from the stage behind."""
-    counts: bool = True
-    """Whether there is a backward: a loss over no targets may be no number, and 0 * NaN is NaN."""
+    received: list[Tensor]
+    """Hidden state and side tensors from the stage before, as far as they have gradients."""
+    outputs: list[Tensor]
+    """Those sent on, or the loss on the last stage, as far as they have gradients.
+
+    None where a loss is over no targets: it may be no number, and 0 * NaN is NaN.
+    """
+    gradient: Tensor | None
+    """The loss's: its target tokens. Others come from the stage behind."""
 
 
 class Propagation:
@@ -122,8 +125,8 @@ class Propagation:
         except StageEnd as end:
             self._context.logs.drop_microbatch()
             self._context.clock.stretch()
-            self._run.link.send_hidden([end.hidden])
-            self._hold(_InFlight(run.hidden_in, end.hidden), index)
+            self._run.link.send_hidden(end.handed_on.tensors, end.handed_on.left)
+            self._hold(index, run, end.handed_on.tensors)
             return
         if self._context.boundary.has_layers and not run.finished:
             raise StepError(
@@ -141,7 +144,7 @@ class Propagation:
         loss = _loss_of(output).float()
         self._losses.append(loss.detach())
         # Of a count that an accelerator makes, this waits for the forward.
-        self._hold(_InFlight(run.hidden_in, loss, weight.float(), bool(num_targets > 0)), index)
+        self._hold(index, run, [loss] if bool(num_targets > 0) else [], weight.float())
 
     def totals(self) -> Tensor:
         """Return the sums of losses, each times its target tokens, and of target tokens; (2,)."""
@@ -160,16 +163,23 @@ class Propagation:
             return ()
         return tuple(self._run.push.missing())
 
-    def _hold(self, held: _InFlight, index: int) -> None:
+    def _hold(
+        self,
+        index: int,
+        run: MicrobatchRun,
+        outputs: Sequence[Tensor],
+        gradient: Tensor | None = None,
+    ) -> None:
         if self.training:
-            self._in_flight[index] = held
+            received = () if run.received is None else run.received.tensors
+            self._in_flight[index] = _InFlight(_learned(received), _learned(outputs), gradient)
             self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
     def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
         key, link = self._key, self._run.link
 
-        def receive() -> Tensor:
-            return link.begin_hidden().tensors()[0]
+        def receive() -> Handover:
+            return Handover(*link.receive_hidden())
 
         return MicrobatchRun(
             layers=self._run.layers,
@@ -199,25 +209,29 @@ class Propagation:
             and self._run.link.following is not None
             and upcoming.microbatch_index in self._in_flight
         ):
-            output = self._in_flight[upcoming.microbatch_index].output
-            if output.requires_grad:
-                self._run.link.expect_gradient(upcoming.microbatch_index, [output])
+            outputs = self._in_flight[upcoming.microbatch_index].outputs
+            self._run.link.expect_gradient(upcoming.microbatch_index, outputs)
 
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._run.link
-        gradient = held.gradient
-        if link.following is not None and held.output.requires_grad:
-            link.expect_gradient(index, [held.output])
-            (gradient,) = link.receive_gradient(index)
+        gradients: list[Tensor | None] = [held.gradient]
+        if link.following is not None:
+            link.expect_gradient(index, held.outputs)
+            gradients = [*link.receive_gradient(index)]
         is_last = index + 1 == len(self.microbatches)
         with self._run.gradient_counter.counting(is_last=is_last):
-            if held.output.requires_grad and held.counts:
+            if held.outputs:
                 self._num_backwards += 1
-                torch.autograd.backward(held.output, gradient)
-        if held.hidden_in is not None and held.hidden_in.requires_grad:
-            back = held.hidden_in.grad
+                torch.autograd.backward(held.outputs, gradients)
+        if link.previous is not None:
             self._context.clock.stretch()
-            link.send_gradient([torch.zeros_like(held.hidden_in) if back is None else back])
+            link.send_gradient(
+                [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]
+            )
+
+
+def _learned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _without_loss(output: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Modules whose layers hand on more than one shape, and runs of them that tests compare."""
+"""Modules whose layers change the hidden state's shape or leave losses of their own."""
 
 from typing import Any
 
 import lightning as L
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +26,7 @@ class Layer(nn.Module):
         widths = [WIDTH, 12, 4, WIDTH] if kind == "width" else [WIDTH] * 4
         self.linear = nn.Linear(widths[index], widths[index + 1])
         self.kind, self.index = kind, index
+        self.found: dict[str, list[Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.linear(x))
@@ -36,6 +38,11 @@ class Layer(nn.Module):
             return y[:, : 2 + int((x[0].detach().sum(-1) > 0).sum())]
         if self.kind == "dtype":
             return y.bfloat16() if self.index == 0 else y
+        if self.kind == "attribute":
+            self.aux = y.square().mean()
+        if self.kind == "list":
+            self.found["losses"].append(y.abs().mean() + self.linear.weight.square().sum())
+            self.seen = {"mean": y.detach().mean(), "index": self.index}
         return y
 
 
@@ -46,26 +53,46 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([Layer(kind, index) for index in range(3)])
         self.head = nn.Linear(WIDTH, 1)
         self.kind = kind
+        self.found: dict[str, list[Tensor]] = {}
+        for layer in self.layers:
+            layer.found = self.found
 
     def forward(self, x: Tensor) -> Tensor:
+        self.found["losses"] = []
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "dtype"):
             x = self.embed(x).float()
             for layer in self.layers:
                 x = layer(x)
         return self.head(x.float()).mean(1)
 
+    def auxiliary(self) -> Any:
+        """Return the sum of what the layers left."""
+        if self.kind == "attribute":
+            return sum(layer.aux for layer in self.layers)
+        if self.kind == "list":
+            assert [layer.seen["index"] for layer in self.layers] == [0, 1, 2]
+            scale = sum(layer.seen["mean"] for layer in self.layers)
+            return sum(self.found["losses"]) * (2 + scale)
+        return 0.0
+
 
 class Module(L.LightningModule):
-    """A regression; losses of steps and the validation's loss are what runs compare."""
+    """A regression; losses of steps and what validation logs are what runs compare."""
 
-    def __init__(self, net: nn.Module) -> None:
+    layers = "net.layers"
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.net = net
+        self.net: Any = self.make_net(kind)
         self.losses: list[float] = []
+
+    def make_net(self, kind: str) -> nn.Module:
+        return Net(kind)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return F.mse_loss(self.net(x), y)
+        loss: Tensor = F.mse_loss(self.net(x), y) + 0.1 * self.net.auxiliary()
+        return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -80,18 +107,57 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},
+    "olmoe": {"num_experts": 4},
+}
+
+
+class Router(Module):
+    """A Hugging Face mixture of experts; a part of its loss needs the logits of all routers."""
+
+    layers = "net.model.layers"
+
+    def make_net(self, kind: str) -> nn.Module:
+        config = transformers.AutoConfig.for_model(
+            kind,
+            vocab_size=11,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts_per_tok=2,
+            initializer_range=0.2,
+            pad_token_id=0,
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+            **EXPERTS[kind],
+        )
+        net: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        return net
+
+    def loss(self, batch: Any) -> Tensor:
+        ids = 1 + (3 * batch[0][..., 0]).long().abs() % 10
+        outputs = self.net(input_ids=ids, labels=ids)
+        assert len(outputs.router_logits) == 3
+        loss: Tensor = outputs.loss
+        return loss
+
+
 def loader(batch_size: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(BATCH * NUM_STEPS, NUM_TOKENS, 3, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(-1)[:, :1]), batch_size=batch_size)
 
 
-def fit(module: L.LightningModule, plan: dict[str, Any] | None, batch_size: int = BATCH) -> None:
+def fit(module: Module, plan: dict[str, Any] | None, batch_size: int = BATCH) -> None:
     """Train and validate, under a plan or on a single device that sees its micro-batches."""
     options: dict[str, Any] = {"devices": 1, "accumulate_grad_batches": BATCH // batch_size}
     if plan is not None:
         found = ParallelPlan.from_dict(plan)
-        strategy = HeteroStrategy(found, num_microbatches=2, layers="net.layers")
+        strategy = HeteroStrategy(found, num_microbatches=2, layers=module.layers)
         options = {"strategy": strategy, "devices": max(found.ranks) + 1}
     trainer = L.Trainer(
         **quiet(max_epochs=1, num_sanity_val_steps=0), **options, use_distributed_sampler=False
@@ -99,19 +165,18 @@ def fit(module: L.LightningModule, plan: dict[str, Any] | None, batch_size: int 
     trainer.fit(module, loader(batch_size), loader(batch_size))
 
 
-def result(module: Module) -> list[float]:
-    """Return losses, the validation's last, and a sum over each parameter."""
-    sums = [float(value.double().abs().sum()) for value in module.state_dict().values()]
-    return [*module.losses, float(module.trainer.callback_metrics["val"]), *sums]
-
-
-def train_shapes(
-    rank: int, kinds: list[str], plan: dict[str, Any] | None
+def train_kinds(
+    rank: int, kinds: list[str], plan: dict[str, Any] | None, batch_size: int = BATCH
 ) -> dict[str, list[float]]:
+    """Return losses, the validation's last, and a sum over each parameter, by kind."""
     results = {}
     for kind in kinds:
         L.seed_everything(5, verbose=False)
-        module = Module(Net(kind))
-        fit(module, plan)
-        results[kind] = result(module)
+        module = Router(kind) if kind in EXPERTS else Module(kind)
+        fit(module, plan, batch_size)
+        # Lightning has divided losses by the number of micro-batches.
+        count = BATCH // batch_size
+        losses = [sum(module.losses[i : i + count]) for i in range(0, len(module.losses), count)]
+        sums = [float(value.double().abs().sum()) for value in module.state_dict().values()]
+        results[kind] = [*losses, float(module.trainer.callback_metrics["val"]), *sums]
     return results

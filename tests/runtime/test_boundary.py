@@ -1,5 +1,6 @@
 """One process plays the stages one after the other: together they are the whole model."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
+from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.targets import LossWatch
 
 
@@ -52,7 +54,11 @@ class Model(nn.Module):
         return self.head(hidden) * (1 + torch.rand(()))
 
 
-def run_of(layers: range, received: Tensor | None, watch: LossWatch | None = None) -> MicrobatchRun:
+def run_of(
+    layers: range, received: Tensor | Handover | None, watch: LossWatch | None = None
+) -> MicrobatchRun:
+    if isinstance(received, Tensor):
+        received = Handover([received], [pickle.dumps([])] * layers.start)
     return MicrobatchRun(
         layers=layers,
         num_layers=3,
@@ -75,7 +81,7 @@ def through_stages(
                 return step()
         except StageEnd as end:
             assert last < 3
-            received = end.hidden.detach()
+            received = end.handed_on
     raise AssertionError("the last stage ended the step")
 
 

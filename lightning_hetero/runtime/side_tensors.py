@@ -1,0 +1,206 @@
+"""Carry what layers leave beside their outputs to the stages behind: losses, router logits.
+
+A layer may leave tensors on its modules, as attributes, in lists or in dicts, and Hugging Face
+models record outputs of its submodules while they are asked to. Code behind the layers then reads
+them, on the last stage. So after each layer what it left is noted, place by place, and whoever
+skips the layer puts it there. Tensors travel beside the hidden state, and their gradients back.
+
+A tensor travels if it is smaller than the hidden state. Larger ones, and what can't be pickled,
+stay where they are.
+"""
+
+import io
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Handover", "LayerLeavings"]
+
+_INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+
+
+class _Space(NamedTuple):
+    """A place where a layer may leave something, as it was at one time."""
+
+    name: tuple[str, str]
+    """Of the module inside the layer, and what of it."""
+    names: dict[str, Any]
+    """The place itself."""
+    before: dict[str, Any]
+    inside: dict[str, "_Seen"]
+    """The lists and dicts in it."""
+
+    def seen(self, name: str) -> "_Seen":
+        """Return what was at a name."""
+        return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
+
+
+@dataclass
+class Handover:
+    """What a stage hands to the next one for one micro-batch."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    """The hidden state, then side tensors of all layers before."""
+    left: list[bytes] = field(default_factory=list)
+    """For each layer before, what it left; refers to side tensors by their index."""
+
+
+class LayerLeavings:
+    """Sees and restores what the layers of one module leave beside their outputs.
+
+    Args:
+        layers: The model's layers in order.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._modules = [list(layer.named_modules()) for layer in layers]
+
+    def look(self, index: int) -> list[_Space]:
+        """Return what is there before layer `index` runs or is skipped."""
+        return [_space(name, names) for name, names in self._spaces(index)]
+
+    def note(self, before: Sequence[_Space], hidden: Tensor, handover: Handover) -> None:
+        """Add what a layer has left since `before`, and its tensors, to what is handed on.
+
+        Args:
+            before: What `look` returned before it ran.
+            hidden: The layer's hidden state; what isn't smaller stays.
+            handover: Changed in place.
+        """
+        handover.tensors[:1] = [hidden]
+        left = []
+        for space in before:
+            for name, value in space.names.items():
+                same = space.before.get(name, _NOTHING) is value and name not in space.inside
+                change = None if same or name in _INTERNAL else space.seen(name).change_to(value)
+                data = None if change is None else _dump(change, handover.tensors)
+                if data is not None:
+                    left.append((space.name, name, data))
+        handover.left.append(pickle.dumps(left))
+
+    def restore(self, index: int, before: Sequence[_Space], handover: Handover) -> None:
+        """Put what layer `index` left on another stage in its places.
+
+        Args:
+            index: The layer's.
+            before: What `look` returned before it was skipped.
+            handover: What the stage before handed on.
+        """
+        spaces = {space.name: space for space in before}
+        for where, name, data in pickle.loads(handover.left[index]):
+            space = spaces[where]
+            space.seen(name).apply(_load(data, handover.tensors), space.names, name)
+
+    def _spaces(self, index: int) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+        for path, module in self._modules[index]:
+            yield (path, "attributes"), vars(module)
+            yield (path, "buffers"), module._buffers
+        capturing = sys.modules.get("transformers.utils.output_capturing")
+        recorded = None if capturing is None else capturing._active_collector.get()
+        if recorded is not None:
+            yield ("", "recorded"), recorded
+
+
+def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:
+    inside = {
+        key: _Seen(value)
+        for key, value in names.items()
+        if type(value) in (list, dict) and key not in _INTERNAL
+    }
+    return _Space(name, names, dict(names), inside)
+
+
+def _dump(value: Any, sides: list[Tensor]) -> bytes | None:
+    """Return a value's bytes, its tensors by their index among the side tensors.
+
+    Returns None if it can't or shouldn't travel; new tensors are added only if it does.
+    """
+    known = {id(tensor): index for index, tensor in enumerate(sides)}
+    new: list[Tensor] = []
+
+    def name_of(item: Any) -> tuple[int, str] | None:
+        if isinstance(item, nn.Module):
+            raise pickle.PicklingError("A module stays with its layer.")
+        if not isinstance(item, Tensor):
+            return None
+        is_plain = type(item) is Tensor and item.layout is torch.strided and not item.is_nested
+        if not is_plain or item.numel() >= sides[0].numel():
+            raise pickle.PicklingError("Only plain tensors smaller than the hidden state travel.")
+        if id(item) not in known:
+            known[id(item)] = len(known)
+            new.append(item)
+        return known[id(item)], item.device.type
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = name_of  # type: ignore[method-assign]
+    try:
+        pickler.dump(value)
+    except Exception:  # Whatever an object's own pickling may raise.
+        return None
+    sides += new
+    return file.getvalue()
+
+
+def _load(data: bytes, sides: Sequence[Tensor]) -> Any:
+    def tensor_of(name: tuple[int, str]) -> Tensor:
+        return sides[name[0]].to(name[1])
+
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = tensor_of  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+_NOTHING = object()
+_DEPTH = 3
+
+
+class _Seen:
+    """A value at one time, with what was in it if it is a list or a dict."""
+
+    def __init__(self, value: Any = _NOTHING, depth: int = _DEPTH) -> None:
+        self.value = value
+        self._depth = depth
+        self._items: list[_Seen] = []
+        self._named: dict[Any, _Seen] = {}
+        if type(value) is list and depth:
+            self._items = [_Seen(item, depth - 1) for item in value]
+        elif type(value) is dict and depth:
+            self._named = {name: _Seen(item, depth - 1) for name, item in value.items()}
+
+    def change_to(self, value: Any) -> tuple[str, Any] | None:
+        """Return how the value has changed, None if it hasn't."""
+        if value is not self.value:
+            return "put", value
+        if type(value) is list and self._depth:
+            count = len(self._items)
+            if len(value) < count or any(map(_Seen.change_to, self._items, value)):
+                return "replace", value
+            return ("append", value[count:]) if len(value) > count else None
+        if type(value) is dict and self._depth:
+            changes = {name: self._at(name).change_to(item) for name, item in value.items()}
+            changes = {name: change for name, change in changes.items() if change is not None}
+            return ("change", changes) if changes else None
+        return None
+
+    def apply(self, change: tuple[str, Any], names: Any, name: Any) -> None:
+        """Change what is at `names[name]`, where this value was, as another stage's was changed."""
+        kind, value = change
+        if kind == "put":
+            names[name] = value
+        elif kind == "append":
+            # Skipping the layer may have added stand-ins for the very same.
+            names[name][len(self._items) :] = value
+        elif kind == "replace":
+            names[name][:] = value
+        else:
+            for inner, inner_change in value.items():
+                self._at(inner).apply(inner_change, names[name], inner)
+
+    def _at(self, name: Any) -> "_Seen":
+        return self._named.get(name) or _Seen()
