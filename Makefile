@@ -2,7 +2,9 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+# Most tests wait for each other's processes, so more of them than cores can run at once.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
 .PHONY: install train test test-fast check format bench clean
 

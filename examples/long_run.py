@@ -272,6 +272,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/long_run"))
+    parser.add_argument(
+        "--first-callback", default="", help='of every node, made by "module:function"'
+    )
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     shutil.rmtree(out, ignore_errors=True)
@@ -280,7 +283,11 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
     metadata = MetadataServer()
-    run = Settings(folder=out / "run", metadata_url=metadata.url)
+    run = Settings(
+        folder=out / "run",
+        metadata_url=metadata.url,
+        first_callback=arguments.first_callback,
+    )
     run.folder.mkdir(parents=True)
     with playing(run) as (nodes, watch):
         play(nodes, watch, metadata)

@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class Settings:
     max_files: int = 60
     memory_bytes: int = 61 * 2**18
     """Of each device: too small for the whole model with a long sample, enough with short ones."""
+    first_callback: str = ""
+    """Function that makes a callback to stand before all others, as "module:function"."""
     num_steps: int = 10_000
     """Where the run ends if nobody orders it to end before."""
 
@@ -197,11 +200,14 @@ def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> N
 def work(settings: Settings, node: str, slowdown: float) -> None:
     """Train on this node's device, together with whoever is there."""
     run_log = RunLog(settings.events, node=node)
+    module, _, function = settings.first_callback.partition(":")
+    first = [getattr(import_module(module), function)()] if module else []
     notice = AwsSpotNotice(base_url=f"{settings.metadata_url}/{node}", timeout_s=10.0)
     fit(
         settings,
         HeteroStrategy(num_candidate_plans=4),
         [
+            *first,
             EmulatedDevices(slowdown, memory_bytes=settings.memory_bytes),
             checkpoint_of(settings, node),
             ElasticRestart(notice, poll_interval_s=0.5),

@@ -15,6 +15,17 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes long, and keep together what shares what a module prepares once."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if isinstance(item, pytest.Function):
+            used = item._fixtureinfo.name2fixturedefs.values()
+            if any(found.scope == "module" for fixtures in used for found in fixtures):
+                item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_of_a_trainer() -> Iterator[None]:
     """Undo what a Trainer in the test's own process leaves: variables and a process group."""

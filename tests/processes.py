@@ -37,6 +37,8 @@ _PRELOADED = [
     "lightning_hetero.callbacks",
     "lightning_hetero.data",
 ]
+_FIRST_PORT, _NUM_PORTS = 12_000, 18_000
+_last_port = _FIRST_PORT + os.getpid() * 997 % _NUM_PORTS
 _DIED = "the process died"
 SILENT = "no answer in time"
 
@@ -56,9 +58,17 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """Return a port for a server on loopback.
+
+    It lies below the ports that the system gives to connections, which could take it before it is
+    used; test processes that run side by side begin to look at different places.
+    """
+    global _last_port
+    while True:
+        _last_port = _FIRST_PORT + (_last_port + 1 - _FIRST_PORT) % _NUM_PORTS
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", _last_port))
+            return _last_port
 
 
 def fork_server() -> Any:

@@ -13,11 +13,10 @@ from torch import Tensor
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.callbacks import StragglerMonitor, straggler_monitor
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.straggler import Event, PolicyConfig, read_events
 from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults
-from tests.callbacks.virtual_time import VirtualTime
+from tests.callbacks.virtual_time import PackedVirtualTime, VirtualTime
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import Case, PackedModule
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -123,25 +122,13 @@ class Timed(ToyModule):
         return super().training_step(batch, batch_idx)
 
 
-class Packed(PackedModule):
-    """The reference model on packed samples: time by tokens and the layers of the rank."""
-
-    time: VirtualTime
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if not isinstance(batch, AssignedBatch):
-            return
-        sizes = [item.num_tokens for item in batch.micro_batches] or [0]
-        share = batch.plan.share(self.trainer.global_rank)
-        self.time.action_s = 2e-4 * share * sum(sizes) / len(sizes)
-
-
 def run(rank: int, drill: Drill, folder: str) -> Seen:
     torch.manual_seed(0)
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(straggler_monitor, "rank_zero_info", said.append)
-        time = VirtualTime(patch, seed=rank)
+        kind = PackedVirtualTime if drill.is_packed else VirtualTime
+        time = kind(patch, seed=rank)
         notes = Notes(time)
         callbacks: list[L.Callback] = [time, notes, InjectFaults(drill.faults)]
         if drill.strategy == "hetero":
@@ -175,10 +162,9 @@ def strategy_of(drill: Drill) -> Any:
     return HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
 
 
-def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | Packed:
+def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedModule:
     if drill.is_packed:
-        packed = Packed(Case(model="packed", num_layers=4))
-        packed.time = time
+        packed = PackedModule(Case(model="packed", num_layers=4))
         rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
         ahead = AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0)
         trainer.fit(

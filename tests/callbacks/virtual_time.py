@@ -5,6 +5,7 @@ only, and at the end of a batch all ranks set their clocks to the latest one, as
 other does. What the monitor sees is then the same on every machine, noise included.
 """
 
+import os
 import random
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.callbacks import step_times, straggler_session
+from lightning_hetero.callbacks import run_metrics, step_times, straggler_session
+from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.runtime import clock
 from lightning_hetero.straggler import probe
 from lightning_hetero.testing import faults
@@ -30,7 +32,7 @@ class VirtualTime(L.Callback):
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
         self.action_s = _CPU_S
-        for module in (clock, step_times, probe, straggler_session, faults):
+        for module in (clock, step_times, probe, run_metrics, straggler_session, faults):
             patch.setattr(module, "time", self)
         begin = clock.ComputeClock._begin_action
 
@@ -68,3 +70,30 @@ class VirtualTime(L.Callback):
         if dist.is_initialized():
             dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         self.wall_s = float(latest)
+
+
+class PackedVirtualTime(VirtualTime):
+    """Virtual time in which an action takes as long as its tokens and layers ask for.
+
+    Args:
+        patch: See `VirtualTime`.
+        seed: See `VirtualTime`.
+        token_s: CPU time of a token in all layers, forward or backward.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, seed: int, *, token_s: float = 2e-4) -> None:
+        super().__init__(patch, seed)
+        self._token_s = token_s
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_batch_start(trainer, *args)
+        batch = args[1]
+        if isinstance(batch, AssignedBatch):
+            sizes = [item.num_tokens for item in batch.micro_batches] or [0]
+            share = batch.plan.share(trainer.global_rank)
+            self.action_s = self._token_s * share * sum(sizes) / len(sizes)
+
+
+def of_a_process() -> VirtualTime:
+    """Let this process live in virtual time until it ends."""
+    return PackedVirtualTime(pytest.MonkeyPatch(), seed=os.getpid(), token_s=2e-5)

@@ -1,4 +1,4 @@
-"""The long run as a user starts it: what was done to it was found, and cost nothing but time."""
+"""The long run, in virtual time: what was done to it was found, and cost nothing but time."""
 
 import subprocess
 import sys
@@ -20,8 +20,13 @@ def done(tmp_path_factory):
     """Return the run's events, the undisturbed run's, and what was printed."""
     folder = tmp_path_factory.mktemp("long_run")
     finished = subprocess.run(
-        [sys.executable, ROOT / "examples/long_run.py", f"--out={folder}"],
-        env=clean_environment(COLUMNS="200"),
+        [
+            sys.executable,
+            ROOT / "examples/long_run.py",
+            f"--out={folder}",
+            "--first-callback=tests.callbacks.virtual_time:of_a_process",
+        ],
+        env=clean_environment(COLUMNS="200", PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         check=False,

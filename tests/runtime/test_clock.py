@@ -228,4 +228,4 @@ def test_real_sleep_stretches_real_work() -> None:
         while time.thread_time() - start_s < 0.01:
             pass
     assert clock.last is not None
-    assert clock.last.compute_s() >= 0.05
+    assert clock.last.compute_s() >= 0.049

@@ -7,9 +7,9 @@ import pytest
 
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.simulator import Simulation, simulate
-from tests.simulator.sailor import ROOT, MeasuredRun, SailorCost, load_profile, load_run
+from tests.simulator.sailor import MODELS, ROOT, MeasuredRun, SailorCost, load_profile, load_run
 
-PROFILES = sorted((ROOT / "profiles").glob("*/*.json"))
+PROFILES = sorted(path for name in MODELS for path in (ROOT / "profiles" / name).glob("*.json"))
 RUNS = sorted((ROOT / "measured").glob("*.json"))
 
 pytestmark = pytest.mark.skipif(not RUNS, reason=f"no measured plans under {ROOT}")
