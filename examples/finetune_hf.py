@@ -164,13 +164,18 @@ class FineTuneCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Write the trained model and let it write."""
-        report(self.trainer, self.model, self.datamodule)
+        # Whole weights, on rank 0 alone: every rank takes part in bringing them together.
+        state = self.trainer.strategy.lightning_module_state_dict()
+        report(self.trainer, self.model, self.datamodule, state)
 
 
 @rank_zero_only
-def report(trainer: L.Trainer, module: FineTuned, data: TokenizedSources) -> None:
+def report(
+    trainer: L.Trainer, module: FineTuned, data: TokenizedSources, state: dict[str, Any]
+) -> None:
     """Write the model with its tokenizer, read both back, and print what the run did."""
-    module.model.save_pretrained(module.output)
+    weights = {name.removeprefix("model."): value for name, value in state.items()}
+    module.model.save_pretrained(module.output, state_dict=weights)
     AutoTokenizer.from_pretrained(data.tokenizer).save_pretrained(module.output)
     model = AutoModelForCausalLM.from_pretrained(module.output)
     tokenizer = AutoTokenizer.from_pretrained(module.output)

@@ -5,7 +5,7 @@ them around validation. `HeteroStrategy` adds the plan and the steps.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,11 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.engine import Engine
+from lightning_hetero.runtime.known_by_shape import with_whole_shapes
 from lightning_hetero.runtime.state import (
     agree_on_groups,
     gather_optimizer_state,
+    leave_stand_ins,
     load_module_state,
     scatter_optimizer_state,
     spread_whole,
@@ -49,12 +51,18 @@ class SlicesStrategy(ProcessesStrategy):
     """Keeps a module's parameters as slices; how they are trained is a subclass's.
 
     Args:
+        whole_after_run: See `HeteroStrategy`.
         **options: See `ProcessesStrategy`.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, whole_after_run: bool, **options: Any) -> None:
         super().__init__(**options)
+        # Other processes than these would get the module back, and they have no slices.
+        self._whole_after_run = whole_after_run or self._start_method != "popen"
+        self._failed = False
         self._engine: Engine | None = None
+        self._kept: SliceStore | None = None
+        """Slices of the last run, for which the module has stand-ins now."""
         self._trained: SliceStore | None = None
         """What the optimizers hold, also after the run that trained."""
         self._cut_when_loading: RemovableHandle | None = None
@@ -97,6 +105,19 @@ class SlicesStrategy(ProcessesStrategy):
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[name] = buffer.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        several = self.world_size > 1
+        with with_whole_shapes(self.engine.store) if several else nullcontext():
+            super().setup_optimizers(trainer)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._kept is not None:
+            # Not earlier: what has no values can't move to CPU, as the slices just did.
+            leave_stand_ins(self._kept)
 
     # -- weights that the engine must pull again -------------------------------------------------
 
@@ -153,13 +174,22 @@ class SlicesStrategy(ProcessesStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._engine is None:
-            # Saved after the run: parameters are whole on every rank.
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the whole module's `state_dict` on rank 0, an empty one elsewhere.
+
+        During a run and behind it; every rank must call it. Behind a run the module keeps its
+        slices: its Trainer goes on with them and saves checkpoints, and any other use of a value is
+        refused.
+        """
+        store = self._kept if self._engine is None else self._engine.store
+        if store is None:
             return self._module.state_dict()
         assert self._communicators is not None
-        return whole_module_state(self.engine.store, self._communicators, self._module)
+        return whole_module_state(store, self._communicators, self._module)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.whole_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -207,16 +237,20 @@ class SlicesStrategy(ProcessesStrategy):
             scatter_optimizer_state(self.engine.store, optimizer, state)
             _optimizer_to_device(optimizer, self.root_device)
 
-    def _remove_engine(self, *, keep_weights: bool) -> None:
-        """Put whole parameters back into the module; collective if they are to be kept."""
+    def _remove_engine(self) -> None:
+        """Keep the slices for what comes behind the run, or make the module whole, collectively."""
         if self._example is not None:
             self._module.example_input_array, self._example = self._example, None
-        if self._engine is not None:
-            if keep_weights:
-                assert self._communicators is not None
-                spread_whole(self._engine.store, self._communicators)
-            self._engine.remove()
-            self._engine = None
         if self._cut_when_loading is not None:
             self._cut_when_loading.remove()
             self._cut_when_loading = None
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        engine.remove()
+        if not self._failed:
+            engine.weights.release()
+        if self._whole_after_run and not self._failed:
+            spread_whole(engine.store, engine.comms)
+        elif self.world_size > 1:
+            self._kept = engine.store

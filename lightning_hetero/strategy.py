@@ -10,7 +10,7 @@ this one brings the plan. In order:
 4. `training_step`: one iteration of the engine, schedule and exchange included; its gradients wait
    until Lightning's `backward` puts them into the slices,
 5. `save_checkpoint` and friends: consolidated files that plain Lightning reads,
-6. `teardown`: whole parameters go back into the module.
+6. `teardown`: the module keeps its slices behind the run, or gets whole parameters back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,9 +82,11 @@ class HeteroStrategy(StepsStrategy):
             every sum.
         nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
             "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
+        whole_after_run: Whether every rank's module has whole parameters behind a run. If not, it
+            keeps its slices: see `whole_state_dict`.
         timeout: How long a rank waits for another before it gives up.
         start_method: How processes are started: "popen" runs the script again for each, "spawn",
-            "fork" and "forkserver" use multiprocessing. Under torchrun nothing is started.
+            others use multiprocessing, and the module comes back whole. torchrun starts its own.
         process_group_backend: "nccl", "gloo", …; None takes what fits the device.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -113,6 +115,7 @@ class HeteroStrategy(StepsStrategy):
         compile_layers: bool = False,
         fp32_gradients: bool = True,
         nonfinite_gradients: NonfiniteGradients | Literal["error", "skip"] = "error",
+        whole_after_run: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         process_group_backend: str | None = None,
@@ -123,6 +126,7 @@ class HeteroStrategy(StepsStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            whole_after_run=whole_after_run,
             timeout=timeout,
             start_method=start_method,
             process_group_backend=process_group_backend,
@@ -160,7 +164,6 @@ class HeteroStrategy(StepsStrategy):
         )
         self._fp32_gradients = fp32_gradients
         self._nonfinite_gradients = NonfiniteGradients(nonfinite_gradients)
-        self._failed = False
 
     # -- plan and data --------------------------------------------------------------------------
 
@@ -254,7 +257,7 @@ class HeteroStrategy(StepsStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_trainable(module, trainer.callbacks)  # type: ignore[attr-defined]
         facts = self._gather_facts(module)
-        self._engine = self._make_engine(facts)
+        self._engine, self._kept = self._make_engine(facts), None
         if trainer.state.fn == TrainerFn.FITTING:
             self._trained = self._engine.store
         num_batches = self.plan.num_pipelines if self.auto_planned is None else self.world_size
@@ -373,7 +376,7 @@ class HeteroStrategy(StepsStrategy):
 
     @override
     def teardown(self) -> None:
-        self._remove_engine(keep_weights=not self._failed)
+        self._remove_engine()
         if not self._failed:
             self.stop_watching()
         if self._failed and self._lightning_module is not None:

@@ -179,7 +179,7 @@ def options_of(
 ) -> dict[str, Any]:
     if not planned:
         return quiet(devices=1, **options)
-    strategy = HeteroStrategy(ParallelPlan.from_dict(plan or PLAN))
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan or PLAN), whole_after_run=True)
     return quiet(strategy=strategy, devices=WORLD_SIZE, **options)
 
 

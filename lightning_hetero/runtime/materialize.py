@@ -1,11 +1,13 @@
 """Give slices their initial values: sent by rank 0, read from a folder, or drawn anew.
 
-A parameter that exists is sent by rank 0, since what the ranks' modules drew may differ. One on the
-meta device is read from the `weight_source` of a module, box by box: of a pretrained model a rank
-reads what it owns. One that lies nowhere is drawn by the model's own functions: `_init_weights` of
-the nearest module around it that has this method, as Hugging Face models do, or `reset_parameters`.
-They run on CPU, for one layer or one module outside the layers at a time, each with a seed of its
-own: weights depend neither on the plan nor on the devices, and no rank ever holds the whole model.
+A parameter that exists is sent by rank 0, since what the ranks' modules drew may differ. One whose
+slices a run before has kept is cut anew from them, with messages only where owners change. One on
+the meta device is read from the `weight_source` of a module, box by box: of a pretrained model a
+rank reads what it owns. One that lies nowhere is drawn by the model's own functions:
+`_init_weights` of the nearest module around it that has this method, as Hugging Face models do, or
+`reset_parameters`. They run on CPU, for one layer or one module outside the layers at a time, each
+with a seed of its own: weights depend neither on the plan nor on the devices, and no rank ever
+holds the whole model.
 """
 
 import inspect
@@ -21,8 +23,10 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.known_by_shape import StandIn
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
+from lightning_hetero.runtime.state import gather_rows
 from lightning_hetero.runtime.weight_sources import StoredPlace, WeightSources
 from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 
@@ -52,11 +56,15 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
         seed: What drawn weights depend on; the same on all ranks.
 
     Raises:
-        ConfigurationError: A parameter is on the meta device on some ranks only.
+        ConfigurationError: A parameter is on the meta device, or kept from a run before, on some
+            ranks only.
         ModelError: Nothing says what a parameter or buffer on the meta device shall be.
     """
     layout = store.layout
-    absent = [name for name in store.specs if layout.slots[name][0].current.is_meta]
+    kept = _find_kept(store, comms)
+    absent = [
+        name for name in store.specs if name not in kept and layout.slots[name][0].current.is_meta
+    ]
     _check_same_everywhere(absent, comms)
     sources = WeightSources(module)
     places = {
@@ -74,7 +82,9 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
                 drawn |= _draw(unit, store, initializers, seed)
         _fill_buffers(module, sources, initializers)
     for name in store.specs:
-        if name not in places:
+        if name in kept:
+            _adopt_kept(store, comms, name, kept[name])
+        elif name not in places:
             # What the ranks' modules were initialised to may differ: rank 0's is what counts.
             whole = layout.slots[name][0].current.detach()
             if comms.world_size > 1:
@@ -85,6 +95,43 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
             store.adopt_rows(name, drawn.pop(name))
         else:
             store.adopt_rows(name, _read_rows(store, name, places[name]))
+
+
+def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
+    """Return the stand-ins that the module has on every rank; collective."""
+    found = {
+        name: current
+        for name, slots in store.layout.slots.items()
+        if isinstance(current := slots[0].current, StandIn)
+    }
+    owners = {item.owner for kept in found.values() for item in kept.store.slices[kept.parameter]}
+    if any(owner >= comms.world_size for owner in owners):
+        raise ConfigurationError(
+            f"The module's parameters are slices of a run on {max(owners) + 1} ranks or more, but "
+            f"{comms.world_size} run now. Use HeteroStrategy(whole_after_run=True) for the run "
+            "before."
+        )
+    names = comms.gather_objects(sorted(found))
+    if any(item != names[0] for item in names):
+        raise ConfigurationError(
+            "The module's parameters are slices of a run before on some ranks only; numbers of "
+            f"them by rank: {[len(item) for item in names]}. Load whole weights on every rank or "
+            "on none."
+        )
+    return found
+
+
+def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandIn) -> None:
+    """Take this rank's slice of a parameter over from a run before; collective over all ranks."""
+    before, old = kept.store, kept.parameter
+    own = before.masters[old].detach()
+    unmoved = before.slices[old] == store.slices[name]
+    if unmoved and before.specs[old].cut_dim == store.specs[name].cut_dim:
+        store.adopt_rows(name, own)
+    else:
+        whole = gather_rows(before, comms, old, own, everywhere=True)
+        assert whole is not None
+        store.adopt(name, whole)
 
 
 def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
@@ -227,7 +274,8 @@ def _put(layout: ModelLayout, name: str, parameter: nn.Parameter) -> None:
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
 def _unset_like(tensor: Tensor) -> Tensor:

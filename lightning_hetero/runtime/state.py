@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.slices import Slice
 from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.known_by_shape import StandIn
 from lightning_hetero.runtime.weights import SliceStore, narrow_rows
 
 __all__ = [
     "agree_on_groups",
     "gather_optimizer_state",
     "gather_rows",
+    "leave_stand_ins",
     "load_module_state",
     "scatter_optimizer_state",
     "spread_whole",
@@ -68,16 +70,24 @@ def _shape_of(store: SliceStore, name: str, item: Slice) -> tuple[int, ...]:
 
 @contextmanager
 def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Hold whole tensors in the module's slots, the slices again afterwards."""
+    """Hold whole tensors in the module's slots, what was there before again afterwards.
+
+    What a user has put into a slot behind the run stays there.
+    """
+    before = []
     for name, tensor in tensors.items():
-        whole = nn.Parameter(tensor, requires_grad=store.masters[name].requires_grad)
+        master = store.masters[name]
+        whole = nn.Parameter(tensor, requires_grad=master.requires_grad)
         for slot in store.layout.slots[name]:
-            slot.put(whole)
+            current = slot.current
+            if current is master or isinstance(current, StandIn):
+                before.append((slot, current))
+                slot.put(whole)
     try:
         yield
     finally:
-        for name in tensors:
-            store.register(name)
+        for slot, current in before:
+            slot.put(current)
 
 
 def whole_module_state(
@@ -129,6 +139,15 @@ def spread_whole(store: SliceStore, comms: Communicators) -> None:
         parameter = nn.Parameter(whole, requires_grad=master.requires_grad)
         for slot in store.layout.slots[name]:
             slot.put(parameter)
+
+
+def leave_stand_ins(store: SliceStore) -> None:
+    """Put stand-ins for slices into the module's slots; they keep the store for a next run."""
+    for name, slots in store.layout.slots.items():
+        stand_in = StandIn.of(store, name)
+        for slot in slots:
+            if slot.current is store.masters[name]:
+                slot.put(stand_in)
 
 
 def _names_of(store: SliceStore, optimizer: torch.optim.Optimizer) -> list[str]:

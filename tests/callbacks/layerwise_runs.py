@@ -80,7 +80,7 @@ def fit(
     options = quiet(max_steps=leg.until, devices=leg.world_size, callbacks=callbacks)
     if leg.plan is not None:
         plan = ParallelPlan.from_dict(leg.plan)
-        options["strategy"] = HeteroStrategy(plan=plan, ownership=leg.ownership)
+        options["strategy"] = HeteroStrategy(plan, ownership=leg.ownership, whole_after_run=True)
     num_pipelines = 1 if leg.plan is None else len(leg.plan["pipelines"])
     loader = StatefulDataLoader(
         Rows(LENGTHS), batch_size=6 // num_pipelines, collate_fn=PackedCollate()

@@ -137,7 +137,8 @@ def train(
     options: dict[str, Any] = {"devices": world_size}
     if plans:
         callbacks.append(Candidates(plans))
-        options["strategy"] = HeteroStrategy(plan=ParallelPlan.from_dict(plans[0]))
+        first = ParallelPlan.from_dict(plans[0])
+        options["strategy"] = HeteroStrategy(first, whole_after_run=True)
     return fit(callbacks, options, resume)
 
 
@@ -146,7 +147,9 @@ def train_automatically(
 ) -> tuple[Outcome, AutoPlanned]:
     """Train under whatever plans are proposed for emulated devices."""
     os.environ["LIGHTNING_HETERO_CACHE"] = cache
-    strategy = HeteroStrategy(AutoPlan(tp_degrees=(1, 2)), num_candidate_plans=4)
+    strategy = HeteroStrategy(
+        AutoPlan(tp_degrees=(1, 2)), num_candidate_plans=4, whole_after_run=True
+    )
     options = {"devices": len(slowdowns), "strategy": strategy}
     outcome = fit([EmulatedDevices(slowdowns)], options)
     assert strategy.auto_planned is not None

@@ -30,7 +30,7 @@ def strategy_of(plan: dict[str, Any] | None, world_size: int, **options: Any) ->
     """Trainer options for a plan; a single device without one."""
     if plan is None:
         return {"devices": 1}
-    strategy = HeteroStrategy(plan=ParallelPlan.from_dict(plan), **options)
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan), whole_after_run=True, **options)
     return {"strategy": strategy, "devices": world_size}
 
 
@@ -49,7 +49,7 @@ def use_every_entry_point(
     L.seed_everything(SEED, verbose=False)
     module = ToyModule(ToyOptions())
     if trainer_options.get("strategy") is None and world_size > 1:
-        trainer_options = {**trainer_options, "strategy": HeteroStrategy()}
+        trainer_options = {**trainer_options, "strategy": HeteroStrategy(whole_after_run=True)}
     trainer = L.Trainer(**quiet(max_epochs=2, num_sanity_val_steps=2), **trainer_options)
     trainer.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
     fitted = metrics_of(trainer)
@@ -73,18 +73,26 @@ def use_every_entry_point(
 def _fresh(options: dict[str, Any]) -> dict[str, Any]:
     strategy = options.get("strategy")
     if isinstance(strategy, HeteroStrategy):
-        return {**options, "strategy": HeteroStrategy(strategy.candidate_plans[0])}
+        return {
+            **options,
+            "strategy": HeteroStrategy(strategy.candidate_plans[0], whole_after_run=True),
+        }
     return options
 
 
 def fit_with_defaults(rank: int, num_stages: int, world_size: int) -> dict[str, Any]:
-    strategy = HeteroStrategy(num_stages=num_stages) if num_stages > 1 else HeteroStrategy()
+    stages = num_stages if num_stages > 1 else None
+    strategy = HeteroStrategy(num_stages=stages, whole_after_run=True)
     options = {"strategy": strategy, "devices": world_size}
     return use_every_entry_point(rank, world_size, options, 2)
 
 
-def fit_by_name(rank: int, world_size: int) -> dict[str, Any]:
-    return use_every_entry_point(rank, world_size, {"strategy": "hetero", "devices": world_size}, 2)
+def fit_by_name(rank: int, world_size: int) -> list[float]:
+    L.seed_everything(SEED, verbose=False)
+    module = ToyModule(ToyOptions())
+    trainer = L.Trainer(**quiet(max_epochs=2, strategy="hetero", devices=world_size))
+    trainer.fit(module, loader(12, 2))
+    return module.losses
 
 
 def fit_single(rank: int, batch_size: int) -> dict[str, Any]:

@@ -157,7 +157,9 @@ def fit(module: Module, plan: dict[str, Any] | None, batch_size: int = BATCH) ->
     options: dict[str, Any] = {"devices": 1, "accumulate_grad_batches": BATCH // batch_size}
     if plan is not None:
         found = ParallelPlan.from_dict(plan)
-        strategy = HeteroStrategy(found, num_microbatches=2, layers=module.layers)
+        strategy = HeteroStrategy(
+            found, num_microbatches=2, layers=module.layers, whole_after_run=True
+        )
         options = {"strategy": strategy, "devices": max(found.ranks) + 1}
     trainer = L.Trainer(
         **quiet(max_epochs=1, num_sanity_val_steps=0), **options, use_distributed_sampler=False

@@ -194,7 +194,11 @@ def fit(
     strategy: dict[str, Any] = {"devices": 1}
     if case.plan is not None:
         plan = ParallelPlan.from_dict(case.plan)
-        options: dict[str, Any] = {"num_microbatches": 2, **dict(case.options)}
+        options: dict[str, Any] = {
+            "num_microbatches": 2,
+            "whole_after_run": True,
+            **dict(case.options),
+        }
         strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
     trainer = L.Trainer(
         **quiet(max_epochs=1, max_steps=max_steps, precision=case.precision),

@@ -29,7 +29,9 @@ def main() -> None:
             ]
         }
     )
-    strategy = HeteroStrategy(plan=plan, num_microbatches=2, start_method=arguments.start_method)
+    strategy = HeteroStrategy(
+        plan, num_microbatches=2, start_method=arguments.start_method, whole_after_run=True
+    )
     trainer = L.Trainer(strategy=strategy, **quiet(devices=arguments.devices, max_steps=3))
     module = ToyModule(ToyOptions())
     if arguments.fail_on >= 0:

@@ -314,6 +314,7 @@ def _strategy(case: Case) -> dict[str, Any]:
         plan=ParallelPlan.from_dict(case.plan),
         num_microbatches=case.num_microbatches,
         ownership=case.ownership,
+        whole_after_run=True,
         **dict(case.options),
     )
     return {"strategy": strategy, "devices": case.world_size}

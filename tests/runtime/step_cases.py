@@ -78,9 +78,8 @@ def fit(
     module = make()
     run: dict[str, Any] = {"devices": 1}
     if plan is not None:
-        strategy = HeteroStrategy(
-            ParallelPlan.from_dict(plan), **{"num_microbatches": 2, **(options or {})}
-        )
+        given = {"num_microbatches": 2, "whole_after_run": True, **(options or {})}
+        strategy = HeteroStrategy(ParallelPlan.from_dict(plan), **given)
         run = {"strategy": strategy, "devices": 2}
     batch_size = ROWS if plan is None else ROWS // len(plan["pipelines"])
     trainer = L.Trainer(

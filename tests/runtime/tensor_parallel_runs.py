@@ -127,6 +127,7 @@ def train_sharded(
             plan=ParallelPlan.from_dict(case.plan),
             num_microbatches=case.num_microbatches,
             ownership=case.ownership,
+            whole_after_run=True,
             **options,
         )
         strategy = {"strategy": hetero, "devices": case.world_size}
@@ -162,7 +163,8 @@ def fit_error(rank: int, case: Case, options: dict[str, Any]) -> str:
 def predict_sharded(rank: int, case: Case, options: dict[str, Any]) -> list[np.ndarray]:
     L.seed_everything(SEED, verbose=False)
     assert case.plan is not None
-    hetero = HeteroStrategy(plan=ParallelPlan.from_dict(case.plan), **options)
+    plan = ParallelPlan.from_dict(case.plan)
+    hetero = HeteroStrategy(plan=plan, whole_after_run=True, **options)
     trainer = L.Trainer(**quiet(), strategy=hetero, devices=case.world_size)
     module = ToyLMModule(case)
     outputs = trainer.predict(module, DataLoader(TokenRows(8), batch_size=4))

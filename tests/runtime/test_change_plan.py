@@ -82,7 +82,7 @@ def train(
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.manual_seed(0)
     module = ToyModule(ToyOptions(tied=setting.tied))
-    strategy = HeteroStrategy(plan=plans[0], num_microbatches=2)
+    strategy = HeteroStrategy(plan=plans[0], num_microbatches=2, whole_after_run=True)
     changes = ChangesPlan(plans)
     trainer = L.Trainer(
         strategy=strategy,

@@ -123,8 +123,13 @@ def train(rank: int, case: PackedCase) -> PackedOutcome:
     strategy: dict[str, Any] = {"devices": 1}
     if case.plan is not None:
         plan = ParallelPlan.from_dict(case.plan)
-        options = {"num_microbatches": 2, "sequence_parallel": case.sequence_parallel}
-        strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
+        hetero = HeteroStrategy(
+            plan,
+            num_microbatches=2,
+            sequence_parallel=case.sequence_parallel,
+            whole_after_run=True,
+        )
+        strategy = {"strategy": hetero, "devices": case.world_size}
     trainer = L.Trainer(**quiet(max_epochs=1), **strategy, use_distributed_sampler=False)
     trainer.fit(module)
     if case.folder is not None and case.plan is not None:
