@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.hidden_state import hidden_argument, hidden_output
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
-from lightning_hetero.runtime.random_state import seed_everything, seed_of, seed_torch
+from lightning_hetero.runtime.random_state import seed_everything, seed_of
 from lightning_hetero.runtime.side_tensors import LayerLeavings
+from lightning_hetero.runtime.stage_input import StageInput, is_checkpointed_reentrantly
 
 __all__ = ["StageBoundary"]
 
@@ -60,6 +61,8 @@ class StageBoundary:
         self._unknown: set[int] = set()
         """Ids of the tensors in templates: they stand for values that this stage doesn't know."""
         self._run: MicrobatchRun | None = None
+        self._again: MicrobatchRun | None = None
+        """The micro-batch whose backward runs."""
         self._enter_stage = enter_stage
         self._leave_stage = leave_stage
         for index, layer in enumerate(self._layers):
@@ -82,6 +85,7 @@ class StageBoundary:
     def running(self, run: MicrobatchRun) -> Iterator[None]:
         """Run the user's step inside this context; checks that it called the model once."""
         self._run = run
+        run.with_gradients = torch.is_grad_enabled()
         seed_everything(seed_of(*run.seed))
         if not self._layers:
             run.before_layer(0)
@@ -93,26 +97,43 @@ class StageBoundary:
                 run.behind_layers.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._run = None
 
+    @contextmanager
+    def backward_of(self, run: MicrobatchRun) -> Iterator[None]:
+        """Compute layers that the user's model checkpoints again as in this run's forward."""
+        self._again = run
+        try:
+            yield
+        finally:
+            self._again = None
+
     def call(
         self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Do what the current micro-batch asks of layer `index`; plain forward without one."""
         run = self._run
         if run is None:
-            return forward(*args, **kwargs)
+            if self._again is None:
+                return forward(*args, **kwargs)
+            return self._call_again(self._again, index, forward, args, kwargs)
         has_stages = len(run.layers) < run.num_layers
+        if run.with_gradients and not torch.is_grad_enabled() and is_checkpointed_reentrantly():
+            run.is_reentrant = True
+            if has_stages:
+                raise ModelError(
+                    f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
+                    "hides from a stage what it computes. Use use_reentrant=False, or leave the "
+                    "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
+                )
         if index > 0 and has_stages:
             self._check_known(index, args, kwargs)
             _check_nothing_between(run, index, args, kwargs)
         if index < run.layers.start:
-            before = self._leavings.look(index)
-            output = self._pass_through(index, args, kwargs)
-            self._leavings.restore(index, before, run.arrived())
+            output = self._skip(run, index, args, kwargs)
             run.last_hidden = hidden_output(output, index)
             return output
         if index == run.layers.start:
             args, kwargs = self._enter(run, args, kwargs)
-        seed_torch(seed_of(*run.seed, index))
+        run.seed_torch(index)
         run.before_layer(index)
         before = [] if run.is_last_stage else self._leavings.look(index)
         output = forward(*args, **kwargs)
@@ -132,26 +153,74 @@ class StageBoundary:
                 "call the model once, for instance on the concatenation of both inputs."
             )
         run.entered = True
-        if run.receive is None and self._enter_stage is None:
+        if run.receive is not None:
+            run.stage_input = StageInput(run.arrived().tensors[0])
+        return self._first_arguments(run, args, kwargs)
+
+    def _first_arguments(
+        self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the stage's first layer gets."""
+        if run.stage_input is None and self._enter_stage is None:
             return args, kwargs
         hidden, replace = hidden_argument(args, kwargs)
-        if run.receive is not None:
-            hidden = run.arrived().tensors[0]
+        if run.stage_input is not None:
+            hidden = run.stage_input.give()
         return replace(hidden if self._enter_stage is None else self._enter_stage(hidden))
+
+    def _last_output(self, run: MicrobatchRun, output: Any) -> Any:
+        """Return what the stage's last layer returns."""
+        if self._leave_stage is None:
+            return output
+        assert run.last_hidden is not None
+        hidden = run.last_hidden = self._leave_stage(run.last_hidden)
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     def _leave(self, run: MicrobatchRun, output: Any) -> Any:
         run.finished = True
-        if self._leave_stage is not None:
-            assert run.last_hidden is not None
-            hidden = run.last_hidden = self._leave_stage(run.last_hidden)
-            output = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+        output = self._last_output(run, output)
         if not run.is_last_stage:
             assert run.last_hidden is not None
             run.handed_on.tensors[:1] = [run.last_hidden]
             raise StageEnd(run.handed_on)
-        seed_torch(seed_of(*run.seed, _BEHIND_LAYERS))
+        run.seed_torch(_BEHIND_LAYERS)
         run.before_layer(run.num_layers)
         _watch(run)
+        return output
+
+    def _call_again(
+        self,
+        run: MicrobatchRun,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compute in backward what the forward computed, or skipped.
+
+        Nothing is asked for behind the last layer of a stage: the step ended there.
+        """
+        if index < run.layers.start:
+            return self._skip(run, index, args, kwargs)
+        if index >= run.layers.stop:
+            return self._pass_through(index, args, kwargs)
+        if index == run.layers.start:
+            args, kwargs = self._first_arguments(run, args, kwargs)
+        run.seed_torch(index, again=True)
+        output = forward(*args, **kwargs)
+        if index + 1 == run.layers.stop:
+            run.last_hidden = hidden_output(output, index, is_alone=True)
+            output = self._last_output(run, output)
+            run.seed_torch(_BEHIND_LAYERS, again=True)
+        return output
+
+    def _skip(
+        self, run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do what is done here of a layer that an earlier stage computes."""
+        before = self._leavings.look(index)
+        output = self._pass_through(index, args, kwargs)
+        self._leavings.restore(index, before, run.arrived())
         return output
 
     def _pass_through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,12 +247,12 @@ class StageBoundary:
             name: torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
             for name, shape in self._shapes[index].items()
         }
-        run, self._run = self._run, None
+        (run, again), self._run, self._again = (self._run, self._again), None, None
         try:
             with torch.no_grad():
                 output = torch.func.functional_call(self._layers[index], zeros, args, kwargs)
         finally:
-            self._run = run
+            self._run, self._again = run, again
         if isinstance(output, Tensor):
             return None
         hidden_output(output, index)

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetero.runtime.random_state import seed_of, seed_torch
 from lightning_hetero.runtime.side_tensors import Handover
+from lightning_hetero.runtime.stage_input import StageInput
 
 __all__ = ["MicrobatchRun", "StageEnd"]
 
@@ -43,6 +46,12 @@ class MicrobatchRun:
     received: Handover | None = field(default=None, repr=False)
     handed_on: Handover = field(default_factory=Handover, repr=False)
     """What the stage behind gets, as far as it is known."""
+    with_gradients: bool = False
+    """Whether the step began with autograd switched on."""
+    is_reentrant: bool = False
+    """Whether a checkpoint of the older kind hides layers from autograd."""
+    stage_input: StageInput | None = field(default=None, repr=False)
+    _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     last_hidden: Tensor | None = field(default=None, repr=False)
     """What the layer before returned, to see that nothing is computed between layers."""
 
@@ -58,3 +67,16 @@ class MicrobatchRun:
     def is_last_stage(self) -> bool:
         """Whether the stage holds the model's last layer."""
         return self.layers.stop == self.num_layers
+
+    def seed_torch(self, index: int, *, again: bool = False) -> None:
+        """Seed torch's generators for layer `index`, or for the code behind the layers, -1.
+
+        A layer that is called more than once draws other numbers each time. One that is computed
+        `again` draws those of the first time: a checkpoint has put the generators back to where
+        they were, so the seed before this one tells which time that was.
+        """
+        place = torch.initial_seed(), index
+        if not again:
+            earlier = sum(1 for _, known in self._seeds if known == index)
+            self._seeds[place] = seed_of(*self.seed, index, *([earlier] if earlier else []))
+        seed_torch(self._seeds.get(place, seed_of(*self.seed, index)))

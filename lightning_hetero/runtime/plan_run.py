@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
+from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.transfers import TransferTable, unit_of
@@ -115,35 +116,40 @@ class GradientCounter:
     ) -> None:
         self._push = push
         self._active = False
-        self._left: dict[int, int] = {}
-        self._sizes = {unit: len(names) for unit, names in push.sent_by_unit.items()}
+        self._left: dict[int, set[str]] = {}
         for spec in specs:
             shard = weights.shards.get(spec.name)
             unit = unit_of(spec, plan.num_layers)
             if shard is not None and spec.name in push.sent_by_unit.get(unit, ()):
-                shard.register_post_accumulate_grad_hook(self._hook(unit))  # type: ignore[no-untyped-call]
+                shard.register_post_accumulate_grad_hook(self._hook(unit, spec.name))  # type: ignore[no-untyped-call]
 
-    def _hook(self, unit: int) -> Callable[[Tensor], None]:
+    def _hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
         # Weakly: a hook that holds what holds its own tensor is a cycle that torch never collects.
         counter = weakref.ref(self)
 
         def arrived(_: Tensor) -> None:
             alive = counter()
             if alive is not None:
-                alive._count(unit)
+                alive._count(unit, name)
 
         return arrived
 
-    def _count(self, unit: int) -> None:
+    def _count(self, unit: int, name: str) -> None:
         if self._active:
-            self._left[unit] -= 1
-            if self._left[unit] == 0:
+            if name not in self._left[unit]:
+                raise StepError(
+                    f"The gradient of {name} comes in several parts and was sent after the first, "
+                    "as under torch.utils.checkpoint with use_reentrant=True. Use "
+                    "use_reentrant=False."
+                )
+            self._left[unit].remove(name)
+            if not self._left[unit]:
                 self._push.unit_ready(unit)
 
     def counting(self, *, is_last: bool) -> "GradientCounter":
         """Count inside this context if the iteration's last backward runs in it."""
         self._active = is_last
-        self._left = dict(self._sizes)
+        self._left = {unit: set(names) for unit, names in self._push.sent_by_unit.items()}
         return self
 
     def __enter__(self) -> None:

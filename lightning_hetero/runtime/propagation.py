@@ -55,6 +55,7 @@ class StepContext:
 class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
+    run: MicrobatchRun
     received: list[Tensor]
     """Hidden state and side tensors from the stage before, as far as they have gradients."""
     outputs: list[Tensor]
@@ -172,7 +173,9 @@ class Propagation:
     ) -> None:
         if self.training:
             received = () if run.received is None else run.received.tensors
-            self._in_flight[index] = _InFlight(_learned(received), _learned(outputs), gradient)
+            run.last_hidden = None  # What autograd doesn't need isn't kept.
+            held = _InFlight(run, _learned(received), _learned(outputs), gradient)
+            self._in_flight[index] = held
             self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
     def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
@@ -218,8 +221,12 @@ class Propagation:
         if link.following is not None:
             link.expect_gradient(index, held.outputs)
             gradients = [*link.receive_gradient(index)]
-        is_last = index + 1 == len(self.microbatches)
-        with self._run.gradient_counter.counting(is_last=is_last):
+        # Within older checkpoints a weight gets its gradient in parts, and none says it's the last.
+        is_last = index + 1 == len(self.microbatches) and not held.run.is_reentrant
+        with (
+            self._run.gradient_counter.counting(is_last=is_last),
+            self._context.boundary.backward_of(held.run),
+        ):
             if held.outputs:
                 self._num_backwards += 1
                 torch.autograd.backward(held.outputs, gradients)
