@@ -42,6 +42,7 @@ from lightning_hetero.checkpoint import (
     SoloTransport,
     Source,
     Transport,
+    WriterOptions,
     find_next_attempt,
     recover,
 )
@@ -75,15 +76,18 @@ class LayerwiseCheckpoint(Checkpoint):
         replicas: Nodes that keep each slice in their local places; 2 survives the loss of a node.
         keep: Complete checkpoints to keep on disk and in the remote store.
         shared_memory: Whether to keep the newest checkpoint in shared memory, too, where it
-            survives the process. It is freed when the run ends well.
-        timeout: How long ranks wait for each other while they exchange parts.
+            survives the process. It is freed when the run ends and another place has it.
+        timeout: After how long storage that doesn't move, or a rank that doesn't answer, is given
+            up. Slow storage is waited for as long as it moves.
+        lasting_within: How long training may go on while no disk and no store takes a checkpoint;
+            then it ends with an error. A save that fails is tried anew with the next checkpoint.
         storage_options: For the filesystem of the URL, such as an endpoint.
         retry: When to try a failed remote operation again.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
-        CheckpointError: There are checkpoints, but none can be read, or the only lasting place
-            can't be written.
+        CheckpointError: There are checkpoints, but none can be read, or no lasting place has taken
+            one for too long, or has the newest when training ends.
     """
 
     def __init__(  # noqa: PLR0913 - what a user chooses
@@ -96,6 +100,7 @@ class LayerwiseCheckpoint(Checkpoint):
         keep: int = 2,
         shared_memory: bool = True,
         timeout: timedelta = timedelta(minutes=5),
+        lasting_within: timedelta = timedelta(minutes=30),
         storage_options: Mapping[str, Any] | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
@@ -116,7 +121,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self.saved: SavedCheckpoint | None = None
         """The last checkpoint that was started."""
         self._every_n_train_steps = every_n_train_steps
-        self._replicas = replicas
+        self._writer_options = WriterOptions(
+            replicas=replicas,
+            stall_s=timeout.total_seconds(),
+            lasting_within_s=lasting_within.total_seconds(),
+        )
         self._timeout = timeout
         self._writer: CheckpointWriter | None = None
         self._transport: Transport = SoloTransport()
@@ -168,7 +177,7 @@ class LayerwiseCheckpoint(Checkpoint):
             tiers,
             node_of_rank=self.node_of_rank,
             transport=self._transport,
-            replicas=self._replicas,
+            options=self._writer_options,
         )
 
     @override
@@ -311,8 +320,8 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
+            # Raises, and so leaves what is in shared memory, unless another place has the newest.
             writer.close()
-        trainer.strategy.barrier("checkpoints are complete")
         if trainer.local_rank == 0:
             self.places.forget_memory()
 

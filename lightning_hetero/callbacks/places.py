@@ -89,18 +89,17 @@ class Places:
             self._lasting_folder.mkdir(parents=True, exist_ok=True)
 
     def tiers(self) -> list[Tier]:
-        """Return the tiers, fastest first; only the one lasting place there is may stop a run."""
+        """Return the tiers, fastest first."""
         tiers = []
         if self.memory_dir is not None:
             store = LocalStore(self.memory_dir)
-            tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1, required=False))
-        alone = self.path_or_url is None or self.local_dir is None
+            tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
         if self.local_dir is not None:
             disk = LocalStore(self.local_dir)
-            tiers.append(Tier(kind=TierKind.DISK, store=disk, keep=self.keep, required=alone))
+            tiers.append(Tier(kind=TierKind.DISK, store=disk, keep=self.keep))
         if self.path_or_url is not None:
             remote = open_store(self.path_or_url, retry=self.retry, **self.storage_options)
-            tiers.append(Tier(kind=TierKind.REMOTE, store=remote, keep=self.keep, required=alone))
+            tiers.append(Tier(kind=TierKind.REMOTE, store=remote, keep=self.keep))
         return tiers
 
     def note(self, finished: FinishedStep) -> None:

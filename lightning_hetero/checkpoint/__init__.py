@@ -17,6 +17,7 @@ from lightning_hetero.checkpoint.inventory import (
     take_inventory,
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.meeting import WriterOptions
 from lightning_hetero.checkpoint.notices import (
     AwsSpotNotice,
     AzureScheduledEvents,
@@ -72,6 +73,7 @@ __all__ = [
     "Tier",
     "TierKind",
     "Transport",
+    "WriterOptions",
     "complete_checkpoints",
     "export_checkpoint",
     "find_next_attempt",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightning_hetero.checkpoint.background import Followed, Progress
 from lightning_hetero.checkpoint.blocks import BlockChecksums, Buffer
 from lightning_hetero.checkpoint.encoding import FileBody
 from lightning_hetero.checkpoint.manifest import (
@@ -19,10 +20,12 @@ __all__ = ["copy_part", "exchange_parts", "write_files", "write_manifest"]
 _CHUNK_BYTES = 8 << 20
 
 
-def write_files(store: Store, checkpoint: CheckpointId, bodies: Iterable[FileBody]) -> None:
-    """Write a part's files."""
+def write_files(
+    store: Store, checkpoint: CheckpointId, bodies: Iterable[FileBody], progress: Progress
+) -> None:
+    """Write a part's files; `progress` is told of every chunk."""
     for body in bodies:
-        store.write(f"{checkpoint.folder}/{body.name}", body)
+        store.write(f"{checkpoint.folder}/{body.name}", Followed(body, progress))
 
 
 def write_manifest(store: Store, manifest: PartManifest) -> None:
@@ -30,10 +33,11 @@ def write_manifest(store: Store, manifest: PartManifest) -> None:
     store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
 
 
-def copy_part(source: Store, target: Store, manifest: PartManifest) -> None:
+def copy_part(source: Store, target: Store, manifest: PartManifest, progress: Progress) -> None:
     """Copy a part between stores; CheckpointError if the source turns out corrupt."""
     for entry in manifest.files:
-        target.write(f"{manifest.id.folder}/{entry.name}", _StoredFile(source, manifest, entry))
+        chunks = Followed(_StoredFile(source, manifest, entry), progress)
+        target.write(f"{manifest.id.folder}/{entry.name}", chunks)
     write_manifest(target, manifest)
 
 
@@ -44,6 +48,7 @@ def exchange_parts(
     *,
     source: Store | None,
     target: Store,
+    progress: Progress,
 ) -> list[str]:
     """Send this rank's part to its targets and keep what others send; all ranks call it.
 
@@ -53,6 +58,7 @@ def exchange_parts(
         manifest: This rank's part.
         source: Where this rank has its part; None if it couldn't write it.
         target: Where this rank keeps other ranks' parts.
+        progress: Is told of every chunk.
 
     Returns:
         What went wrong here; the others' transfers go on.
@@ -62,9 +68,9 @@ def exchange_parts(
     for sender, receiver in (pairs[index] for index in take_turns(pairs)):
         try:
             if transport.global_rank == sender:
-                _send_part(transport, receiver, manifest, source)
+                _send_part(transport, receiver, manifest, source, progress)
             elif transport.global_rank == receiver:
-                _receive_part(transport, sender, target)
+                _receive_part(transport, sender, target, progress)
         except (OSError, CheckpointError) as error:
             errors.append(f"Copy of rank {sender}'s part for rank {receiver}: {error}")
     return errors
@@ -106,7 +112,11 @@ def _checked(
 
 
 def _send_part(
-    transport: Transport, receiver: int, manifest: PartManifest, source: Store | None
+    transport: Transport,
+    receiver: int,
+    manifest: PartManifest,
+    source: Store | None,
+    progress: Progress,
 ) -> None:
     """Send the manifest, then every chunk in order; nothing in place of what can't be read."""
     if source is None:
@@ -123,11 +133,12 @@ def _send_part(
             except (OSError, CheckpointError) as error:
                 failure = error
             transport.send(data, receiver)
+            progress.tick()
     if failure is not None:
         raise CheckpointError(f"couldn't be read back: {failure}") from failure
 
 
-def _receive_part(transport: Transport, sender: int, target: Store) -> None:
+def _receive_part(transport: Transport, sender: int, target: Store, progress: Progress) -> None:
     """Take all chunks, whatever happens, so that the next transfer finds its own."""
     head = transport.receive(sender)
     if not head:
@@ -135,7 +146,7 @@ def _receive_part(transport: Transport, sender: int, target: Store) -> None:
     manifest = PartManifest.decode(head)
     failure: Exception | None = None
     for entry in manifest.files:
-        chunks = (transport.receive(sender) for _ in _starts(entry))
+        chunks = iter(Followed((transport.receive(sender) for _ in _starts(entry)), progress))
         if failure is None:
             try:
                 name = f"{manifest.id.folder}/{entry.name}"

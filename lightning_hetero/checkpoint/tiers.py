@@ -52,8 +52,6 @@ class Tier:
     """Complete checkpoints to keep, 1 or more; older ones are deleted."""
     name: str = ""
     """Tells several remote tiers apart; a node's own tiers go by the node's name."""
-    required: bool = True
-    """Whether a failed write ends training at the next save; else it is only logged."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -80,7 +78,12 @@ def remove_files(store: Store, names: Collection[str]) -> None:
 
 
 def prune(
-    store: Store, *, keep: int, shared: bool, busy: Collection[CheckpointId] = ()
+    store: Store,
+    *,
+    keep: int,
+    shared: bool,
+    busy: Collection[CheckpointId] = (),
+    superseded: Collection[CheckpointId] = (),
 ) -> list[CheckpointId]:
     """Delete all that is older than a run's newest `keep` complete checkpoints; return what went.
 
@@ -92,6 +95,7 @@ def prune(
         shared: Whether the store holds all parts (remote), so that completeness shows in it; else
             only what `confirm` noted, and is whole as far as it is here, counts as complete.
         busy: Checkpoints that are being read.
+        superseded: What goes in any case where it isn't complete.
     """
     files = store.list()
     by_run: dict[str, list[CheckpointId]] = defaultdict(list)
@@ -105,7 +109,12 @@ def prune(
         )
         last = next(itertools.islice(complete, keep - 1, None), None)
         gone += [item for item in newest_first if last is not None and item < last]
-    gone = sorted(item for item in gone if item not in busy)
+        gone += [
+            item
+            for item in newest_first
+            if item in superseded and not _is_complete(store, files, item, shared=shared)
+        ]
+    gone = sorted({*gone} - {*busy})
     folders = {checkpoint.folder for checkpoint in gone}
     remove_files(store, [name for name in files if name.partition("/")[0] in folders])
     return gone

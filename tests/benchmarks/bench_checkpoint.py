@@ -34,6 +34,7 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     Transport,
+    WriterOptions,
     recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
@@ -125,7 +126,10 @@ def recovery_rows() -> list[Row]:
             Tier(kind=TierKind.REMOTE, store=remote),
         ]
         writer = CheckpointWriter(
-            tiers, node_of_rank=NODES_BEFORE, transport=transport, block_bytes=BLOCK_BYTES
+            tiers,
+            node_of_rank=NODES_BEFORE,
+            transport=transport,
+            options=WriterOptions(block_bytes=BLOCK_BYTES),
         )
         writer.save(parts[rank]).wait_until_uploaded()
         writer.close()

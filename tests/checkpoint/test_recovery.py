@@ -18,6 +18,7 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     Transport,
+    WriterOptions,
     find_next_attempt,
     recover,
 )
@@ -57,7 +58,7 @@ def save_all(
             nodes.tiers(node_of_rank[rank]),
             node_of_rank=node_of_rank,
             transport=transport,
-            replicas=replicas,
+            options=WriterOptions(replicas=replicas),
         )
         saved = writer.save(parts[rank])
         saved.wait_until_confirmed(20)

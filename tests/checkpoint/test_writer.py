@@ -1,7 +1,8 @@
 """Training waits for the snapshot alone; nothing committed is ever lost; failures come out."""
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,9 +18,12 @@ from lightning_hetero.checkpoint import (
     RetryPolicy,
     SavedCheckpoint,
     Store,
+    Throttle,
+    ThrottledStore,
     Tier,
     TierKind,
     Transport,
+    WriterOptions,
     recover,
 )
 from lightning_hetero.checkpoint.blocks import Buffer
@@ -30,6 +34,7 @@ from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ran
 from tests.checkpoint.test_recovery import PLANS
 
 PLAN, SIZE = PLANS["one device"]
+TWO = ParallelPlan.even(world_size=2, num_layers=4)
 
 
 def disk(store: Store, **options: int) -> Tier:
@@ -110,31 +115,16 @@ def test_each_tier_keeps_its_newest_checkpoints() -> None:
     assert (steps(memory), steps(local), steps(remote)) == ([5], [4, 5], [3, 4, 5])
 
 
-def test_a_checkpoint_that_not_all_ranks_wrote_replaces_none() -> None:
-    plan = ParallelPlan.even(world_size=2, num_layers=4)
-    stores = [MemoryStore(), MemoryStore()]
-    broken = [False]
+FULL = OSError(28, "No space left on device")
 
-    def before(verb: str, name: str) -> None:
-        if broken[0] and verb == "write":
-            raise OSError(28, "No space left on device")
 
-    def save(rank: int, transport: Transport) -> None:
-        store: Store = stores[0] if rank == 0 else FaultyStore(stores[1], before)
-        writer = CheckpointWriter(
-            [Tier(kind=TierKind.DISK, store=store, keep=1, required=False)],
-            node_of_rank=["a", "b"],
-            transport=transport,
-        )
-        for step in (steps := [1] if not broken[0] else [2, 3]):
-            writer.save(contents(step, plan, 2)[rank]).wait_until_confirmed(20)
-        assert steps
-        writer.close()
+def down(verb: str, name: str) -> None:
+    raise ConnectionError("answered 500")
 
-    run_ranks(2, save)
-    broken[0] = True
-    run_ranks(2, save)
-    needs = [needs_of(rank, plan, 2) for rank in range(2)]
+
+def recover_two(stores: Sequence[Store], step: int) -> None:
+    """Compare what two nodes' disks hold with the state at a step."""
+    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
     results = run_ranks(
         2,
         lambda rank, transport: recover(
@@ -142,66 +132,193 @@ def test_a_checkpoint_that_not_all_ranks_wrote_replaces_none() -> None:
         ),
     )
     for rank in range(2):
-        assert_is_state(results[rank], needs[rank], 1)
+        assert_is_state(results[rank], needs[rank], step)
 
 
-def test_a_full_disk_comes_out_on_all_ranks_and_the_remote_still_gets_it() -> None:
-    plan = ParallelPlan.even(world_size=2, num_layers=4)
+def test_a_tier_that_failed_on_one_rank_is_neither_confirmed_nor_pruned_on_any() -> None:
+    stores = [MemoryStore(), MemoryStore()]
+    is_full = threading.Event()
+
+    def before(verb: str, name: str) -> None:
+        # The marker of 21 bytes still fits.
+        if verb == "write" and is_full.is_set() and not name.endswith("confirmed"):
+            raise FULL
+
+    def save(rank: int, transport: Transport) -> None:
+        tiers = [
+            Tier(kind=TierKind.MEMORY, store=MemoryStore(), keep=1),
+            disk((stores[0], FaultyStore(stores[1], before))[rank], keep=1),
+        ]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        for step in range(1, 6):
+            if step == 3 and rank == 0:
+                is_full.set()
+            # Complete in memory all the time.
+            writer.save(contents(step, TWO, 2)[rank]).wait_until_confirmed(20)
+        with pytest.raises(CheckpointError, match=r"has step 5.*since step 2.*No space left"):
+            writer.close()
+
+    run_ranks(2, save)
+    recover_two(stores, 2)
+    steps = [sorted({int(name.split("-")[1]) for name in store.files}) for store in stores]
+    # What is torn doesn't pile up: the newest try may be there, where it was written.
+    assert steps == [[2, 5], [2]]
+
+
+def test_what_no_own_tier_has_from_all_ranks_is_told_on_all_and_the_remote_still_gets_it() -> None:
     stores = [MemoryStore(), MemoryStore(capacity_bytes=2000)]
     remote = MemoryStore()
 
-    def save(rank: int, transport: Transport) -> str:
+    def save(rank: int, transport: Transport) -> None:
         tiers = [disk(stores[rank]), Tier(kind=TierKind.REMOTE, store=remote)]
         writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
-        saved = writer.save(contents(1, plan, 2)[rank])
-        with pytest.raises(CheckpointError, match=r"Rank 1 couldn't write step 1.*No space left"):
-            saved.wait_until_confirmed(20)
-        # The upload goes on by itself.
-        assert saved._remote.result(20)
-        with pytest.raises(CheckpointError, match="No space left") as caught:
-            writer.save(contents(2, plan, 2)[rank])
+        for step in (1, 2):
+            saved = writer.save(contents(step, TWO, 2)[rank])
+            assert saved.wait_until_uploaded(20)
+            if step == 1:
+                with pytest.raises(CheckpointError, match=r"Rank 1 couldn't write.*No space left"):
+                    saved.wait_until_confirmed(20)
         writer.close()
-        return str(caught.value)
 
-    assert all("Rank 1" in text for text in run_ranks(2, save))
-    needs = [needs_of(rank, plan, 2) for rank in range(2)]
+    run_ranks(2, save)
+    assert stores[1].files == {}, "what a full disk had taken is given back"
+    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
     tiers = [Tier(kind=TierKind.REMOTE, store=remote)]
     results = run_ranks(2, lambda rank, transport: recover(needs[rank], tiers, transport=transport))
     for rank in range(2):
-        assert_is_state(results[rank], needs[rank], 1)
+        assert_is_state(results[rank], needs[rank], 2)
 
 
-def test_a_failing_remote_shows_at_the_next_save_and_local_tiers_go_on() -> None:
-    def down(verb: str, name: str) -> None:
-        raise ConnectionError("answered 500")
+@pytest.mark.parametrize("within_s", [0.0, 3600.0])
+def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too_long(
+    within_s: float,
+) -> None:
+    def save(rank: int, transport: Transport) -> None:
+        memory = Tier(kind=TierKind.MEMORY, store=MemoryStore(), keep=1)
+        broken = FaultyStore(MemoryStore(), down) if rank == 1 else MemoryStore()
+        remote = Tier(kind=TierKind.REMOTE, store=broken)
+        options = WriterOptions(lasting_within_s=within_s)
+        writer = CheckpointWriter(
+            [memory, disk(broken), remote],
+            node_of_rank=["a", "b"],
+            transport=transport,
+            options=options,
+        )
+        for step in range(1, 5):
+            content = contents(step, TWO, 2)[rank]
+            if within_s == 0.0 and step == 2:
+                with pytest.raises(CheckpointError, match=r"Rank 1 couldn't write.*answered 500"):
+                    writer.save(content)
+                break
+            writer.save(content).wait_until_confirmed(20)
+        with pytest.raises(CheckpointError, match=r"No lasting place.*answered 500"):
+            writer.close()
 
+    run_ranks(2, save)
+
+
+def test_a_failing_remote_never_ends_training_while_a_disk_takes_all() -> None:
     local = MemoryStore()
     flaky = RetryingStore(
         FaultyStore(MemoryStore(), down), RetryPolicy(attempts=3, first_pause_s=0.0)
     )
-    writer = CheckpointWriter([disk(local), Tier(kind=TierKind.REMOTE, store=flaky)])
-    saved = writer.save(contents(1, PLAN, SIZE)[0])
-    saved.wait_until_confirmed(20)
-    with pytest.raises(CheckpointError, match="3 attempts"):
-        saved.wait_until_uploaded(20)
-    with pytest.raises(CheckpointError, match=r"3 attempts.*500"):
-        writer.save(contents(2, PLAN, SIZE)[0])
-    writer.close()
-    needs = needs_of(0, PLAN, SIZE)
-    assert_is_state(recover(needs, [disk(local)]), needs, 1)
-
-
-def test_an_optional_remote_that_fails_never_stops_training() -> None:
-    def down(verb: str, name: str) -> None:
-        raise ConnectionError("answered 500")
-
-    remote = Tier(kind=TierKind.REMOTE, store=FaultyStore(MemoryStore(), down), required=False)
-    writer = CheckpointWriter([disk(MemoryStore()), remote])
+    writer = CheckpointWriter(
+        [disk(local), Tier(kind=TierKind.REMOTE, store=flaky)],
+        options=WriterOptions(lasting_within_s=0.0),
+    )
     for step in (1, 2, 3):
         saved = writer.save(contents(step, PLAN, SIZE)[0])
-        with pytest.raises(CheckpointError, match="500"):
+        saved.wait_until_confirmed(20)
+        with pytest.raises(CheckpointError, match=r"3 attempts.*500"):
             saved.wait_until_uploaded(20)
     writer.close()
+    needs = needs_of(0, PLAN, SIZE)
+    assert_is_state(recover(needs, [disk(local)]), needs, 3)
+
+
+def test_what_does_not_read_back_after_the_last_save_is_not_safe() -> None:
+    store = MemoryStore()
+    writer = CheckpointWriter([disk(store)])
+    writer.save(contents(1, PLAN, SIZE)[0]).wait_until_confirmed(20)
+    name = next(name for name in store.files if "layer-0002" in name)
+    del store.files[name]
+    with pytest.raises(CheckpointError, match="No lasting place"):
+        writer.close()
+
+
+def test_a_state_that_is_not_finite_replaces_none() -> None:
+    stores = [MemoryStore(), MemoryStore()]
+    remote = MemoryStore()
+
+    def save(rank: int, transport: Transport) -> None:
+        tiers = [disk(stores[rank], keep=1), Tier(kind=TierKind.REMOTE, store=remote, keep=1)]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(20)
+        for step in (2, 3):
+            content = contents(step, TWO, 2)[rank]
+            if rank == 1:
+                content.slices[0].weight.view(-1)[0] = float("nan" if step == 2 else "inf")
+            saved = writer.save(content)
+            with pytest.raises(CheckpointError, match=r"weight isn't finite at step"):
+                saved.wait_until_confirmed(20)
+            assert not saved.wait_until_uploaded(20)
+        with pytest.raises(CheckpointError, match="isn't finite"):
+            writer.close()
+
+    run_ranks(2, save)
+    recover_two(stores, 1)
+    assert {int(name.split("-")[1]) for name in remote.files} == {1}
+
+
+def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever() -> None:
+    gate, stores = Gate(), [MemoryStore(), MemoryStore()]
+
+    def save(rank: int, transport: Transport) -> None:
+        store = FaultyStore(stores[1], gate) if rank == 1 else stores[0]
+        writer = CheckpointWriter(
+            [disk(store)],
+            node_of_rank=["a", "b"],
+            transport=transport,
+            options=WriterOptions(stall_s=0.05),
+        )
+        for step in (1, 2):
+            saved = writer.save(contents(step, TWO, 2)[rank])
+            assert (saved.snapshot is None) == (rank == 1 and step == 2)
+            with pytest.raises(CheckpointError, match=r"Rank 1: storage"):
+                saved.wait_until_confirmed(20)
+        # Both ranks have got here, so the transport is as good as before.
+        transport.all_gather(b"")
+        gate.open.set()
+        step = 2
+        while True:
+            step += 1
+            with contextlib.suppress(CheckpointError):
+                writer.save(contents(step, TWO, 2)[rank]).wait_until_confirmed(20)
+                break
+        writer.close()
+
+    run_ranks(2, save)
+    assert all(any(name.endswith("confirmed") for name in store.files) for store in stores)
+
+
+def test_no_rank_is_given_up_while_its_storage_moves() -> None:
+    """A rank whose storage is far slower than the transport's own patience is waited for."""
+    stores: list[Store] = [MemoryStore(), MemoryStore()]
+    stores[1] = ThrottledStore(stores[1], Throttle(20_000.0))
+
+    def save(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            [disk(stores[rank])],
+            node_of_rank=["a", "b"],
+            transport=transport,
+            options=WriterOptions(stall_s=1.0),
+        )
+        writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(60)
+        writer.close()
+
+    # No exchange may take longer than this, though the write takes about a second.
+    run_ranks(2, save, timeout_s=0.7)
+    recover_two(stores, 1)
 
 
 @pytest.mark.parametrize("ends", ["training", "by notice"])
@@ -276,9 +393,13 @@ def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:
 
     def save(rank: int, transport: Transport) -> None:
         writer = CheckpointWriter(
-            [disk(stores[rank])], node_of_rank=["a", "b"], transport=transport, replicas=2
+            [disk(stores[rank])],
+            node_of_rank=["a", "b"],
+            transport=transport,
+            options=WriterOptions(replicas=2),
         )
-        writer.save(contents(1, plan, 2)[rank]).wait_until_confirmed(20)
+        with pytest.raises(CheckpointError, match="corrupt at its source"):
+            writer.save(contents(1, plan, 2)[rank]).wait_until_confirmed(20)
         writer.close()
 
     run_ranks(2, save)
@@ -327,7 +448,9 @@ def test_no_tier_and_two_remote_tiers_are_refused(kinds: list[TierKind]) -> None
 
 def test_replicas_need_a_local_tier() -> None:
     with pytest.raises(ConfigurationError, match="local tier"):
-        CheckpointWriter([Tier(kind=TierKind.REMOTE, store=MemoryStore())], replicas=2)
+        CheckpointWriter(
+            [Tier(kind=TierKind.REMOTE, store=MemoryStore())], options=WriterOptions(replicas=2)
+        )
 
 
 def test_metadata_that_cannot_be_read_back_is_refused_at_once() -> None:

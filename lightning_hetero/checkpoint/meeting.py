@@ -1,0 +1,303 @@
+"""What the ranks do together with each checkpoint, on a thread beside training.
+
+A rank whose storage fails or hangs says so in the next exchange and goes on; only a rank that is
+gone ends the exchanges, and then each rank goes by its own clock until it is too long ago that a
+lasting tier has taken a checkpoint.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from lightning_hetero.checkpoint.background import BackgroundThread, Progress
+from lightning_hetero.checkpoint.blocks import BLOCK_BYTES
+from lightning_hetero.checkpoint.content import CheckpointContent
+from lightning_hetero.checkpoint.lasting import LastingCopies
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.own_tiers import OwnTiers, Part, parts_held
+from lightning_hetero.checkpoint.parts import exchange_parts
+from lightning_hetero.checkpoint.replicas import place_replicas
+from lightning_hetero.checkpoint.rounds import Rounds
+from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.transport import Transport
+from lightning_hetero.checkpoint.uploads import Uploads
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["Job", "Meeting", "WriterOptions"]
+
+_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Statuses = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterOptions:
+    """How checkpoints are written."""
+
+    replicas: int = 1
+    """Nodes that hold each part, its own included."""
+    block_bytes: int = BLOCK_BYTES
+    """Bytes that one checksum covers: what a partial read is rounded to."""
+    stall_s: float = 300.0
+    """Seconds after which storage that doesn't move is given up for a checkpoint."""
+    lasting_within_s: float = 1800.0
+    """Seconds after which it is an error that no lasting tier takes any checkpoint."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint of this rank on its way."""
+
+    content: CheckpointContent
+    snapshot: Snapshot | None
+    """None where storage still reads the memory of an earlier one."""
+    metadata: Mapping[str, bytes]
+    leaving: frozenset[str]
+    uploaded: "Future[bool]" = field(default_factory=Future)
+
+
+class Meeting:
+    """Brings one rank's parts into all tiers; one thread calls it, alike on all ranks.
+
+    Args:
+        tiers: This node's own tiers, fastest first, and at most one remote one.
+        node_of_rank: Name of each rank's node.
+        transport: The other ranks.
+        options: How to write.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        node_of_rank: Sequence[str],
+        transport: Transport,
+        options: WriterOptions,
+    ) -> None:
+        self.progress = Progress()
+        """Is told of every exchange with the other ranks."""
+        self.overdue: CheckpointError | None = None
+        """Set once no lasting tier has taken any checkpoint for too long."""
+        self.lasting = LastingCopies(options.lasting_within_s)
+        self._options = options
+        self._node_of_rank = node_of_rank
+        self._transport = transport
+        self._rank = transport.global_rank
+        self._is_first_of_node = node_of_rank.index(node_of_rank[self._rank]) == self._rank
+        self._storing = BackgroundThread("checkpoint-write")
+        self._uploading = BackgroundThread("checkpoint-upload")
+        self._own = OwnTiers(
+            [tier for tier in tiers if tier.kind is not TierKind.REMOTE],
+            block_bytes=options.block_bytes,
+            progress=self._storing.progress,
+        )
+        remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
+        self.uploads = Uploads(next(remote, None), self._uploading)
+        self._rounds = Rounds(transport, self.progress, options.stall_s)
+        self._stored: Future[Any] | None = None
+        self._lost_peer: Exception | None = None
+        self._earlier: dict[CheckpointId, bool] = {}
+        """Checkpoints that may still be in own tiers, and whether all parts were."""
+
+    def write(self, job: Job) -> None:
+        """Write one checkpoint.
+
+        Raises:
+            CheckpointError: Not all parts are in the nodes' own tiers, nor in the remote one; on
+                all ranks.
+            PeerError: Another rank is gone.
+        """
+        self.lasting.begin(job.content.id)
+        try:
+            if self._lost_peer is not None:
+                raise self._lost_peer
+            self._write(job)
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                self._lost_peer = error
+                self.lasting.note(f"Rank {self._rank}: {error}")
+                self._judge(self.lasting.waited_s)
+            if self._rank == 0:
+                _log.warning("%s", error)
+            if not job.uploaded.done():
+                job.uploaded.set_exception(error)
+            raise
+        finally:
+            self._release(job)
+
+    def finish(self) -> bool:
+        """Wait for all uploads, then look whether a lasting tier has the newest checkpoint."""
+        newest = self.lasting.begun
+        if newest is None:
+            return True
+        if self._lost_peer is not None:
+            return False
+        self.uploads.start_deferred()
+        end = self._uploading.submit(self._uploading.progress.tick)
+        self._learn(self._rounds.finish(end, self._uploading, lambda _: self.uploads.status()))
+        looking = self._submit(self._look_again, newest)
+        statuses = self._rounds.finish(looking, self._storing, lambda seen: seen or {})
+        return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
+
+    def end(self) -> None:
+        """End the threads once they are done; doesn't wait."""
+        self._storing.finish()
+        self._uploading.finish()
+
+    # -- one checkpoint ---------------------------------------------------------------------------
+
+    def _write(self, job: Job) -> None:
+        id_ = job.content.id
+        writing = self._submit(self._write_own, job)
+        statuses = self._rounds.finish(writing, self._storing, self._describe)
+        self._learn(statuses)
+        part = None if "error" in statuses[self._rank] else writing.result()
+        copied = self._copy_to_peers(part, job.leaving, statuses)
+        is_complete = copied and all(status["written"] for status in statuses)
+        sound = [k for k in _sound_kinds(statuses) if copied or k is not self._own.kinds[-1]]
+        if TierKind.DISK in sound:
+            self.lasting.reach(id_)
+        uploads_itself = self.uploads.offer(part, job.uploaded, statuses)
+        busy = _busy_in(statuses) | {id_}
+        superseded = self._supersede(id_, busy, is_complete=is_complete)
+
+        def settle() -> None:
+            if self._is_first_of_node:
+                self._own.settle(id_, sound, busy=busy, superseded=superseded)
+            if part is not None and uploads_itself:
+                self.uploads.upload(part, job.uploaded, self._storing.progress)
+
+        statuses = self._rounds.finish(self._submit(settle), self._storing, self._describe)
+        self._learn(statuses)
+        if self.lasting.newest != id_:
+            self._judge(statuses[0]["waited_s"])
+            if not is_complete:
+                raise CheckpointError(f"{id_} isn't complete anywhere. {self.lasting.reasons}")
+
+    def _write_own(self, job: Job) -> Part:
+        if job.snapshot is None:
+            raise CheckpointError(
+                f"storage hadn't let go of what was saved before {job.content.id}."
+            )
+        return self._own.write(job.snapshot, job.metadata)
+
+    def _describe(self, part: Part | None) -> dict[str, Any]:
+        """Return what the other ranks must know."""
+        return {
+            "has": self._own.kinds,
+            "written": [] if part is None else list(part.stores),
+            "errors": [] if part is None else list(part.errors),
+            "bytes": 0 if part is None else part.manifest.size_bytes,
+            "waited_s": self.lasting.waited_s,
+            **self.uploads.status(),
+        }
+
+    def _learn(self, statuses: _Statuses) -> None:
+        """Take note of what failed anywhere, and of what is in the remote tier from all ranks."""
+        for status in statuses:
+            for text in (status.get("error"), status["upload_error"], *status.get("errors", ())):
+                if text:
+                    self.lasting.note(text)
+        uploaded = self.uploads.newest_everywhere(statuses)
+        if uploaded is not None and self.lasting.reach(uploaded) and self._rank == 0:
+            self.uploads.prune_behind()
+
+    def _copy_to_peers(
+        self, part: Part | None, leaving: Collection[str], statuses: _Statuses
+    ) -> bool:
+        """Exchange copies with other nodes; return whether every rank got what it should."""
+        if self._options.replicas == 1 and not leaving:
+            return True
+        if not all(status["has"] for status in statuses) or any("error" in s for s in statuses):
+            return False
+        assert part is not None
+        targets = place_replicas(
+            self._node_of_rank,
+            replicas=self._options.replicas,
+            part_bytes=[status["bytes"] for status in statuses],
+            leaving=leaving,
+        )
+        errors = exchange_parts(
+            self._transport,
+            targets,
+            part.manifest,
+            source=part.source,
+            target=self._own.tiers[-1].store,
+            progress=self.progress,
+        )
+        everyones = [text for texts in self._rounds.gather(errors) for text in texts]
+        for text in everyones:
+            self.lasting.note(text)
+        return not everyones
+
+    def _supersede(
+        self, checkpoint: CheckpointId, busy: Collection[CheckpointId], *, is_complete: bool
+    ) -> set[CheckpointId]:
+        """Return which earlier checkpoints are of no use unless a tier has them from all ranks."""
+        useless = {id_ for id_, complete in self._earlier.items() if is_complete or not complete}
+        self._earlier = {
+            id_: complete
+            for id_, complete in self._earlier.items()
+            if id_ not in useless or id_ in busy
+        }
+        self._earlier[checkpoint] = is_complete
+        return useless
+
+    def _judge(self, waited_s: float) -> None:
+        """Make it an error that all lasting tiers have failed for so long."""
+        if waited_s > self._options.lasting_within_s and self.lasting.begun is not None:
+            self.overdue = self.lasting.error(self.lasting.begun)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _look_again(self, newest: CheckpointId) -> dict[str, Any]:
+        """Return which lasting tiers this rank has looked into, and which have all they should."""
+        node = self._node_of_rank[self._rank]
+        own = {rank for rank, name in enumerate(self._node_of_rank) if name == node}
+        looked: list[tuple[Tier, set[int]]] = []
+        if self._is_first_of_node:
+            looked = [(tier, own) for tier in self._own.tiers if tier.kind is TierKind.DISK]
+        if self._rank == 0 and self.uploads.tier is not None:
+            looked.append((self.uploads.tier, set(range(self._transport.world_size))))
+            self.uploads.prune()
+        written = [tier.kind for tier, parts in looked if parts <= parts_held(tier.store, newest)]
+        return {"has": [tier.kind for tier, _ in looked], "written": written}
+
+    # -- storage ----------------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
+        """Let the storing thread do something, unless that hangs in what was given up."""
+        if self._stored is None or self._stored.done():
+            self._stored = self._storing.submit(job, *args, **kwargs)
+            return self._stored
+        failed: Future[_T] = Future()
+        failed.set_exception(CheckpointError("storage hangs."))
+        return failed
+
+    def _release(self, job: Job) -> None:
+        """Free the memory, behind a write that hangs, because that still reads it."""
+        if job.snapshot is None:
+            return
+        if self._stored is None or self._stored.done():
+            job.snapshot.release()
+        else:
+            self._storing.submit(job.snapshot.release)
+
+
+def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
+    """Return the kinds of tiers that have taken the parts of all ranks that have such a tier."""
+    kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
+    return sorted(
+        kind
+        for kind in kinds
+        if all(kind in status["written"] for status in statuses if kind in status["has"])
+    )
+
+
+def _busy_in(statuses: _Statuses) -> set[CheckpointId]:
+    """Return the checkpoints that any rank uploads or keeps for that."""
+    names = {name for s in statuses for name in (*s["uploading"], *s["deferred"])}
+    return {checkpoint for name in names if (checkpoint := CheckpointId.parse(name)) is not None}

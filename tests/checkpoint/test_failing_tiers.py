@@ -1,0 +1,114 @@
+"""Whatever fails, wherever, in whatever order: a tier that ever had a complete one keeps one."""
+
+import contextlib
+import random
+
+import pytest
+
+from lightning_hetero.checkpoint import (
+    CheckpointId,
+    CheckpointWriter,
+    FaultyStore,
+    MemoryStore,
+    Store,
+    Tier,
+    TierKind,
+    Transport,
+)
+from lightning_hetero.checkpoint.inventory import complete_checkpoints, take_inventory
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+from tests.checkpoint.states import contents, run_ranks
+
+PLAN = ParallelPlan.even(world_size=2, num_layers=4)
+NUM_SAVES = 30
+PARTS = {step: contents(step, PLAN, 2) for step in range(1, NUM_SAVES + 1)}
+
+
+class Failing:
+    """Fails for whole saves in a row, from the n-th operation of each on, at random."""
+
+    def __init__(self, random_: random.Random) -> None:
+        self._fails = [False]
+        while len(self._fails) <= NUM_SAVES:
+            self._fails += [random_.random() < 0.5] * random_.randint(1, 5)
+        self._from = [random_.randint(0, 12) for _ in self._fails]
+        self._verbs = [
+            random_.choice([("write",), ("commit",), ("remove",), ("list",), ("write", "remove")])
+            for _ in self._fails
+        ]
+        self.step = 0
+        self.count = 0
+
+    def begin(self, step: int) -> None:
+        self.step, self.count = step, 0
+
+    def __call__(self, verb: str, name: str) -> None:
+        # What notes that a checkpoint is confirmed is so small that it fits on a full disk.
+        if not self._fails[self.step] or verb not in self._verbs[self.step] or "confirmed" in name:
+            return
+        self.count += 1
+        if self.count > self._from[self.step]:
+            raise OSError(28, "No space left on device")
+
+
+def complete_in(kind: TierKind, stores: list[MemoryStore]) -> list[CheckpointId]:
+    """Return what one kind of tier of all nodes holds whole."""
+    tiers = [Tier(kind=kind, store=store) for store in stores]
+    inventories = [take_inventory([tier], node=str(i)) for i, tier in enumerate(tiers)]
+    return complete_checkpoints(type(inventories[0]).merge(inventories))
+
+
+def compare(
+    stores: dict[TierKind, list[MemoryStore]], had: dict[TierKind, CheckpointId]
+) -> None:
+    for kind, places in stores.items():
+        complete = complete_in(kind, places)
+        if kind in had:
+            assert complete, f"{kind.name} had {had[kind]} and has none now"
+            assert complete[0] >= had[kind]
+        if complete:
+            had[kind] = complete[0]
+
+
+def try_failures(seed: int) -> None:
+    random_ = random.Random(seed)
+    stores = {kind: [MemoryStore(), MemoryStore()] for kind in TierKind}
+    stores[TierKind.REMOTE] = [MemoryStore()]
+    faults = {(kind, rank): Failing(random_) for kind in TierKind for rank in range(2)}
+    had: dict[TierKind, CheckpointId] = {}
+
+    def store_of(kind: TierKind, rank: int) -> Store:
+        return FaultyStore(stores[kind][rank % len(stores[kind])], faults[kind, rank])
+
+    def save(rank: int, transport: Transport) -> None:
+        tiers = [Tier(kind=kind, store=store_of(kind, rank), keep=1) for kind in TierKind]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], transport=transport)
+        for step in range(1, NUM_SAVES + 1):
+            for kind in TierKind:
+                faults[kind, rank].begin(step)
+            transport.all_gather(b"")
+            saved = writer.save(PARTS[step][rank])
+            for wait in (saved.wait_until_confirmed, saved.wait_until_uploaded):
+                with contextlib.suppress(CheckpointError):
+                    wait(20)
+            transport.all_gather(b"")
+            if rank == 0:
+                compare(stores, had)
+            transport.all_gather(b"")
+        with contextlib.suppress(CheckpointError):
+            writer.close()
+
+    run_ranks(2, save)
+    assert had, "nothing was ever saved"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) -> None:
+    try_failures(seed)
+
+
+@pytest.mark.slow
+def test_it_has_one_in_many_orders_of_failures() -> None:
+    for seed in range(100, 108):
+        try_failures(seed)
