@@ -106,8 +106,8 @@ class Meeting:
         """Write one checkpoint.
 
         Raises:
-            CheckpointError: Not all parts are in the nodes' own tiers, nor in the remote one; on
-                all ranks.
+            CheckpointError: The nodes' own tiers, or the remote one where there are none, don't
+                have all parts; on all ranks.
             PeerError: Another rank is gone.
         """
         self.lasting.begin(job.content.id)
@@ -160,6 +160,7 @@ class Meeting:
         sound = [k for k in _sound_kinds(statuses) if copied or k is not self._own.kinds[-1]]
         if TierKind.DISK in sound:
             self.lasting.reach(id_)
+        why = self.lasting.reasons
         uploads_itself = self.uploads.offer(part, job.uploaded, statuses)
         busy = _busy_in(statuses) | {id_}
         superseded = self._supersede(id_, busy, is_complete=is_complete)
@@ -172,10 +173,11 @@ class Meeting:
 
         statuses = self._rounds.finish(self._submit(settle), self._storing, self._describe)
         self._learn(statuses)
-        if self.lasting.newest != id_:
+        is_lasting = self.lasting.newest == id_
+        if not is_lasting:
             self._judge(statuses[0]["waited_s"])
-            if not is_complete:
-                raise CheckpointError(f"{id_} isn't complete anywhere. {self.lasting.reasons}")
+        if not is_complete and (self._own.tiers or not is_lasting):
+            raise CheckpointError(f"The nodes' own tiers don't have all parts of {id_}. {why}")
 
     def _write_own(self, job: Job) -> Part:
         if job.snapshot is None:

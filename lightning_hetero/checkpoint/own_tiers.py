@@ -112,9 +112,11 @@ class OwnTiers:
         """Note a checkpoint in the tiers that have it from all ranks, delete what is old there."""
         for tier in self.tiers:
             try:
-                if tier.kind in sound:
+                # Where this one isn't, an older one may be the newest: this node can't know.
+                keep = tier.keep if tier.kind in sound else None
+                if keep is not None:
                     confirm(tier.store, checkpoint)
-                prune(tier.store, keep=tier.keep, shared=False, busy=busy, superseded=superseded)
+                prune(tier.store, keep=keep, shared=False, busy=busy, superseded=superseded)
             except Exception as error:
                 # What isn't deleted now is deleted another time.
                 _log.warning("Couldn't tidy up %s: %s", tier, error)
@@ -123,7 +125,12 @@ class OwnTiers:
 
 def parts_held(store: Store, checkpoint: CheckpointId) -> set[int]:
     """Look again into a store: which parts of a checkpoint are there with all their files."""
-    found = look_at_parts(store, store.list(), [checkpoint])
+    try:
+        found = look_at_parts(store, store.list(), [checkpoint])
+    except Exception as error:
+        # Stores raise their client library's own types; another tier may have it all.
+        _log.warning("Couldn't look into %s again: %s", store, error)
+        return set()
     return {copy.part for copy in found.copies if not copy.missing}
 
 

@@ -80,7 +80,7 @@ def remove_files(store: Store, names: Collection[str]) -> None:
 def prune(
     store: Store,
     *,
-    keep: int,
+    keep: int | None,
     shared: bool,
     busy: Collection[CheckpointId] = (),
     superseded: Collection[CheckpointId] = (),
@@ -91,7 +91,7 @@ def prune(
 
     Args:
         store: The tier's store.
-        keep: Complete checkpoints to keep.
+        keep: Complete checkpoints to keep; None keeps all.
         shared: Whether the store holds all parts (remote), so that completeness shows in it; else
             only what `confirm` noted, and is whole as far as it is here, counts as complete.
         busy: Checkpoints that are being read.
@@ -107,7 +107,7 @@ def prune(
         complete = (
             item for item in newest_first if _is_complete(store, files, item, shared=shared)
         )
-        last = next(itertools.islice(complete, keep - 1, None), None)
+        last = None if keep is None else next(itertools.islice(complete, keep - 1, None), None)
         gone += [item for item in newest_first if last is not None and item < last]
         gone += [
             item

@@ -62,7 +62,7 @@ class SavedCheckpoint:
             self.snapshot.wait()
 
     def wait_until_confirmed(self, timeout_s: float | None = None) -> None:
-        """Return once all ranks' parts are in one of the nodes' own tiers, copies included.
+        """Return once all ranks' parts are in their nodes' own tiers, copies included.
 
         Raises:
             CheckpointError: They aren't.

@@ -15,7 +15,11 @@ from lightning_hetero.checkpoint import (
     TierKind,
     Transport,
 )
-from lightning_hetero.checkpoint.inventory import complete_checkpoints, take_inventory
+from lightning_hetero.checkpoint.inventory import (
+    Inventory,
+    complete_checkpoints,
+    take_inventory,
+)
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.states import contents, run_ranks
@@ -56,12 +60,10 @@ def complete_in(kind: TierKind, stores: list[MemoryStore]) -> list[CheckpointId]
     """Return what one kind of tier of all nodes holds whole."""
     tiers = [Tier(kind=kind, store=store) for store in stores]
     inventories = [take_inventory([tier], node=str(i)) for i, tier in enumerate(tiers)]
-    return complete_checkpoints(type(inventories[0]).merge(inventories))
+    return list(complete_checkpoints(Inventory.merge(inventories)))
 
 
-def compare(
-    stores: dict[TierKind, list[MemoryStore]], had: dict[TierKind, CheckpointId]
-) -> None:
+def compare(stores: dict[TierKind, list[MemoryStore]], had: dict[TierKind, CheckpointId]) -> None:
     for kind, places in stores.items():
         complete = complete_in(kind, places)
         if kind in had:
