@@ -1,0 +1,169 @@
+"""A drill: a small run on three nodes takes as many faults as you like, and loses nothing.
+
+::
+
+    python examples/soak.py 200              # faults; about 10 s each on 2 CPU cores
+    python examples/soak.py 20 --seed 7      # others, at other moments
+
+Three torchrun agents on this machine, each a node with a disk and a memory of its own, and a remote
+store. Workers and whole nodes are killed, frozen and told to go; disks are deleted or full; the
+store answers 500. Faults come while the run trains, uploads a checkpoint, or still recovers from
+the fault before. Then one process of plain Lightning trains the same steps undisturbed: every step
+must have been trained, each time with the same loss. What the faults have cost is printed.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from soak_faults import KINDS, Faults, Nodes, fork, playing
+from soak_node import Settings, train_alone
+from soak_table import Fault, compare, tell
+
+PATIENCE_S = 300.0
+"""After which a run that trains no step counts as hung."""
+MOMENTS = {"training": 6, "upload": 2, "recovery": 2}
+"""When faults come, and how often."""
+
+
+class Watch:
+    """Follows what the run notes, and keeps its nodes in repair meanwhile."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        self.events: list[dict[str, Any]] = []
+        self.num_trained = 0
+        self._path = nodes.settings.events
+        self._position = 0
+        self._trained_at_s = time.monotonic()
+
+    def look(self) -> None:
+        """Read what is new; SystemExit if nothing was trained for too long."""
+        time.sleep(0.05)
+        self.nodes.repair()
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+            whole, newline, _ = data.rpartition(b"\n")
+            self._position += len(whole) + len(newline)
+            new = [json.loads(line) for line in whole.splitlines()]
+            self.events += new
+            count = sum(event["event"] == "trained" for event in new)
+            if count:
+                self.num_trained, self._trained_at_s = self.num_trained + count, time.monotonic()
+        if time.monotonic() - self._trained_at_s > PATIENCE_S:
+            logs = [path.read_text()[-3000:] for path in self._path.parent.glob("*.log")]
+            raise SystemExit("\n".join([*logs, f"no step was trained for {PATIENCE_S:.0f} s"]))
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a step was trained a moment ago."""
+        return time.monotonic() - self._trained_at_s < 1.0
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until so many steps were trained."""
+        until = self.num_trained + count
+        while self.num_trained < until:
+            self.look()
+
+    def wait_for_upload(self) -> None:
+        """Wait until a checkpoint is on its way to the remote store, if one comes soon."""
+        known, until = self._in_store(), self.num_trained + 20
+        while self._in_store() <= known and self.num_trained < until:
+            self.look()
+
+    def wait_for_seconds(self, seconds: float) -> None:
+        """Wait, whether anything is trained or not."""
+        deadline_s = time.monotonic() + seconds
+        while time.monotonic() < deadline_s:
+            self.look()
+
+    def has_seen(self, event: str) -> bool:
+        """Return whether there was such an event."""
+        return any(item["event"] == event for item in self.events)
+
+    def _in_store(self) -> set[str]:
+        remote = self.nodes.settings.remote
+        return {path.name for path in remote.iterdir()} if remote.exists() else set()
+
+
+def play(watch: Watch, num_faults: int, random_: random.Random) -> list[Fault]:
+    """Train, and let faults happen until there were so many."""
+    nodes, happened = watch.nodes, Faults(watch.nodes)
+    # The store holds something from the first fault on: what a run can fall back to.
+    watch.wait_for_steps(3 * nodes.settings.every_n_train_steps)
+    done: list[Fault] = []
+    start_s = time.time()
+    for _ in range(num_faults):
+        moment = random_.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+        if moment == "recovery":
+            watch.wait_for_seconds(random_.uniform(0.0, 4.0))
+        else:
+            watch.wait_for_steps(random_.randint(2, 8))
+        if moment == "upload":
+            watch.wait_for_upload()
+        kind = random_.choices(list(KINDS), list(KINDS.values()))[0]
+        while not (running := [name for name in nodes.agents if nodes.workers(name)]):
+            watch.look()
+        name = random_.choice(running)
+        if moment == "recovery" and watch.is_training:
+            moment = "training"
+        done.append(Fault(kind=kind, moment=moment, at_s=time.time()))
+        print(
+            f"{done[-1].at_s - start_s:7.1f} s  step {watch.num_trained:5}  "
+            f"{len(done):4}. {kind}: {name}, {moment}",
+            flush=True,
+        )
+        happened.strike(kind, name, random_.uniform(0.2, 2.0) * nodes.settings.timeout_s)
+    watch.wait_for_steps(10)
+    nodes.settings.is_last.touch()
+    while not watch.has_seen("ended"):
+        watch.look()
+    return done
+
+
+def main() -> None:
+    """Play the run, train the undisturbed one, compare them and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("faults", type=int, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
+    parser.add_argument("--out", type=Path, default=Path("outputs/soak"))
+    parser.add_argument("--timeout", type=float, default=6.0, help="of the strategy, seconds")
+    arguments = parser.parse_args()
+    out = arguments.out.absolute()
+    shutil.rmtree(out, ignore_errors=True)
+    # For the process that imports once and is forked from then on.
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    run = Settings(folder=out / "run", timeout_s=arguments.timeout)
+    run.folder.mkdir(parents=True)
+    with playing(run) as nodes:
+        watch = Watch(nodes)
+        faults = play(watch, arguments.faults, random.Random(arguments.seed))
+    num_steps = max(event["step"] for event in watch.events if event["event"] == "trained")
+    print(f"\nthe same {num_steps} steps undisturbed, in one process of plain Lightning")
+    single = replace(run, folder=out / "undisturbed", num_steps=num_steps, pace_s=0.0)
+    single.folder.mkdir()
+    process = fork(train_alone, single)
+    process.join()
+    if process.exitcode:
+        raise SystemExit((single.folder / "run.log").read_text()[-4000:])
+    print(tell(faults, watch.events))
+    difference = compare(watch.events, single.events)
+    print(f"every step was trained; losses differ by {difference:.1e} at most")
+    if not difference <= 1e-4:
+        raise SystemExit("the losses aren't those of the undisturbed run")
+
+
+if __name__ == "__main__":
+    main()
