@@ -188,6 +188,17 @@ class FsspecStore:
             for path in paths:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(path)
+        if not isinstance(self._fs, AsyncFileSystem):
+            self._remove_empty({path.rpartition("/")[0] for path in paths} - {self._path})
+
+    def _remove_empty(self, folders: Collection[str]) -> None:
+        """Delete folders without files, which object stores don't have; others are kept."""
+        self._fs.invalidate_cache()
+        for folder in folders:
+            # Some filesystems' `rmdir` would take files with it.
+            with contextlib.suppress(OSError):
+                if not self._fs.ls(folder, detail=False):
+                    self._fs.rmdir(folder)
 
     def __str__(self) -> str:
         return self._url

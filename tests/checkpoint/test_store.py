@@ -100,6 +100,16 @@ def test_an_empty_place_lists_nothing(tmp_path: Path) -> None:
     assert FsspecStore("memory://no/such/place").list() == {}
 
 
+def test_a_folder_goes_with_its_last_file_on_filesystems_that_have_folders(tmp_path: Path) -> None:
+    store = FsspecStore(f"memory://{tmp_path.name}")
+    for name in ("step-1/a", "step-1/b", "step-2/a"):
+        store.write(name, [b"x"])
+    store.remove(["step-1/a", "step-2/a"])
+    folders = store._fs.ls(store._path, detail=False)
+    assert [path.rpartition("/")[2] for path in folders] == ["step-1"]
+    assert store.list() == {"step-1/b": 1}
+
+
 def test_large_files_go_to_s3_in_parts(s3_options: dict[str, Any]) -> None:
     store = s3_store(s3_options, "large")
     data = os.urandom(11 << 20)
