@@ -44,9 +44,9 @@ def _pipeline_cost(
     stages = []
     for stage_index, shape in enumerate(shapes):
         num_in_flight = pipeline.num_stages - stage_index
-        held = model.activation_bytes(shape, longest)
-        # Transient buffers are of the one micro-batch that runs.
-        passing = model.transient_bytes(shape, longest) / num_in_flight
+        held = model.held_bytes(shape, longest)
+        # Transient buffers and messages are of the one micro-batch that runs.
+        passing = model.passing_bytes(shape, longest) / num_in_flight
         stages.append(
             StageMemory(
                 capacity_bytes=model.usable_bytes(shape.device),

@@ -2,9 +2,10 @@
 
 A micro-batch is the tuple of its sequences' lengths. Memory follows the design's ownership: a
 layer's holders keep 16-bit weights and gradients, and its fp32 masters, optimizer states and summed
-gradients are spread over those holders; activations count once per micro-batch in flight under
-1F1B. The baseline systems, which keep everything on every replica and all-reduce gradients, are the
-other `StateLayout`.
+gradients are spread over those holders; activations and hidden states sent on count once per
+micro-batch in flight under 1F1B, messages of gradients as long as they may be on their way. The
+baseline systems, which keep everything on every replica and all-reduce gradients, are the other
+`StateLayout`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.operations import MAX_KEPT_SENDS
 from lightning_hetero.core.plan import StagePlan
 
 __all__ = [
@@ -245,9 +247,24 @@ class CostModel(ABC):
         longest = max(map(sum, microbatches))
         return (
             self.fixed_bytes(shape, num_pipelines)
-            + self.activation_bytes(shape, held)
-            + self.transient_bytes(shape, longest)
+            + self.held_bytes(shape, held)
+            + self.passing_bytes(shape, longest)
         )
+
+    def held_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return what one rank keeps of micro-batches in flight: activations, and what it sent."""
+        sent = 0 if shape.has_head else self.model.hidden_bytes(num_tokens)
+        return self.activation_bytes(shape, num_tokens) + sent
+
+    def passing_bytes(self, shape: StageShape, num_tokens: int) -> float:
+        """Return what lives while one micro-batch runs: logits and the like, and messages.
+
+        Those are the gradient that comes from the stage behind, and those sent to the stage before
+        that it may not have received.
+        """
+        num_messages = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
+        messages = num_messages * self.model.hidden_bytes(num_tokens)
+        return self.transient_bytes(shape, num_tokens) + messages
 
     def usable_bytes(self, device: str) -> float:
         """Return the memory of a device that a plan may fill."""

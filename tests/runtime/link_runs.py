@@ -1,0 +1,104 @@
+"""Messages between two stages, and what a rank keeps of those it sent."""
+
+import weakref
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.runtime import activations
+from lightning_hetero.runtime.activations import ActivationLink
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.communicators import Communicators
+from tests.runtime.handover_runs import Module
+from tests.toy import quiet
+
+NUM_NOTES = 300
+"""So long a note doesn't fit into one header."""
+
+
+def messages() -> list[list[Tensor]]:
+    """Return hidden states of all sizes, with side tensors of all dtypes."""
+    torch.manual_seed(1)
+    return [
+        [torch.randn(3, 4, requires_grad=True)],
+        [torch.randn(5, 2, dtype=torch.float64)],
+        [torch.randn(0, 4)],
+        [torch.randn(2, 4).bfloat16(), torch.tensor(True), torch.randn(3).requires_grad_()],
+        [torch.randn(4, 3).t(), torch.arange(5), torch.randn(1, dtype=torch.complex64)],
+        [torch.randn(70, 70), torch.empty(0)],
+    ]
+
+
+def exchange(rank: int) -> None:
+    """Send all of them from rank 0 to rank 1, and twice their values back as gradients."""
+    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    link = ActivationLink(
+        previous=0 if rank else None,
+        following=None if rank else 1,
+        comms=Communicators.create(device=device, timeout=timedelta(seconds=60)),
+        device=device,
+        clock=ComputeClock(device),
+    )
+    for index, tensors in enumerate(messages()):
+        note = list(range(NUM_NOTES * index))
+        learned = [tensor for tensor in tensors if tensor.requires_grad]
+        if rank == 0:
+            link.send_hidden(tensors, note)
+            link.expect_gradient(index, learned)
+            assert_equal(link.receive_gradient(index), [2 * tensor.detach() for tensor in learned])
+        else:
+            received, found = link.receive_hidden()
+            assert found == note
+            assert_equal(received, tensors)
+            assert [tensor.requires_grad for tensor in received] == [
+                tensor.requires_grad for tensor in tensors
+            ]
+            link.send_gradient([2 * tensor.detach() for tensor in learned])
+    link.finish()
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def train_and_count_sends(
+    rank: int, plan: dict[str, Any], num_microbatches: int
+) -> tuple[int, int, int]:
+    """Return the number of messages sent, the most of them alive at once, and the most bytes."""
+    alive: dict[int, int] = {}
+    counts = [0, 0, 0]
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counts[0] += 1
+        alive[counts[0]] = tensor.nbytes
+        weakref.finalize(tensor, alive.pop, counts[0])
+        counts[1] = max(counts[1], len(alive))
+        counts[2] = max(counts[2], sum(alive.values()))
+        return dist.isend(tensor, *args, **kwargs)
+
+    torch.manual_seed(1)
+    found = ParallelPlan.from_dict(plan)
+    strategy = HeteroStrategy(found, num_microbatches=num_microbatches, layers="net.layers")
+    data = TensorDataset(torch.randn(num_microbatches, 8, 3), torch.randn(num_microbatches, 1))
+    loader = DataLoader(data, batch_size=num_microbatches)
+    trainer = L.Trainer(
+        strategy=strategy,
+        **quiet(max_steps=1, num_sanity_val_steps=0, devices=len(found.ranks)),
+        use_distributed_sampler=False,
+    )
+    module = Module("plain")
+    counting = SimpleNamespace(isend=counted, irecv=dist.irecv)
+    with mock.patch.object(activations, "dist", counting):
+        trainer.fit(module, loader)
+        trainer.validate(module, loader, verbose=False)
+    return counts[0], counts[1], counts[2]

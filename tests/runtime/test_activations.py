@@ -1,0 +1,23 @@
+"""Laws of the messages between stages: their sizes are known, and they are let go."""
+
+import pytest
+
+from tests.processes import ProcessPool
+from tests.runtime.link_runs import exchange, train_and_count_sends
+from tests.runtime.runs import pipeline, plan_of, stage
+
+pytestmark = pytest.mark.dist
+
+THREE = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
+
+
+def test_each_message_may_have_other_sizes_and_dtypes(pool: ProcessPool) -> None:
+    pool.run(exchange, 2)
+
+
+def test_a_rank_keeps_no_more_messages_than_may_be_on_their_way(pool: ProcessPool) -> None:
+    found = pool.run(train_and_count_sends, 3, THREE, 64)
+    # Each hidden state has a header; a validation pass follows the training step.
+    assert [sent for sent, _, _ in found] == [4 * 64, 5 * 64, 64]
+    # Two hidden states with headers, two gradients.
+    assert all(most <= limit for (_, most, _), limit in zip(found, [4, 6, 2], strict=True))
