@@ -152,6 +152,7 @@ class SlicesStrategy(ProcessesStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self.engine.buffers.share()
         # Callbacks such as weight averaging may swap weights in before and out after validation.
         self.engine.mark_weights_stale()
 
@@ -161,10 +162,12 @@ class SlicesStrategy(ProcessesStrategy):
 
     @override
     def on_test_start(self) -> None:
+        self.engine.buffers.share()
         self.engine.mark_weights_stale()
 
     @override
     def on_predict_start(self) -> None:
+        self.engine.buffers.share()
         self.engine.mark_weights_stale()
 
     # -- checkpoints ----------------------------------------------------------------------------
@@ -185,6 +188,8 @@ class SlicesStrategy(ProcessesStrategy):
         if store is None:
             return self._module.state_dict()
         assert self._communicators is not None
+        if self._engine is not None:
+            self._engine.buffers.share()
         return whole_module_state(store, self._communicators, self._module)
 
     @override
@@ -249,6 +254,7 @@ class SlicesStrategy(ProcessesStrategy):
         engine, self._engine = self._engine, None
         engine.remove()
         if not self._failed:
+            engine.buffers.share()
             engine.weights.release()
         if self._whole_after_run and not self._failed:
             spread_whole(engine.store, engine.comms)

@@ -39,7 +39,8 @@ from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.plan_facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.precision import HeteroPrecision
 from lightning_hetero.run_plans import PlanRequest, RunPlans, find_data, find_sizes
-from lightning_hetero.runtime.engine import Engine, EngineConfig
+from lightning_hetero.runtime.engine import Engine
+from lightning_hetero.runtime.engine_config import EngineConfig
 from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.runtime.finiteness import NonfiniteGradients
 from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
@@ -82,6 +83,8 @@ class HeteroStrategy(StepsStrategy):
             every sum.
         nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
             "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
+        local_buffers: Whether buffers may follow what each micro-batch holds, as BatchNorm's do in
+            DDP, with the first pipeline's kept. If not, they are refused unless one device agrees.
         whole_after_run: Whether every rank's module has whole parameters behind a run. If not, it
             keeps its slices: see `whole_state_dict`.
         timeout: How long a rank waits for another before it gives up.
@@ -115,6 +118,7 @@ class HeteroStrategy(StepsStrategy):
         compile_layers: bool = False,
         fp32_gradients: bool = True,
         nonfinite_gradients: NonfiniteGradients | Literal["error", "skip"] = "error",
+        local_buffers: bool = False,
         whole_after_run: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -164,6 +168,7 @@ class HeteroStrategy(StepsStrategy):
         )
         self._fp32_gradients = fp32_gradients
         self._nonfinite_gradients = NonfiniteGradients(nonfinite_gradients)
+        self._local_buffers = local_buffers
 
     # -- plan and data --------------------------------------------------------------------------
 
@@ -337,7 +342,12 @@ class HeteroStrategy(StepsStrategy):
 
     def _configure_engine(self, layout: ModelLayout, plan: ParallelPlan) -> EngineConfig:
         if not layout.layers:
-            self._warn_of_no_layers()
+            self._layer_options.refuse_without_layers()
+            rank_zero_warn(
+                "The module has no list of layers, so it is trained data parallel, one whole model "
+                "a rank. To cut it into stages, keep its repeated blocks in one nn.ModuleList, or "
+                'name it: HeteroStrategy(layers="model.blocks").'
+            )
         precision = self.precision_plugin
         several = 4 * plan.max_stages if plan.max_stages > 1 else 1
         return EngineConfig(
@@ -349,19 +359,7 @@ class HeteroStrategy(StepsStrategy):
             layer_options=self._layer_options,
             fp32_gradients=self._fp32_gradients,
             nonfinite_gradients=self._nonfinite_gradients,
-        )
-
-    def _warn_of_no_layers(self) -> None:
-        remedy = 'name it: HeteroStrategy(layers="model.blocks").'
-        if self._layer_options.change_layers:
-            raise ConfigurationError(
-                "activation_checkpointing and compile_layers work layer by layer, but the module "
-                f"has no list of layers. Keep its repeated blocks in one nn.ModuleList or {remedy}"
-            )
-        rank_zero_warn(
-            "The module has no list of layers, so it is trained data parallel, one whole model a "
-            "rank. To cut it into stages, keep its repeated blocks in one nn.ModuleList or "
-            f"{remedy}"
+            local_buffers=self._local_buffers,
         )
 
     # -- the end --------------------------------------------------------------------------------

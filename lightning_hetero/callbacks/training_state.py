@@ -25,7 +25,12 @@ _OWN = "lightning_hetero"
 
 
 def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
-    """Return what is the same on all ranks, under Lightning's names of a checkpoint's entries."""
+    """Return what is the same on all ranks, under Lightning's names of a checkpoint's entries.
+
+    Called by every rank; collective where buffers have changed.
+    """
+    if isinstance(trainer.strategy, HeteroStrategy):
+        trainer.strategy.engine.buffers.share()
     module: Any = trainer.lightning_module
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     metadata: dict[str, Any] = {

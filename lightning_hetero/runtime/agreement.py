@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.core.plan import RankPlace
+from lightning_hetero.runtime.buffers import BufferChange
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.microbatches import epoch_weight
 from lightning_hetero.runtime.step_logs import LogEntry
@@ -35,6 +36,8 @@ class Report:
     """What its steps logged."""
     missing: tuple[str, ...]
     """Parameters that it holds and for which its backward made no gradient."""
+    buffers: tuple[BufferChange, ...] = ()
+    """Buffers that its steps changed."""
 
 
 @dataclass(frozen=True, kw_only=True)

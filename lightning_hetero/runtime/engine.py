@@ -14,7 +14,7 @@ Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipel
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,15 +26,11 @@ from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, header_of
 from lightning_hetero.runtime.boundary import StageBoundary
+from lightning_hetero.runtime.buffers import BufferChange, BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.finiteness import (
-    NonfiniteGradients,
-    answer_nonfinite,
-    describe_ranks,
-    has_nonfinite,
-)
-from lightning_hetero.runtime.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.engine_config import EngineConfig
+from lightning_hetero.runtime.finiteness import answer_nonfinite, describe_ranks, has_nonfinite
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
 from lightning_hetero.runtime.microbatches import cut_batch
@@ -47,39 +43,10 @@ from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
-__all__ = ["Engine", "EngineConfig"]
+__all__ = ["Engine"]
 
 _NUM_TOTALS = 3
 """Sums before those of logged values: losses, target tokens, whether gradients aren't finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How an engine runs its plans."""
-
-    num_microbatches: int
-    """Micro-batches of a pipeline for which the plan names no number."""
-    ownership: Ownership = Ownership.AUTO
-    owner_weights: tuple[float, ...] | None = None
-    """Share of slices of each rank; equal if None."""
-    propagation_dtype: torch.dtype = torch.float32
-    master_dtype: torch.dtype | None = None
-    """Dtype of master slices; None keeps the parameters' own."""
-    seed: int = 0
-    """Base of the random seeds of micro-batches and of drawn weights; the same on all ranks."""
-    layer_options: LayerOptions = field(default_factory=LayerOptions)
-    """Activation checkpointing and compilation of the layers."""
-    fp32_gradients: bool = True
-    """Whether a rank sums its micro-batches' gradients in fp32 if it propagates in less."""
-
-    def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
-        """Return the dtype in which a rank keeps gradients; one micro-batch's are no sum."""
-        if num_microbatches > 1 and self.fp32_gradients:
-            return torch.promote_types(self.propagation_dtype, torch.float32)
-        return self.propagation_dtype
-
-    nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
-    """What an iteration does whose gradients aren't finite."""
 
 
 class Engine:
@@ -123,6 +90,7 @@ class Engine:
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}
         self.store = self._make_store(plan)
+        self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
         self._calls = ModuleCalls(module) if communicators.world_size > 1 else None
         self._plans = PlanSwitch(
             plan,
@@ -141,6 +109,7 @@ class Engine:
             before_layer=self._before_layer,
             seed=config.seed,
             clock=self.clock,
+            buffers=self.buffers,
         )
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
@@ -167,6 +136,7 @@ class Engine:
         """
         run = self._run
         propagation = self._propagation(batch, key, training=True)
+        self.buffers.begin()
         run.weights.clear_gradients(self.config.gradient_dtype(len(propagation.microbatches)))
         with self.clock.iteration():
             with preserved_random_state(), self.logs.recording(), self._weights_in_module():
@@ -181,6 +151,7 @@ class Engine:
                     run.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
+        self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
         self.leaving = agreed.leaving
         loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
         self._keep_gradients(gradients, agreed, weight)
@@ -260,7 +231,11 @@ class Engine:
             return row
 
         agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
-        agreement.begin(Report(entries=self.logs.entries, missing=missing), header, sums_of)
+        changed: tuple[BufferChange, ...] = ()
+        if propagation.training and place is not None:
+            changed = self.buffers.report(self._run.layers, place.pipeline_index)
+        report = Report(entries=self.logs.entries, missing=missing, buffers=changed)
+        agreement.begin(report, header, sums_of)
         return agreement
 
     def _check_finite(self, agreed: Agreed, key: IterationKey) -> None:
@@ -327,6 +302,8 @@ class Engine:
         Raises:
             PlanError: See `PlanSwitch.check`.
         """
+        if plan != self.plan:
+            self.buffers.share()
         self._plans.change(plan)
 
     def check_plan(self, plan: ParallelPlan) -> None:

@@ -49,9 +49,17 @@ class LayerOptions:
             )
 
     @property
-    def change_layers(self) -> bool:
-        """Whether anything is asked of the layers."""
+    def _change_layers(self) -> bool:
         return self.compile_layers or self.activation_checkpointing != "none"
+
+    def refuse_without_layers(self) -> None:
+        """Raise ConfigurationError if anything is asked of layers, as there are none."""
+        if self._change_layers:
+            raise ConfigurationError(
+                "activation_checkpointing and compile_layers work layer by layer, but the module "
+                "has no list of layers. Keep its repeated blocks in one nn.ModuleList, or name "
+                'it: HeteroStrategy(layers="model.blocks").'
+            )
 
     def checkpoints(self, index: int) -> bool:
         """Return whether layer `index` computes its activations again."""
@@ -62,7 +70,7 @@ class LayerOptions:
 
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
         """Return what runs in place of a layer's forward."""
-        return _WrappedForward(self, index, forward) if self.change_layers else forward
+        return _WrappedForward(self, index, forward) if self._change_layers else forward
 
 
 class _WrappedForward:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.boundary import StageBoundary
+from lightning_hetero.runtime.buffers import BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.plan_run import PlanRun
@@ -49,6 +50,8 @@ class StepContext:
     """Base of the random seeds."""
     clock: ComputeClock
     """Times the actions."""
+    buffers: BufferWatch
+    """Looks at what actions do to buffers."""
 
 
 @dataclass
@@ -115,6 +118,8 @@ class Propagation:
                     self._forward(step, action.microbatch_index)
                 else:
                     self._backward(action.microbatch_index)
+                if self.training:
+                    self._context.buffers.look()
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch = self.microbatches[index]
