@@ -99,13 +99,17 @@ class Uploads:
             self._thread.submit(self._upload_stored, *deferred)
 
     def _upload_stored(self, part: Part, uploaded: "Future[bool]") -> None:
-        try:
-            self.upload(part, uploaded, self._thread.progress)
-        finally:
-            self._running.remove(part.manifest.id)
+        self._copy(part, self._thread.progress)
+        # First, because whoever waits for the result may look for what runs.
+        self._running.remove(part.manifest.id)
+        self._resolve(uploaded)
 
     def upload(self, part: Part, uploaded: "Future[bool]", progress: Progress) -> None:
         """Copy a part to the remote tier; `uploaded` says how that went."""
+        self._copy(part, progress)
+        self._resolve(uploaded)
+
+    def _copy(self, part: Part, progress: Progress) -> None:
         assert self.tier is not None
         tier, id_ = self.tier, part.manifest.id
         try:
@@ -118,10 +122,14 @@ class Uploads:
             # The client libraries of remote stores raise their own types.
             self._error = f"Rank {part.manifest.part} couldn't upload {id_} to {tier}: {error}."
             _log.warning("%s", self._error)
-            uploaded.set_exception(CheckpointError(self._error))
         else:
             self._error = ""
             self._done.append(id_)
+
+    def _resolve(self, uploaded: "Future[bool]") -> None:
+        if self._error:
+            uploaded.set_exception(CheckpointError(self._error))
+        else:
             uploaded.set_result(True)
 
     def prune_behind(self) -> None:
