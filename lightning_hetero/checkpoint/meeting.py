@@ -48,7 +48,7 @@ class WriterOptions:
     """Seconds after which it is an error that no lasting tier takes any checkpoint."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One checkpoint of this rank on its way."""
 
@@ -58,6 +58,8 @@ class Job:
     metadata: Mapping[str, bytes]
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
+    needs_upload: bool = True
+    """Whether nobody else has taken over to say what becomes of `uploaded`."""
 
 
 class Meeting:
@@ -122,7 +124,7 @@ class Meeting:
                 self._judge(self.lasting.waited_s)
             if self._rank == 0:
                 _log.warning("%s", error)
-            if not job.uploaded.done():
+            if job.needs_upload and not job.uploaded.done():
                 job.uploaded.set_exception(error)
             raise
         finally:
@@ -162,6 +164,7 @@ class Meeting:
             self.lasting.reach(id_)
         why = self.lasting.reasons
         uploads_itself = self.uploads.offer(part, job.uploaded, statuses)
+        job.needs_upload = uploads_itself
         busy = _busy_in(statuses) | {id_}
         superseded = self._supersede(id_, busy, is_complete=is_complete)
 
