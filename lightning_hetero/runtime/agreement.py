@@ -38,6 +38,8 @@ class Report:
     """Parameters that it holds and for which its backward made no gradient."""
     buffers: tuple[BufferChange, ...] = ()
     """Buffers that its steps changed."""
+    reads: tuple[str, ...] = ()
+    """Parameters outside the layers that it used, if that was watched."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Turn the user's whole model into one stage of it, micro-batch by micro-batch.
 
-Every layer's `forward` is wrapped once. While a stage propagates, layers before it hand their input
-on, its first layer takes the hidden state received from the previous stage, and its last layer ends
-the user's step with `StageEnd`, unless it is the model's last layer: then the step goes on, and the
-user's own code makes the loss. Nothing of the model's own forward is replaced, so whatever it
+Every layer's `forward` is wrapped once. While a stage propagates, layers before it return unknown
+tensors, its first layer takes the hidden state received from the previous stage, and its last layer
+ends the user's step with `StageEnd`, unless it is the model's last one: then the step goes on, and
+the user's own code makes the loss. Nothing of the model's own forward is replaced, so whatever it
 computes before the layers (masks, rotary tables) is there on every stage.
 
 Random numbers are seeded before the step, at each layer and behind the last one, from the iteration
@@ -11,19 +11,21 @@ and the micro-batch, so that they don't depend on which stage draws them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hetero.core.errors import ModelError, StepError
-from lightning_hetero.runtime.hidden_state import hidden_argument, hidden_output
+from lightning_hetero.runtime.hidden_state import hidden_output, hidden_place, named_arguments
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.random_state import seed_everything, seed_of
 from lightning_hetero.runtime.side_tensors import LayerLeavings
+from lightning_hetero.runtime.skipped_layer import SkippedLayer
 from lightning_hetero.runtime.stage_input import StageInput, is_checkpointed_reentrantly
+from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StageBoundary"]
 
@@ -53,13 +55,9 @@ class StageBoundary:
     ) -> None:
         self._layers = tuple(layers)
         self._leavings = LayerLeavings(self._layers)
-        self._shapes = [
-            {name: tuple(item.shape) for name, item in layer.named_parameters()}
-            for layer in self._layers
+        self._skipped = [
+            SkippedLayer(layer, index, self._leavings) for index, layer in enumerate(self._layers)
         ]
-        self._templates: dict[int, tuple[Any, ...] | None] = {}
-        self._unknown: set[int] = set()
-        """Ids of the tensors in templates: they stand for values that this stage doesn't know."""
         self._run: MicrobatchRun | None = None
         self._again: MicrobatchRun | None = None
         """The micro-batch whose backward runs."""
@@ -91,7 +89,8 @@ class StageBoundary:
             run.before_layer(0)
             _watch(run)
         try:
-            yield
+            with run.reads or nullcontext():
+                yield
         finally:
             if run.watching:
                 run.behind_layers.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -116,46 +115,63 @@ class StageBoundary:
                 return forward(*args, **kwargs)
             return self._call_again(self._again, index, forward, args, kwargs)
         has_stages = len(run.layers) < run.num_layers
-        if run.with_gradients and not torch.is_grad_enabled() and is_checkpointed_reentrantly():
-            run.is_reentrant = True
-            if has_stages:
-                raise ModelError(
-                    f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
-                    "hides from a stage what it computes. Use use_reentrant=False, or leave the "
-                    "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
-                )
-        if index > 0 and has_stages:
-            self._check_known(index, args, kwargs)
-            _check_nothing_between(run, index, args, kwargs)
+        _see_reentrant(run, index)
+        given = named_arguments(args, kwargs)
+        if has_stages:
+            self._check_call(run, index, given)
         if index < run.layers.start:
-            output = self._skip(run, index, args, kwargs)
-            run.last_hidden = hidden_output(output, index)
+            output = self._skip(run, index, forward, args, kwargs)
+            run.keep_hidden(hidden_output(output, index))
             return output
         if index == run.layers.start:
             args, kwargs = self._enter(run, args, kwargs)
         run.seed_torch(index)
         run.before_layer(index)
         before = [] if run.is_last_stage else self._leavings.look(index)
-        output = forward(*args, **kwargs)
-        run.last_hidden = hidden_output(output, index, is_alone=not has_stages)
-        if not run.is_last_stage and len(run.handed_on.left) == index:
-            self._leavings.note(before, run.last_hidden, run.handed_on)
+        with nullcontext() if run.reads is None else _disable_current_modes():
+            output = forward(*args, **kwargs)
+        if has_stages or self._leave_stage is not None:
+            hidden = hidden_output(output, index)
+            check_known(hidden, f"Layer {index} computes with")
+            run.keep_hidden(hidden)
+            if not run.is_last_stage and len(run.handed_on.left) == index:
+                self._leavings.note(before, hidden, run.handed_on)
         if index + 1 == run.layers.stop:
             output = self._leave(run, output)
         return output
+
+    def _check_call(self, run: MicrobatchRun, index: int, given: dict[int | str, Any]) -> None:
+        """Find the hidden state among the arguments, and check that the others are known."""
+        if index <= run.layers.start and run.entered:
+            _refuse_second_call()
+        place = hidden_place(given, run.last_hidden if index else None, index)
+        before = run.hidden_places.get(index - 1, place)
+        if self._enter_stage is not None and place != before:
+            raise ModelError(
+                f"Layer {index} gets the hidden state as argument {place!r} and layer {index - 1} "
+                f"as argument {before!r}. Under tensor parallelism all layers must get it as the "
+                "same one, the first tensor."
+            )
+        run.hidden_places[index] = place
+        run.check_unchanged(index)
+        if index >= run.layers.start:
+            comes_in = index == run.layers.start > 0
+            others = [item for at, item in given.items() if not (comes_in and at == place)]
+            check_known(others, f"Layer {index} takes")
 
     def _enter(
         self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if run.entered:
-            raise StepError(
-                "The step calls the model twice. A pipeline carries one pass of each micro-batch: "
-                "call the model once, for instance on the concatenation of both inputs."
-            )
+            _refuse_second_call()
         run.entered = True
         if run.receive is not None:
             run.stage_input = StageInput(run.arrived().tensors[0])
-        return self._first_arguments(run, args, kwargs)
+        args, kwargs = self._first_arguments(run, args, kwargs)
+        if run.reads is not None:
+            run.reads.use((args, kwargs))
+            run.reads.uses_all = True
+        return args, kwargs
 
     def _first_arguments(
         self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,10 +179,13 @@ class StageBoundary:
         """Return what the stage's first layer gets."""
         if run.stage_input is None and self._enter_stage is None:
             return args, kwargs
-        hidden, replace = hidden_argument(args, kwargs)
-        if run.stage_input is not None:
-            hidden = run.stage_input.give()
-        return replace(hidden if self._enter_stage is None else self._enter_stage(hidden))
+        given = named_arguments(args, kwargs)
+        index = run.layers.start
+        place = run.hidden_places.get(index)
+        place = hidden_place(given, None, index) if place is None else place
+        hidden = given[place] if run.stage_input is None else run.stage_input.give()
+        given[place] = hidden if self._enter_stage is None else self._enter_stage(hidden)
+        return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
     def _last_output(self, run: MicrobatchRun, output: Any) -> Any:
         """Return what the stage's last layer returns."""
@@ -201,85 +220,32 @@ class StageBoundary:
         Nothing is asked for behind the last layer of a stage: the step ended there.
         """
         if index < run.layers.start:
-            return self._skip(run, index, args, kwargs)
+            return self._skip(run, index, forward, args, kwargs)
         if index >= run.layers.stop:
-            return self._pass_through(index, args, kwargs)
+            return self._skipped[index](forward, args, kwargs, _hidden_of(run, index, args, kwargs))
         if index == run.layers.start:
             args, kwargs = self._first_arguments(run, args, kwargs)
         run.seed_torch(index, again=True)
         output = forward(*args, **kwargs)
         if index + 1 == run.layers.stop:
-            run.last_hidden = hidden_output(output, index, is_alone=True)
+            run.last_hidden = hidden_output(output, index)
             output = self._last_output(run, output)
             run.seed_torch(_BEHIND_LAYERS, again=True)
         return output
 
     def _skip(
-        self, run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: MicrobatchRun,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Do what is done here of a layer that an earlier stage computes."""
         before = self._leavings.look(index)
-        output = self._pass_through(index, args, kwargs)
+        output = self._skipped[index](forward, args, kwargs, _hidden_of(run, index, args, kwargs))
         self._leavings.restore(index, before, run.arrived())
         return output
-
-    def _pass_through(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the layer's input in the form of its output, without computing it."""
-        hidden, _ = hidden_argument(args, kwargs)
-        if index not in self._templates:
-            self._templates[index] = self._probe(index, args, kwargs)
-        rest, given = self._templates[index], _named(args, kwargs)
-        if rest is None:
-            return hidden
-        return hidden, *(given[i.place] if isinstance(i, _Given) else i for i in rest)
-
-    def _probe(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...] | None:
-        """Return what the layer's output holds besides the hidden state; None for a bare tensor.
-
-        What it was given and hands on is a `_Given`, since that differs from call to call. Runs the
-        layer once on weights of zeros, without gradients. They take a layer's memory for that time:
-        kernels for experts refuse weights expanded from one element.
-        """
-        hidden, _ = hidden_argument(args, kwargs)
-        zeros = {
-            name: torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
-            for name, shape in self._shapes[index].items()
-        }
-        (run, again), self._run, self._again = (self._run, self._again), None, None
-        try:
-            with torch.no_grad():
-                output = torch.func.functional_call(self._layers[index], zeros, args, kwargs)
-        finally:
-            self._run, self._again = run, again
-        if isinstance(output, Tensor):
-            return None
-        hidden_output(output, index)
-        places = {id(value): place for place, value in _named(args, kwargs).items()}
-        rest = tuple(_Given(places[id(i)]) if id(i) in places else i for i in output[1:])
-        self._unknown |= {id(item) for item in rest if isinstance(item, Tensor)}
-        return rest
-
-    def _check_known(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(id(value) in self._unknown for value in (*args, *kwargs.values())):
-            raise ModelError(
-                f"Layer {index} takes a tensor that layer {index - 1} returns besides the hidden "
-                "state, and a stage that begins between them would never see it. Compute it "
-                "before the layers, or use a plan whose pipelines have one stage."
-            )
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Stands in a layer's output for an argument that the layer hands on."""
-
-    place: int | str
-
-
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    named: dict[int | str, Any] = dict(enumerate(args))
-    return named | kwargs
 
 
 class _LayerForward:
@@ -294,19 +260,31 @@ class _LayerForward:
         return self._boundary.call(self._index, self._forward, args, kwargs)
 
 
-def _check_nothing_between(
+def _see_reentrant(run: MicrobatchRun, index: int) -> None:
+    if run.with_gradients and not torch.is_grad_enabled() and is_checkpointed_reentrantly():
+        run.is_reentrant = True
+        if len(run.layers) < run.num_layers:
+            raise ModelError(
+                f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
+                "hides from a stage what it computes. Use use_reentrant=False, or leave the "
+                "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
+            )
+
+
+def _hidden_of(
     run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    hidden, _ = hidden_argument(args, kwargs)
-    if run.entered and not run.finished and index <= run.layers.start:
-        return  # A second call of the model, which `_enter` refuses.
-    if run.last_hidden is not None and hidden is not run.last_hidden:
-        raise ModelError(
-            f"The model computes something between layer {index - 1} and layer {index}, which "
-            "would be lost where a stage ends there: a layer's input must be the very tensor that "
-            "the layer before returned. Move the computation into the layers, or use a plan whose "
-            "pipelines have one stage."
-        )
+) -> Tensor:
+    given = named_arguments(args, kwargs)
+    place = run.hidden_places.get(index)
+    hidden: Tensor = given[hidden_place(given, None, index) if place is None else place]
+    return hidden
+
+
+def _refuse_second_call() -> NoReturn:
+    raise StepError(
+        "The step calls the model twice. A pipeline carries one pass of each micro-batch: "
+        "call the model once, for instance on the concatenation of both inputs."
+    )
 
 
 def _watch(run: MicrobatchRun) -> None:

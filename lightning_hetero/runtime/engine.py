@@ -134,6 +134,7 @@ class Engine:
         Raises:
             StepError, BatchError, ModelError: The step, the batch or the model breaks the contract.
         """
+        self._plans.begin(key.stage)
         run = self._run
         propagation = self._propagation(batch, key, training=True)
         self.buffers.begin()
@@ -158,11 +159,12 @@ class Engine:
         self._check_finite(agreed, key)
         self.logs.replay(agreed.entries, agreed.sums[:, _NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
-        self._plans.learn_roles(agreed.reports)
+        self._plans.learn_roles(agreed.reports, key.stage)
         return (loss_sum / weight).float(), propagation.outputs
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
+        self._plans.begin(key.stage)
         propagation = self._propagation(batch, key, training=False)
         with self.clock.iteration():
             with preserved_random_state(), self.logs.recording(), self._weights_in_module():
@@ -175,6 +177,7 @@ class Engine:
             with self.clock.waiting():
                 agreed = agreement.finish()
         self.logs.replay(agreed.entries, agreed.sums[:, _NUM_TOTALS:], agreed.num_samples)
+        self._plans.learn_roles(agreed.reports, key.stage)
         return propagation.outputs
 
     def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
@@ -206,12 +209,12 @@ class Engine:
 
     def _start_pull(self) -> None:
         self._run.pull.start()
+        # Either may be read at once: behind the layers, or before them on any stage.
         self._run.pull.wait_unit(-1)
+        self._run.pull.wait_unit(self.layout.num_layers)
 
     def _before_layer(self, index: int) -> None:
         self._run.pull.wait_unit(index)
-        if index == self.layout.num_layers:
-            self._run.pull.wait_unit(-1)
 
     # -- agreement ------------------------------------------------------------------------------
 
@@ -234,7 +237,12 @@ class Engine:
         changed: tuple[BufferChange, ...] = ()
         if propagation.training and place is not None:
             changed = self.buffers.report(self._run.layers, place.pipeline_index)
-        report = Report(entries=self.logs.entries, missing=missing, buffers=changed)
+        report = Report(
+            entries=self.logs.entries,
+            missing=missing,
+            buffers=changed,
+            reads=tuple(sorted(propagation.reads)),
+        )
         agreement.begin(report, header, sums_of)
         return agreement
 

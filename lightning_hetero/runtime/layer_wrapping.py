@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["ActivationCheckpointing", "LayerOptions"]
+__all__ = ["ActivationCheckpointing", "LayerOptions", "is_cache"]
 
 ActivationCheckpointing = Literal["none", "full"] | int
 """No layer, every layer, or every n-th layer, the first among them."""
@@ -91,8 +91,8 @@ class _WrappedForward:
             return self._plain(*args, **kwargs)
         # A cache of keys and values would hold on to activations, and a layer that is computed
         # again would write into it twice. Nothing reads it in training.
-        args = tuple(None if _is_cache(arg) else arg for arg in args)
-        kwargs = {name: None if _is_cache(arg) else arg for name, arg in kwargs.items()}
+        args = tuple(None if is_cache(arg) else arg for arg in args)
+        kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
         if not self._checkpoints:
             return self._training(*args, **kwargs)
         return checkpoint(self._training, *args, use_reentrant=False, **kwargs)
@@ -106,7 +106,7 @@ def _unwrapped(forward: _Forward) -> _Forward:
     return forward
 
 
-def _is_cache(value: object) -> bool:
+def is_cache(value: object) -> bool:
     """Return whether a value is a Hugging Face cache, without importing transformers."""
     return any(
         kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils"

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_of, seed_torch
+from lightning_hetero.runtime.read_watch import ReadWatch
 from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.stage_input import StageInput
 
-__all__ = ["MicrobatchRun", "StageEnd"]
+__all__ = ["MicrobatchRun", "StageEnd", "in_place_between"]
 
 
 class StageEnd(BaseException):
@@ -40,6 +42,8 @@ class MicrobatchRun:
     """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
     behind_layers: TorchFunctionMode
     """Watches the torch functions called behind the last layer, or all if there are no layers."""
+    reads: ReadWatch | None = None
+    """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
     entered: bool = False
     finished: bool = False
     watching: bool = False
@@ -54,6 +58,10 @@ class MicrobatchRun:
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     last_hidden: Tensor | None = field(default=None, repr=False)
     """What the layer before returned, to see that nothing is computed between layers."""
+    last_version: int = 0
+    """How often that had been changed in place when the layer returned it."""
+    hidden_places: dict[int, int | str] = field(default_factory=dict, repr=False)
+    """Which argument of each layer called was the hidden state."""
 
     def arrived(self) -> Handover:
         """Return what the stage before hands on; waits for it the first time."""
@@ -80,3 +88,27 @@ class MicrobatchRun:
             earlier = sum(1 for _, known in self._seeds if known == index)
             self._seeds[place] = seed_of(*self.seed, index, *([earlier] if earlier else []))
         seed_torch(self._seeds.get(place, seed_of(*self.seed, index)))
+
+    def keep_hidden(self, hidden: Tensor) -> None:
+        """Remember what a layer returned."""
+        self.last_hidden, self.last_version = hidden, _version_of(hidden)
+
+    def check_unchanged(self, index: int) -> None:
+        """Refuse to run layer `index` on a hidden state that was changed in place."""
+        hidden = self.last_hidden if index else None
+        if hidden is not None and _version_of(hidden) != self.last_version:
+            raise ModelError(in_place_between(index - 1))
+
+
+def in_place_between(index: int) -> str:
+    """Return what to say where the output of layer `index` is changed in place."""
+    return (
+        f"The model computes something in place between layer {index} and layer {index + 1}, which "
+        "would be lost where a stage ends there. Move the computation into the layers, or use a "
+        "plan whose pipelines have one stage."
+    )
+
+
+def _version_of(hidden: Tensor) -> int:
+    # Inference counts no versions; the stage behind then sees it, on its unknown tensor.
+    return 0 if hidden.is_inference() else hidden._version

@@ -52,6 +52,8 @@ class PlanRun:
         share_memory: bool,
     ) -> None:
         self.plan = plan
+        self.is_watched = False
+        """Whether to see which parameters outside the layers each stage uses."""
         self.share_memory = share_memory
         self.place = plan.place(comms.global_rank)
         self.table = TransferTable(specs, store.slices, plan)

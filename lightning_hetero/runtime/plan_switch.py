@@ -1,8 +1,8 @@
 """Change from one plan to another: slices stay with their owners, everything else is made anew.
 
-Also what a run learns about parameters outside the layers. At first both ends of a pipeline hold
-them; once an iteration has shown where gradients reach them, only those stages do. Freezing or
-thawing parameters in mid-run puts that knowledge back to its beginning.
+Also what a run learns about parameters outside the layers. In the first iteration of each kind
+(training, validation, test, prediction) both ends of a pipeline hold them. What is used at one end
+only, in all kinds so far, is held there only from then on.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,11 @@ class PlanSwitch:
         self._clock = clock
         self._dtype = dtype
         self._tensor_parallel = tensor_parallel
-        self._roles_known = False
-        self._specs = _at_both_ends(store)
+        self._roles: dict[str, set[OuterRole]] = {}
+        """Where outer parameters were used so far."""
+        self._known_kinds: set[int] = set()
+        """The kinds of iterations in which that was watched."""
+        self._specs = self._with_roles(known=False)
         self.run = self._make_run(plan, share_memory=True)
         """The plan that runs, made ready."""
 
@@ -96,39 +99,57 @@ class PlanSwitch:
         """
         changed = self._store.follow_freezing()
         if changed:
-            self._roles_known = False
-            self._specs = _at_both_ends(self._store)
+            self._specs = self._with_roles(known=bool(self._known_kinds))
             self._replace(self.run.plan, share_memory=self.run.share_memory)
         return changed
 
-    def learn_roles(self, reports: Sequence[Report]) -> None:
-        """Drop outer weights from the end of the pipeline where no gradient reached them.
+    def begin(self, kind: int) -> None:
+        """Make ready for an iteration of a kind: what it reads is watched if it is the first."""
+        is_watched = kind not in self._known_kinds and self.run.plan.max_stages > 1
+        if is_watched:
+            self._hold(self._with_roles(known=False))
+        self.run.is_watched = is_watched
+
+    def learn_roles(self, reports: Sequence[Report], kind: int) -> None:
+        """Hold outer weights only where iterations that were watched have used them.
 
         Every rank sees the same reports, so all ranks make the same tables.
         """
-        staged = [pipeline for pipeline in self.run.plan.pipelines if pipeline.num_stages > 1]
-        if self._roles_known or not staged:
+        if not self.run.is_watched or not any(report.reads for report in reports):
             return
-        seen: dict[str, set[OuterRole]] = {}
-        for pipeline in staged:
+        for pipeline in self.run.plan.pipelines:
+            if pipeline.num_stages == 1:
+                continue
             for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
                 for rank in pipeline.stages[stage_index].ranks:
-                    missing = set(reports[rank].missing)
-                    for spec in self._specs:
-                        if spec.layer is None and spec.requires_grad and spec.name not in missing:
-                            seen.setdefault(spec.name, set()).add(role)
-        self._roles_known = True
-        self._specs = tuple(
-            replace(spec, roles=frozenset(seen[spec.name])) if spec.name in seen else spec
-            for spec in self._specs
+                    for name in reports[rank].reads:
+                        self._roles.setdefault(name, set()).add(role)
+        self._known_kinds.add(kind)
+        self._hold(self._with_roles(known=True))
+
+    def _with_roles(self, *, known: bool) -> tuple[ParameterSpec, ...]:
+        """Return all parameters; what wasn't seen in use may be used anywhere one day."""
+        return tuple(
+            replace(
+                spec,
+                roles=frozenset(self._roles.get(spec.name, _BOTH_ENDS) if known else _BOTH_ENDS),
+            )
+            if spec.layer is None
+            else spec
+            for spec in self._store.specs.values()
         )
-        self._replace(self.run.plan, share_memory=self.run.share_memory)
+
+    def _hold(self, specs: tuple[ParameterSpec, ...]) -> None:
+        if specs != self._specs:
+            self._specs = specs
+            self._replace(self.run.plan, share_memory=self.run.share_memory)
 
     def _replace(self, plan: ParallelPlan, *, share_memory: bool) -> None:
-        self.run.weights.release()
-        # Both plans' weights together might be more than the device holds.
-        del self.run
-        self.run = self._make_run(plan, share_memory=share_memory)
+        with torch.inference_mode(mode=False):  # What is made for validation may train later.
+            self.run.weights.release()
+            # Both plans' weights together might be more than the device holds.
+            del self.run
+            self.run = self._make_run(plan, share_memory=share_memory)
 
     def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:
         if self._tensor_parallel is not None:
@@ -142,10 +163,3 @@ class PlanSwitch:
             dtype=self._dtype,
             share_memory=share_memory,
         )
-
-
-def _at_both_ends(store: SliceStore) -> tuple[ParameterSpec, ...]:
-    return tuple(
-        spec if spec.layer is not None else replace(spec, roles=_BOTH_ENDS)
-        for spec in store.specs.values()
-    )

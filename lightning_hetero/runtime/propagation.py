@@ -16,10 +16,12 @@ from lightning_hetero.runtime.buffers import BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.plan_run import PlanRun
+from lightning_hetero.runtime.read_watch import ReadWatch
 from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.step_logs import StepLogs
 from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
 from lightning_hetero.runtime.trace import traced
+from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["IterationKey", "Propagation", "StepContext"]
 
@@ -98,6 +100,8 @@ class Propagation:
         self.training = training
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
+        self.reads: set[str] = set()
+        """Parameters outside the layers that were used, if that is watched."""
         self._run = run
         self._context = context
         self._first_index = first_index
@@ -138,6 +142,7 @@ class Propagation:
             raise StepError(
                 "The step returned without calling the model's layers. Call the model once in it."
             )
+        check_known(output, "What the step returns needs")
         num_targets = count_targets(self._context.module, microbatch, watch)
         weight = as_weight(num_targets, self._context.device)
         self._context.logs.keep_microbatch(weight)
@@ -202,7 +207,15 @@ class Propagation:
             receive=receive if link.previous is not None else None,
             before_layer=self._context.before_layer,
             behind_layers=watch,
+            reads=self._read_watch(),
         )
+
+    def _read_watch(self) -> ReadWatch | None:
+        link = self._run.link
+        if not self._run.is_watched or link.previous is link.following is None:
+            return None
+        is_first = link.previous is None
+        return ReadWatch(self._run.weights.outer, self.reads, is_first=is_first)
 
     def _expect(self, action: Action, upcoming: Action | None) -> None:
         """Begin to receive the gradient that the next action needs, while this one computes.

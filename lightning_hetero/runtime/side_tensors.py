@@ -5,8 +5,8 @@ models record outputs of its submodules while they are asked to. Code behind the
 them, on the last stage. So after each layer what it left is noted, place by place, and whoever
 skips the layer puts it there. Tensors travel beside the hidden state, and their gradients back.
 
-A tensor travels if it is smaller than the hidden state. Larger ones, and what can't be pickled,
-stay where they are.
+A tensor travels if it is smaller than the hidden state. In the place of a larger one comes an
+unknown tensor; what can't be pickled stays where it is.
 """
 
 import io
@@ -19,8 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.runtime.unknown import Origin, Unknown
+
 __all__ = ["Handover", "LayerLeavings"]
 
+_REMEDY = (
+    "Another stage computes it, and it is too large to travel beside the hidden state. Leave less, "
+    "such as a mean, or use a plan whose pipelines have one stage."
+)
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
 
@@ -94,7 +100,17 @@ class LayerLeavings:
         spaces = {space.name: space for space in before}
         for where, name, data in pickle.loads(handover.left[index]):
             space = spaces[where]
-            space.seen(name).apply(_load(data, handover.tensors), space.names, name)
+            origin = Origin(f"what layer {index} leaves in {name!r}", _REMEDY)
+            space.seen(name).apply(_load(data, handover.tensors, origin), space.names, name)
+
+    def undo(self, before: Sequence[_Space]) -> None:
+        """Put all places back to what `look` saw there."""
+        for space in before:
+            for name in space.names.keys() - space.before.keys():
+                del space.names[name]
+            space.names.update(space.before)
+            for seen in space.inside.values():
+                seen.undo()
 
     def _spaces(self, index: int) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
         for path, module in self._modules[index]:
@@ -123,14 +139,15 @@ def _dump(value: Any, sides: list[Tensor]) -> bytes | None:
     known = {id(tensor): index for index, tensor in enumerate(sides)}
     new: list[Tensor] = []
 
-    def name_of(item: Any) -> tuple[int, str] | None:
+    def name_of(item: Any) -> Any:
         if isinstance(item, nn.Module):
             raise pickle.PicklingError("A module stays with its layer.")
         if not isinstance(item, Tensor):
             return None
-        is_plain = type(item) is Tensor and item.layout is torch.strided and not item.is_nested
-        if not is_plain or item.numel() >= sides[0].numel():
-            raise pickle.PicklingError("Only plain tensors smaller than the hidden state travel.")
+        is_plain = type(item) is Tensor and item.layout is torch.strided
+        if not is_plain or item.is_nested or item.numel() >= sides[0].numel():
+            shape = () if item.is_nested else tuple(item.shape)
+            return shape, item.dtype, item.device.type
         if id(item) not in known:
             known[id(item)] = len(known)
             new.append(item)
@@ -147,9 +164,14 @@ def _dump(value: Any, sides: list[Tensor]) -> bytes | None:
     return file.getvalue()
 
 
-def _load(data: bytes, sides: Sequence[Tensor]) -> Any:
-    def tensor_of(name: tuple[int, str]) -> Tensor:
-        return sides[name[0]].to(name[1])
+def _load(data: bytes, sides: Sequence[Tensor], origin: Origin) -> Any:
+    def tensor_of(name: Any) -> Tensor:
+        if len(name) == 3:
+            shape, dtype, device = name
+            return Unknown.of(shape, dtype, torch.device(device), origin)
+        index, kind = name
+        tensor: Tensor = sides[index].to(kind)
+        return tensor
 
     unpickler = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = tensor_of  # type: ignore[method-assign]
@@ -201,6 +223,17 @@ class _Seen:
         else:
             for inner, inner_change in value.items():
                 self._at(inner).apply(inner_change, names[name], inner)
+
+    def undo(self) -> None:
+        """Give a list or a dict back what was in it."""
+        inside = (*self._items, *self._named.values())
+        if type(self.value) is list and self._depth:
+            self.value[:] = [item.value for item in self._items]
+        elif type(self.value) is dict and self._depth:
+            self.value.clear()
+            self.value.update({name: item.value for name, item in self._named.items()})
+        for item in inside:
+            item.undo()
 
     def _at(self, name: Any) -> "_Seen":
         return self._named.get(name) or _Seen()

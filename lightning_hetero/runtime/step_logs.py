@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.runtime.unknown import check_known
+
 __all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
 
 ALREADY_REDUCED = "already reduced"
@@ -94,6 +96,8 @@ class StepLogs:
     def keep_microbatch(self, weight: Tensor) -> None:
         """Take over what one micro-batch logged, with its number of target tokens."""
         for entry, (value, batch_size) in self._pending.items():
+            seen = getattr(value, "metric_state", value)
+            check_known(seen, f"What is logged as {entry.name!r} needs")
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
             values = self._values.setdefault(entry, [])

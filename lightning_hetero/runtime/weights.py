@@ -3,21 +3,20 @@
 Outside propagation every parameter of the module is the rank's own slice (fp32 master), possibly
 empty: that is what optimizers, clipping, EMA and checkpoints see. During propagation the slots hold
 *compute weights*: the rank's shard of what its stage needs, in the propagation dtype. Parameters
-used only by other stages are *stubs*: zeros of the full shape that take no memory.
+used only by other stages are *stubs*: unknown tensors of the full shape, which take no memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["ComputeWeights", "SliceStore", "narrow_rows", "own_interval"]
 
@@ -145,7 +144,10 @@ class ComputeWeights:
             if holding is not None:
                 self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
             elif spec.layer is None:
-                self._stubs[name] = _make_stub(spec, dtype, store.device)
+                kind = (
+                    dtype if store.masters[name].is_floating_point() else store.masters[name].dtype
+                )
+                self._stubs[name] = _make_stub(spec, kind, store.device)
         self._homes = {name: master.data for name, master in store.masters.items()}
 
     def _hold(
@@ -177,6 +179,12 @@ class ComputeWeights:
         self.shards[spec.name] = nn.Parameter(
             shard, requires_grad=spec.requires_grad and kind.is_floating_point
         )
+
+    @property
+    def outer(self) -> dict[str, nn.Parameter]:
+        """What is held here of the parameters outside the layers."""
+        specs = self._store.specs
+        return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
     def local_rows(self, name: str, start: int, stop: int) -> Interval | None:
         """Return where global rows [start, stop) lie in this rank's shard, None if not whole."""
@@ -231,20 +239,13 @@ class ComputeWeights:
 
 
 def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return zeros of the full shape in the memory of one element.
-
-    They require gradients although they are no weights: a gradient that reaches a stub shows that
-    something computed before the layers is used in or behind them, which no stage could receive.
-    """
-    zeros = torch.zeros((), dtype=dtype, device=device).expand(spec.shape)
-    stub = nn.Parameter(zeros, requires_grad=prod(spec.shape) > 0)
-
-    def refuse(_: Tensor) -> None:
-        raise ModelError(
-            f"Parameter {spec.name} is used before the layers, and its value is used again in or "
-            "behind them (other than as the layers' input). A later stage can't see it. Compute "
-            "it inside the layers, or use a plan whose pipelines have one stage."
-        )
-
-    stub.register_hook(refuse)  # type: ignore[no-untyped-call]
-    return stub
+    """Return a parameter of the full shape whose values nobody can read, in no memory."""
+    origin = Origin(
+        f"parameter {spec.name}",
+        "It lies outside the layers, and this stage doesn't hold it. In stages such a parameter "
+        "may make the first layer's input, and from the first iteration on, what the last stage "
+        "computes. Compute what needs it inside the layers or behind them, or use a plan whose "
+        "pipelines have one stage.",
+    )
+    unknown = Unknown.of(spec.shape, dtype, device, origin)
+    return nn.Parameter(unknown, requires_grad=spec.requires_grad and dtype.is_floating_point)

@@ -15,6 +15,7 @@ from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.targets import LossWatch
+from lightning_hetero.runtime.unknown import Unknown
 
 
 class Layer(nn.Module):
@@ -140,18 +141,14 @@ def test_a_step_without_the_model_leaves_the_run_unfinished() -> None:
     assert not run.finished
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (lambda out: (out * 2,), r"Layer 0 returns 1 more tensors with gradients"),
-        (lambda out: (out * 2, None, out * 3), r"Layer 0 returns 2 more tensors"),
-    ],
-)
-def test_extra_outputs_with_gradients_are_refused(extra: Any, message: str) -> None:
-    model = Model(extra)
+def test_extra_outputs_that_nothing_uses_are_their_layers_business() -> None:
+    model, x = Model(lambda out: (out * 2, None, out * 3)), torch.randn(5, 3)
     boundary = StageBoundary(model.layers)
-    with pytest.raises(ModelError, match=message), boundary.running(run_of(range(1), None)):
-        model(torch.randn(5, 3))
+    whole = through_stages(model, boundary, lambda: model(x), [0, 3])
+    assert torch.equal(through_stages(model, boundary, lambda: model(x), [0, 2, 3]), whole)
+    assert isinstance(model.seen[-3][0], Unknown)
+    with pytest.raises(ModelError, match=r"item needs output 3 of layer 0"):
+        model.seen[-3][2].sum().item()
 
 
 class TakesRest(nn.Module):
@@ -194,7 +191,7 @@ def test_what_layers_compute_for_layers_behind_is_refused_in_another_stage() -> 
     boundary = StageBoundary(model.layers)
     assert through_stages(model, boundary, lambda: model(x), [0, 3]).shape == (5, 2)
     run = run_of(range(1, 3), torch.randn(5, 4))
-    with pytest.raises(ModelError, match="Layer 1 takes a tensor that layer 0 returns"):  # noqa: SIM117
+    with pytest.raises(ModelError, match="Layer 1 takes output 1 of layer 0"):  # noqa: SIM117
         with boundary.running(run):
             model(x)
 

@@ -1,0 +1,285 @@
+"""Tensors whose values this stage can't know: what other stages compute, weights they hold.
+
+An `Unknown` has a shape, a dtype and a device, and the name of where it comes from. What is
+computed from it costs nothing and is unknown as well, so a stage may run the user's whole step on
+it. Whatever would need a value is refused by name: nothing goes on with made-up numbers.
+
+Operations that draw random numbers draw as many as they would on values, because what is drawn in a
+step is the same on all ranks of a pipeline.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.core.errors import ModelError
+
+__all__ = ["Origin", "Unknown", "check_known", "written_by"]
+
+_KINDS = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
+_SHAPED_LIKE = {f"aten::{name}" for name in (*_KINDS, "new_zeros", "new_ones", "new_full")}
+"""Take no more than the shape of a tensor, so that what they make is known."""
+
+_BY_VALUE = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+_DRAW_BY_VALUE = {f"aten::{name}" for name in _BY_VALUE}
+"""How many random numbers they draw depends on values."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an unknown tensor comes from."""
+
+    what: str
+    """Completes "It needs ..."."""
+    remedy: str
+
+
+class Unknown(Tensor):
+    """A tensor of which this stage knows all but the values."""
+
+    origin: Origin
+    sealed: str | None
+    """Why it may not be changed in place, None if it may."""
+
+    @staticmethod
+    def __new__(
+        cls, form: "_Form", device: torch.device, origin: Origin, *, sealed: str | None = None
+    ) -> "Unknown":
+        """Make one of a form."""
+        made: Unknown = Tensor._make_wrapper_subclass(
+            cls, form.shape, strides=form.strides, dtype=form.dtype, device=device
+        )
+        made.origin, made.sealed = origin, sealed
+        return made
+
+    @classmethod
+    def like(cls, tensor: Tensor, origin: Origin, sealed: str | None = None) -> "Unknown":
+        """Return an unknown tensor with the form of another tensor, which may be on meta."""
+        return cls(_form_of(tensor), tensor.device, origin, sealed=sealed)
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin
+    ) -> "Unknown":
+        """Return an unknown tensor of a shape."""
+        return cls(_form_of(torch.empty(shape, dtype=dtype, device="meta")), device, origin)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Compute an operation's shapes alone."""
+        given = (*args, *(kwargs or {}).values())
+        first = next(item for item in _flat(given) if isinstance(item, Unknown))
+        name = func._schema.name
+        if (
+            name.startswith("c10d::")
+            or name in _DRAW_BY_VALUE
+            or torch.Tag.data_dependent_output in func.tags
+        ):
+            first.refuse(f"{_short(func)} needs")
+        if name in _SHAPED_LIKE:
+            return func(*_each(_filled, args), **_each(_filled, kwargs or {}))
+        _check_writes(func, args, kwargs or {}, first)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            func(*_each(_filled, args), **_each(_filled, kwargs or {}))
+        device = (kwargs or {}).get("device") or first.device
+        sealed = first.sealed if _is_view(func) else None
+
+        def make(form: Any) -> Any:
+            if not isinstance(form, _Form):
+                return form
+            return Unknown(form, device, first.origin, sealed=sealed)
+
+        made = _each(make, _forms_made(func, args, kwargs or {}, first))
+        changed = _returned(func)
+        if changed is None:
+            return made
+        itself = args[changed[0]] if changed[0] < len(args) else (kwargs or {})[changed[1]]
+        if isinstance(made, Unknown) and itself.shape != made.shape:
+            first.refuse(f"{_short(func)} changes a shape in place, and needs")
+        return itself
+
+    def refuse(self, user: str) -> NoReturn:
+        """Say that something needs the values; `user` is what, with its verb."""
+        raise ModelError(f"{user} {self.origin.what}. {self.origin.remedy}")
+
+    def tolist(self) -> NoReturn:
+        """Refuse to give values."""
+        self.refuse("tolist needs")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refuse to give values."""
+        self.refuse("numpy needs")
+
+    def __array__(self, dtype: Any = None) -> NoReturn:
+        """Refuse to give values."""
+        self.refuse("NumPy needs")
+
+    def __format__(self, format_spec: str) -> str:
+        """Refuse to print a value; without a format, say what it is."""
+        return self.refuse("Printing needs") if format_spec else repr(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Return all that is known of it."""
+        return f"Unknown({self.origin.what}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def check_known(value: Any, user: str) -> None:
+    """Refuse a value in which there are unknown tensors.
+
+    Args:
+        value: Anything; looked at as far as torch's pytrees go.
+        user: What needs it, with its verb.
+
+    Raises:
+        ModelError: It names where the first of them comes from.
+    """
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Unknown):
+            leaf.refuse(user)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
+    return [item for item in _flat(targets) if isinstance(item, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """All that is known of an unknown tensor, apart from its device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+_FORMS: dict[Any, Any] = {}
+"""What operations make of what: computing it takes a hundred times as long as looking it up."""
+
+_MAX_FORMS = 10_000
+
+
+def _forms_made(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> Any:
+    """Return what an operation makes, with the forms of tensors in their place."""
+    key: Any = (func, *_key_of(args), *((name, _key_of(kwargs[name])) for name in kwargs))
+    if func._schema.name == "aten::index":
+        key = None  # The values of a mask decide on the shape.
+        args = (args[0], [_as_indices(item) for item in args[1]])
+    try:
+        if key is not None and key in _FORMS:
+            return _FORMS[key]
+    except TypeError:  # Something in it can't be hashed.
+        key = None
+    try:
+        made = func(*_each(_as_meta, args), **_each(_as_meta, kwargs))
+    except NotImplementedError:
+        first.refuse(f"{_short(func)} needs")
+    forms = _each(lambda item: _form_of(item) if isinstance(item, Tensor) else item, made)
+    if key is not None:
+        if len(_FORMS) >= _MAX_FORMS:
+            _FORMS.clear()
+        _FORMS[key] = forms
+    return forms
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_key_of, value))
+    return type(value), value
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to all that an operation takes or makes: lists, tuples, keywords of it."""
+    if isinstance(value, list | tuple):
+        items = [_each(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {name: _each(function, item) for name, item in value.items()}
+    return function(value)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _as_indices(value: Any) -> Any:
+    """Return the indices that a known mask of one dim stands for."""
+    known = isinstance(value, Tensor) and not isinstance(value, Unknown)
+    return (
+        value.nonzero()[:, 0] if known and value.dtype is torch.bool and value.ndim == 1 else value
+    )
+
+
+def _filled(value: Any) -> Any:
+    """Return a tensor in place of an unknown one, with values that are fit for probabilities."""
+    if not isinstance(value, Unknown):
+        return value
+    return torch.ones(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _short(func: Any) -> str:
+    name: str = func._schema.name
+    return "item" if "_local_scalar_dense" in name else name.removeprefix("aten::")
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return place and name of the arguments that an operation writes to."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def _returned(func: Any) -> tuple[int, str] | None:
+    """Return place and name of the argument that an operation changes and returns."""
+    for item in func._schema.returns:
+        if item.alias_info is not None and item.alias_info.is_write:
+            return _writes(func)[0]
+    return None
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return any(item.alias_info is not None for item in func._schema.returns)
+
+
+def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> None:
+    for item in written_by(func, args, kwargs):
+        if not isinstance(item, Unknown):
+            first.refuse(f"{_short(func)} writes to a tensor with known values, and needs")
+        if item.sealed is not None:
+            raise ModelError(item.sealed)

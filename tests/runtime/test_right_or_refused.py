@@ -1,0 +1,68 @@
+"""Each way of using layers and outer parameters trains as on one device, or is refused by name."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fuzz.judge import EQUAL, REFUSED, judge
+from tests.fuzz.recipes import Recipe
+from tests.processes import ProcessPool
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"arguments": "table, hidden", "table": "parameter"},
+        {"arguments": "keywords", "returned": "unused"},
+        {"outer": "mask before layers"},
+        {"outer": "embedding added behind", "arguments": "table, hidden"},
+        {"outer": "embedding in layers", "frozen": "embedding"},
+        {"collected": "gates on layers", "plan": "three stages"},
+    ],
+    ids=str,
+)
+def test_what_stages_can_know_trains_as_on_one_device(
+    pool: ProcessPool, features: dict[str, Any]
+) -> None:
+    verdict = judge(pool, replace(Recipe(), **features))
+    assert verdict.kind == EQUAL, verdict.told
+
+
+ELSEWHERE = "needs what layer 0 computes"
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ({"between": "relu_"}, "something in place between layer 0 and layer 1"),
+        ({"between": "scaled"}, "something between layer 0 and layer 1"),
+        ({"returned": "used"}, "What the step returns needs output 1 of layer 0"),
+        ({"collected": "sum of hidden states"}, "returns needs the output of layer 0"),
+        ({"collected": "first hidden state"}, "returns needs the output of layer 0"),
+        ({"collected": "hook"}, f"What the step returns {ELSEWHERE}"),
+        ({"collected": "logged hook"}, f"What is logged as 'hooked' {ELSEWHERE}"),
+        ({"outer": "later loss"}, "needs parameter model.embed.weight"),
+        (
+            {"outer": "embedding in layers", "plan": "three stages"},
+            "takes parameter model.embed.weight",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_stage_can_not_know_is_refused_by_name(
+    pool: ProcessPool, features: dict[str, Any], told: str
+) -> None:
+    verdict = judge(pool, replace(Recipe(), **features))
+    assert verdict.kind == REFUSED, verdict.told
+    assert told in verdict.told
+
+
+@pytest.mark.parametrize(
+    "features", [{"between": "relu_"}, {"collected": "hook"}, {"outer": "later loss"}]
+)
+def test_one_stage_knows_all(pool: ProcessPool, features: dict[str, Any]) -> None:
+    verdict = judge(pool, replace(Recipe(), plan="alone", **features))
+    assert verdict.kind == EQUAL, verdict.told
