@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.callbacks.joining import join
 from lightning_hetero.callbacks.owned import OwnedState
 from lightning_hetero.callbacks.places import FinishedStep, Places
 from lightning_hetero.callbacks.run_log import note
@@ -43,11 +44,15 @@ from lightning_hetero.checkpoint import (
     Source,
     Transport,
     WriterOptions,
-    find_next_attempt,
+    begin_run,
     recover,
 )
+from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.transport import GroupTransport
+
+if TYPE_CHECKING:
+    from lightning_hetero.checkpoint.lease import Lease
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -83,11 +88,14 @@ class LayerwiseCheckpoint(Checkpoint):
             then it ends with an error. A save that fails is tried anew with the next checkpoint.
         storage_options: For the filesystem of the URL, such as an endpoint.
         retry: When to try a failed remote operation again.
+        skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
+            may hold the newest checkpoint.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
-        CheckpointError: There are checkpoints, but none can be read, or no lasting place has taken
-            one for too long, or has the newest when training ends.
+        CheckpointError: There are checkpoints, but none can be read; a place can't be read or
+            written when fitting starts, or another living job writes there; no lasting place has
+            taken a checkpoint for too long, or has the newest when training ends.
     """
 
     def __init__(  # noqa: PLR0913 - what a user chooses
@@ -103,13 +111,16 @@ class LayerwiseCheckpoint(Checkpoint):
         lasting_within: timedelta = timedelta(minutes=30),
         storage_options: Mapping[str, Any] | None = None,
         retry: RetryPolicy | None = None,
+        skip_unreadable: bool = False,
     ) -> None:
         if every_n_train_steps < 1:
             raise ConfigurationError(
                 f"every_n_train_steps is {every_n_train_steps}; it must be 1 or more."
             )
         self.places = Places(
-            path_or_url=None if path_or_url is None else str(path_or_url),
+            path_or_url=None
+            if path_or_url is None
+            else str(local_folder(path_or_url) or path_or_url),
             local_dir=None if local_dir is None else str(Path(local_dir).absolute()),
             shared_memory=shared_memory,
             keep=keep,
@@ -127,9 +138,11 @@ class LayerwiseCheckpoint(Checkpoint):
             lasting_within_s=lasting_within.total_seconds(),
         )
         self._timeout = timeout
+        self._skip_unreadable = skip_unreadable
         self._writer: CheckpointWriter | None = None
         self._transport: Transport = SoloTransport()
-        self._attempt = 0
+        self._start = CheckpointId(0)
+        self._leases: tuple[Lease, ...] = ()
         self._last_step = 0
         self._recovered: Recovered | None = None
         self._leaving: _Leaving | None = None
@@ -156,25 +169,26 @@ class LayerwiseCheckpoint(Checkpoint):
         start_s = time.time()
         if trainer.world_size > 1:
             self._transport = GroupTransport(self._timeout)
-        owned, tiers, node = OwnedState(trainer), self.places.tiers(), self.places.node
-        is_new = self.places.is_new
-        names = self._transport.all_gather(node.encode())
-        self.node_of_rank = tuple(name.decode() for name in names)
-        if is_new and trainer.local_rank == 0:
-            # What is left in shared memory is of a run whose folder somebody has deleted.
-            self.places.begin_anew()
-        finished = self._last_finished()
-        recovered = recover(owned.needs(), tiers, node=node, transport=self._transport)
-        if recovered is None:
-            self._attempt = find_next_attempt(tiers, node=node, transport=self._transport)
-        else:
-            self._attempt, self._last_step = recovered.report.attempt, recovered.id.step
+        owned = OwnedState(trainer)
+        joined = join(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
+        self._leases, self.node_of_rank = joined.leases, joined.node_of_rank
+        seen: dict[str, Any] = {
+            "node": joined.node,
+            "transport": self._transport,
+            "skip_unreadable": self._skip_unreadable,
+        }
+        recovered = recover(owned.needs(), joined.tiers, **seen)
+        self._start = begin_run(joined.tiers, recovered=recovered, **seen)
+        if recovered is not None:
+            self._last_step = recovered.id.step
             fetched_s = time.time()
             restore(trainer, owned, recovered)
-            self._report(trainer, recovered, finished, (start_s, fetched_s))
+            self._report(trainer, recovered, self._last_finished(), (start_s, fetched_s))
+        if trainer.local_rank == 0:
+            self.places.forget_other_runs(self._start.run)
         self._recovered = recovered
         self._writer = CheckpointWriter(
-            tiers,
+            joined.tiers,
             node_of_rank=self.node_of_rank,
             transport=self._transport,
             options=self._writer_options,
@@ -194,10 +208,11 @@ class LayerwiseCheckpoint(Checkpoint):
     def _last_finished(self) -> FinishedStep | None:
         """Return how far any node that is left saw training come."""
         own = self.places.last_finished()
-        text = "" if own is None else json.dumps([own.step, own.at_s])
+        text = "" if own is None else json.dumps([own.step, own.at_s, own.run])
         found = [json.loads(data) for data in self._transport.all_gather(text.encode()) if data]
-        known = [FinishedStep(step=step, at_s=at_s) for step, at_s in found]
-        return max(known, key=lambda item: item.at_s, default=None)
+        known = [FinishedStep(step=step, at_s=at_s, run=run) for step, at_s, run in found]
+        own_run = [item for item in known if item.run == self._start.run]
+        return max(own_run, key=lambda item: item.at_s, default=None)
 
     def _report(
         self,
@@ -275,7 +290,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.fit_loop._should_accumulate():
             return
         if trainer.local_rank == 0:
-            self.places.note(FinishedStep(step=step, at_s=time.time()))
+            self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.then(self._save(trainer, leaving))
@@ -293,9 +308,11 @@ class LayerwiseCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, leaving: _Leaving | None = None) -> SavedCheckpoint:
         assert self._writer is not None
+        for lease in self._leases:
+            lease.raise_if_lost()
         owned = OwnedState(trainer)
         content = CheckpointContent(
-            id=CheckpointId(trainer.global_step, self._attempt),
+            id=replace(self._start, step=trainer.global_step),
             global_rank=trainer.global_rank,
             world_size=trainer.world_size,
             num_layers=owned.num_layers,
@@ -324,6 +341,7 @@ class LayerwiseCheckpoint(Checkpoint):
             writer.close()
         if trainer.local_rank == 0:
             self.places.forget_memory()
+        self._release_leases()
 
     @override
     def on_exception(
@@ -331,6 +349,12 @@ class LayerwiseCheckpoint(Checkpoint):
     ) -> None:
         # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
         self._writer = None
+        self._release_leases()
+
+    def _release_leases(self) -> None:
+        leases, self._leases = self._leases, ()
+        for lease in leases:
+            lease.release()
 
 
 def _has_finished_epoch(trainer: pl.Trainer) -> bool:

@@ -6,12 +6,16 @@ import json
 import os
 import shutil
 import socket
+import stat
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
+from lightning_hetero.checkpoint.completeness import checkpoints_in
+from lightning_hetero.checkpoint.lease import machine_id
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.core.errors import ConfigurationError
 
@@ -28,6 +32,8 @@ class FinishedStep:
     """Optimizer steps taken."""
     at_s: float
     """When, in seconds since the epoch."""
+    run: str
+    """Identity of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +63,17 @@ class Places:
                 "Give a path or URL that all nodes reach, or local_dir, or both."
             )
 
-    @property
-    def node(self) -> str:
-        """Name of this node: the same for processes that share the local folder."""
-        return f"{socket.gethostname()}:{self.local_dir or ''}"
+    def identify_node(self) -> tuple[str, str]:
+        """Return a name for this node and one for its disk; makes what tells them from others.
+
+        Processes that share shared memory and the local folder get the same names, two machines
+        never do, whatever they are called.
+        """
+        host = socket.gethostname()
+        memory = _random_name(_private_memory()) if self.memory_dir is not None else ""
+        disk = "" if self.local_dir is None else _random_name(Path(self.local_dir))
+        text = f"{machine_id()} {memory} {disk or self.local_dir}"
+        return f"{host}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", disk
 
     @property
     def memory_dir(self) -> Path | None:
@@ -74,25 +87,17 @@ class Places:
         digest = hashlib.sha256(repr((places, endpoint)).encode()).hexdigest()[:16]
         return _SHARED_MEMORY / f"lightning_hetero-{os.getuid()}" / digest
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no run has begun in the local folder, or somebody has deleted it since."""
-        folder = self._lasting_folder
-        return folder is not None and not folder.exists()
-
-    def begin_anew(self) -> None:
-        """Forget what an earlier run left in shared memory, and make the local folder."""
-        assert self._lasting_folder is not None
-        self.forget_memory()
-        # Where nothing can be written, the first save says so.
-        with contextlib.suppress(OSError):
-            self._lasting_folder.mkdir(parents=True, exist_ok=True)
-
     def tiers(self) -> list[Tier]:
-        """Return the tiers, fastest first."""
+        """Return the tiers, fastest first.
+
+        Raises:
+            ConfigurationError: Somebody else has made this user's folder in shared memory.
+        """
         tiers = []
         if self.memory_dir is not None:
-            store = LocalStore(self.memory_dir)
+            _private_memory()
+            self.memory_dir.mkdir(mode=0o700, exist_ok=True)
+            store = LocalStore(self.memory_dir, private=True)
             tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
         if self.local_dir is not None:
             disk = LocalStore(self.local_dir)
@@ -107,17 +112,25 @@ class Places:
         path = self._progress_path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([finished.step, finished.at_s]))
+            path.write_text(json.dumps([finished.step, finished.at_s, finished.run]))
 
     def last_finished(self) -> FinishedStep | None:
         """Return what an earlier process noted last, None if nothing readable."""
         if self._progress_path is None:
             return None
         try:
-            step, at_s = json.loads(self._progress_path.read_text())
+            step, at_s, run = json.loads(self._progress_path.read_text())
         except (OSError, ValueError):
             return None
-        return FinishedStep(step=step, at_s=at_s)
+        return FinishedStep(step=step, at_s=at_s, run=run)
+
+    def forget_other_runs(self, run: str) -> None:
+        """Free the shared memory of what another run has left: its lasting places are gone."""
+        if self.memory_dir is not None:
+            store = LocalStore(self.memory_dir)
+            files = store.list()
+            others = {item.folder for item in checkpoints_in(files) if item.run != run}
+            store.remove([name for name in files if name.partition("/")[0] in others])
 
     def forget_memory(self) -> None:
         """Free the shared memory: the run has ended, and the other places have all."""
@@ -125,12 +138,42 @@ class Places:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
 
     @property
-    def _lasting_folder(self) -> Path | None:
-        """The folder on a disk that is nearest to this node, None if all lasts elsewhere."""
-        place = self.local_dir or self.path_or_url
-        return None if place is None else local_folder(place)
-
-    @property
     def _progress_path(self) -> Path | None:
         folder = self.memory_dir or (None if self.local_dir is None else Path(self.local_dir))
         return None if folder is None else folder / "progress.json"
+
+
+def _private_memory() -> Path:
+    """Return this user's folder in shared memory, which nobody else can read or replace."""
+    folder = _SHARED_MEMORY / f"lightning_hetero-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigurationError(
+            f"{folder} is no folder of this user's (its owner has the id {status.st_uid}), so what "
+            "is in it can't be trusted. Have it deleted, or give LayerwiseCheckpoint "
+            "shared_memory=False."
+        )
+    folder.chmod(0o700)
+    return folder
+
+
+def _random_name(folder: Path) -> str:
+    """Return what a file in a folder says, made up by the first process that asks.
+
+    Returns:
+        Nothing where the folder can't be written; the first save says so.
+    """
+    path, temporary = folder / "node", folder / f".tmp-{uuid.uuid4().hex}"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(uuid.uuid4().hex)
+            # Unlike a rename it fails if another process was first.
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+            temporary.unlink()
+        return path.read_text()
+    except OSError:
+        return ""

@@ -28,7 +28,7 @@ from lightning_hetero.checkpoint.notices import (
     SigtermNotice,
 )
 from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.recovery import find_next_attempt, recover
+from lightning_hetero.checkpoint.recovery import begin_run, recover
 from lightning_hetero.checkpoint.recovery_plan import Source
 from lightning_hetero.checkpoint.replicas import place_replicas
 from lightning_hetero.checkpoint.resharding import SliceNeed
@@ -74,9 +74,9 @@ __all__ = [
     "TierKind",
     "Transport",
     "WriterOptions",
+    "begin_run",
     "complete_checkpoints",
     "export_checkpoint",
-    "find_next_attempt",
     "format_bitmap",
     "open_store",
     "place_replicas",

@@ -66,8 +66,9 @@ def export_checkpoint(
         CheckpointError: There is no such checkpoint, or it can't be read, or the file not written.
     """
     view = look(tiers, step=step)
-    recovered = recover(_whole_needs(view.manifests), tiers, step=view.id.step)
-    assert recovered is not None
+    # A run that still writes may have pruned what was seen; any checkpoint of it has these.
+    recovered = recover(_whole_needs(view.manifests), tiers, step=step, skip_unreadable=True)
+    assert recovered is not None, "what was seen was complete"
     checkpoint = _consolidate(recovered)
     if "pytorch-lightning_version" not in checkpoint:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.checkpoint.blocks import first_corrupt_block
+from lightning_hetero.checkpoint.choice import choose_run
 from lightning_hetero.checkpoint.completeness import read_manifest
 from lightning_hetero.checkpoint.inventory import (
     Holder,
@@ -29,6 +30,8 @@ __all__ = ["View", "describe_plan", "list_checkpoints", "look", "verify"]
 
 _BLOCKS_AT_A_TIME = 16
 _NODE = "here"
+_LOOKS = 20
+"""Times to look again where a run that still writes deletes what was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,38 +55,59 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
     Raises:
         CheckpointError: There is none.
     """
-    inventory = take_inventory(tiers, node=_NODE)
+    for _ in range(_LOOKS):
+        inventory = take_inventory(tiers, node=_NODE)
+        try:
+            return _look_at(inventory, tiers, step)
+        except (CheckpointError, OSError):
+            # What was seen may be gone because a run that still writes has pruned it meanwhile.
+            if take_inventory(tiers, node=_NODE) == inventory:
+                raise
+    return _look_at(take_inventory(tiers, node=_NODE), tiers, step)
+
+
+def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> View:
     known = sorted({held.id for held in inventory.held}, reverse=True)
     complete = complete_checkpoints(inventory)
-    wanted = list(complete) if step is None else [item for item in known if item.step == step]
-    wanted.sort(key=lambda item: item in complete, reverse=True)
+    if step is None:
+        run = choose_run(inventory)
+        wanted = [item for item in complete if item.run == run]
+    else:
+        wanted = [item for item in known if item.step == step]
+        wanted.sort(key=lambda item: item in complete, reverse=True)
     if not wanted:
         places = ", ".join(str(tier.store) for tier in tiers)
         what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
         steps = f"there are steps {[item.step for item in known]}" if known else "nothing is there"
-        broken = "".join(f" Broken: {item.rstrip('.')}." for item in inventory.broken)
+        bad = (*inventory.broken, *(why for _, why in inventory.unreadable))
+        broken = "".join(f" Broken: {item.rstrip('.')}." for item in bad)
         raise CheckpointError(f"There is no {what} in {places}; {steps}.{broken}")
+    size = complete.get(wanted[0])
     manifests: dict[int, PartManifest] = {}
     for held in inventory.held:
-        if held.id == wanted[0] and held.part not in manifests:
+        if held.id == wanted[0] and held.part not in manifests and size in (None, held.world_size):
             store = _tier_of(held.holder, tiers).store
             manifests[held.part] = read_manifest(store, held.id, held.part)
     return View(id=wanted[0], inventory=inventory, manifests=manifests)
 
 
 def list_checkpoints(tiers: Sequence[Tier]) -> str:
-    """Return one line for each checkpoint, the newest first."""
+    """Return one line for each checkpoint, the newest first, whatever is left of it."""
     inventory = take_inventory(tiers, node=_NODE)
     complete = complete_checkpoints(inventory)
+    present = sorted({item for item, _ in inventory.present}, reverse=True)
+    several = len({item.run for item in present}) > 1
     rows = []
-    for item in sorted({held.id for held in inventory.held}, reverse=True):
+    for item in present:
         held = [part for part in inventory.held if part.id == item]
-        parts = f"{len({part.part for part in held})}/{held[0].world_size}"
-        places = ", ".join(sorted({str(part.holder) for part in held}))
+        parts = f"{len({part.part for part in held})}/{held[0].world_size if held else '?'}"
+        places = ", ".join(sorted({str(at) for found, at in inventory.present if found == item}))
         verdict = "yes" if item in complete else "no"
-        rows.append((str(item.step), str(item.attempt), parts, verdict, places))
-    table = format_table(("step", "attempt", "parts", "complete", "in"), rows)
-    return "\n".join([table if rows else "no checkpoints", *inventory.broken])
+        row = (str(item.step), str(item.attempt), parts, verdict, places)
+        rows.append((*row, item.run) if several else row)
+    header = ("step", "attempt", "parts", "complete", "in", *(("run",) if several else ()))
+    table = format_table(header, rows) if rows else "no checkpoints"
+    return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
 
 
 def describe_plan(view: View) -> str:

@@ -1,14 +1,13 @@
 """The layer bitmap: which valid files of which checkpoint each node's tiers hold (AutoHet §IV-C).
 
-Every rank reports its node's own tiers, rank 0 also the remote one. A file counts as held where its
-part has a valid manifest and the file has the size that the manifest says; its checksums are
-compared when it is read.
+Every rank reports its node's own tiers, rank 0 also the remote one. What is complete is decided by
+`completeness`; checksums of files are compared when they are read.
 """
 
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from lightning_hetero.checkpoint.completeness import (
@@ -18,7 +17,8 @@ from lightning_hetero.checkpoint.completeness import (
     look_at_parts,
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, name_of_unit
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.runs import RUN_FILE, read_run
+from lightning_hetero.checkpoint.tiers import CONFIRMED, Tier, TierKind
 from lightning_hetero.core.table import format_table
 
 __all__ = [
@@ -55,11 +55,19 @@ class HeldPart(PartCopy):
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one rank reports."""
+    """What one rank reports; nothing twice."""
 
-    held: tuple[HeldPart, ...]
+    held: tuple[HeldPart, ...] = ()
+    present: tuple[tuple[CheckpointId, Holder], ...] = ()
+    """Checkpoints of which there is any file, complete or not."""
+    finished: tuple[CheckpointId, ...] = ()
+    """Checkpoints that were complete once, whatever has become of them: confirmed or damaged."""
+    places: tuple[tuple[Holder, str | None], ...] = ()
+    """Places that answered, and the run that each says it belongs to."""
     broken: tuple[str, ...] = ()
-    """Manifests that couldn't be read, and why."""
+    """Manifests that are torn, and why."""
+    unreadable: tuple[tuple[CheckpointId | None, str], ...] = ()
+    """Places and manifests that should be readable and weren't, and why; they may be good."""
 
     def encode(self) -> bytes:
         """Return it as JSON."""
@@ -67,7 +75,16 @@ class Inventory:
             [h.id.folder, h.part, h.world_size, h.missing, h.holder.node, h.holder.kind]
             for h in self.held
         ]
-        return json.dumps({"held": held, "broken": self.broken}).encode()
+        return json.dumps(
+            {
+                "held": held,
+                "present": [[id_.folder, at.node, at.kind] for id_, at in self.present],
+                "finished": [id_.folder for id_ in self.finished],
+                "places": [[at.node, at.kind, run] for at, run in self.places],
+                "broken": self.broken,
+                "unreadable": [[id_ and id_.folder, why] for id_, why in self.unreadable],
+            }
+        ).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -75,43 +92,75 @@ class Inventory:
         body: Mapping[str, Any] = json.loads(data)
         return cls(
             held=tuple(
-                HeldPart(id_, part, world_size, tuple(missing), Holder(node, TierKind(kind)))
-                for folder, part, world_size, missing, node, kind in body["held"]
-                if (id_ := CheckpointId.parse(folder)) is not None
+                HeldPart(_id(folder), part, size, tuple(missing), Holder(node, TierKind(kind)))
+                for folder, part, size, missing, node, kind in body["held"]
             ),
+            present=tuple(
+                (_id(folder), Holder(node, TierKind(kind)))
+                for folder, node, kind in body["present"]
+            ),
+            finished=tuple(_id(folder) for folder in body["finished"]),
+            places=tuple((Holder(node, TierKind(kind)), run) for node, kind, run in body["places"]),
             broken=tuple(body["broken"]),
+            unreadable=tuple((folder and _id(folder), why) for folder, why in body["unreadable"]),
         )
 
     @classmethod
     def merge(cls, inventories: Iterable[Self]) -> Self:
-        """Return all that any rank reported, once."""
+        """Return all that any rank reported, once, in an order that two looks have in common."""
         items = list(inventories)
-        held = dict.fromkeys(part for item in items for part in item.held)
-        broken = dict.fromkeys(text for item in items for text in item.broken)
-        return cls(held=tuple(held), broken=tuple(broken))
+
+        def all_of(name: str) -> tuple[Any, ...]:
+            found = {entry for item in items for entry in getattr(item, name)}
+            return tuple(sorted(found, key=repr))
+
+        return cls(**{field.name: all_of(field.name) for field in fields(cls)})
+
+
+def _id(folder: str) -> CheckpointId:
+    checkpoint = CheckpointId.parse(folder)
+    assert checkpoint is not None, "a rank reports what has been parsed"
+    return checkpoint
 
 
 def take_inventory(tiers: Sequence[Tier], *, node: str) -> Inventory:
-    """Look through tiers; one that can't be listed counts as empty and is reported as broken.
+    """Look through tiers; what can't be read is reported as such.
 
     Args:
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
     """
-    held: list[HeldPart] = []
-    broken: list[str] = []
-    for tier in tiers:
-        holder = Holder(tier.name if tier.kind is TierKind.REMOTE else node, tier.kind)
-        try:
-            files = tier.store.list()
-        except Exception as error:
-            # Stores raise their client library's own types; other tiers may still answer.
-            broken.append(f"{tier}: {error}")
-            continue
-        found = look_at_parts(tier.store, files, checkpoints_in(files))
-        held += [HeldPart(c.id, c.part, c.world_size, c.missing, holder) for c in found.copies]
-        broken += [why for _, why in (*found.broken, *found.unreadable)]
-    return Inventory(held=tuple(held), broken=tuple(broken))
+    return Inventory.merge(
+        _take_one(tier, Holder(tier.name if tier.kind is TierKind.REMOTE else node, tier.kind))
+        for tier in tiers
+    )
+
+
+def _take_one(tier: Tier, holder: Holder) -> Inventory:
+    try:
+        files = tier.store.list()
+        run = read_run(tier.store) if RUN_FILE in files else None
+    except Exception as error:
+        # Stores raise their client library's own types.
+        return Inventory(unreadable=((None, f"{tier}: {error}"),))
+    present = checkpoints_in(files)
+    found = look_at_parts(tier.store, files, present)
+    finished = {item for item in present if f"{item.folder}/{CONFIRMED}" in files}
+    # Files are written before their manifest, each whole or not at all: this was done by no crash.
+    finished |= {copy.id for copy in found.copies if copy.missing} | {
+        id_ for id_, _ in found.broken
+    }
+    return Inventory(
+        held=tuple(
+            HeldPart(copy.id, copy.part, copy.world_size, copy.missing, holder)
+            for copy in found.copies
+        ),
+        present=tuple((item, holder) for item in present),
+        finished=tuple(finished),
+        places=((holder, run),),
+        broken=tuple(why for _, why in found.broken),
+        unreadable=found.unreadable,
+    )
 
 
 def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:

@@ -242,6 +242,8 @@ class PartManifest:
 
     def _check(self) -> None:
         """Raise ValueError unless it can be what a rank wrote: it may come from anybody."""
+        if CheckpointId.parse(self.id.folder) != self.id:
+            raise ValueError(f"{self.id!r} is no checkpoint")
         if not 0 <= self.part < self.world_size or self.block_bytes < 1:
             raise ValueError(f"part {self.part} of {self.world_size}, {self.block_bytes} a block")
         sizes = {entry.name: entry.size_bytes for entry in self.files}

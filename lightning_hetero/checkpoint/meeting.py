@@ -208,7 +208,7 @@ class Meeting:
                     self.lasting.note(text)
         uploaded = self.uploads.newest_everywhere(statuses)
         if uploaded is not None and self.lasting.reach(uploaded) and self._rank == 0:
-            self.uploads.prune_behind()
+            self.uploads.settle_behind(uploaded)
 
     def _copy_to_peers(
         self, part: Part | None, leaving: Collection[str], statuses: _Statuses
@@ -267,7 +267,7 @@ class Meeting:
             looked = [(tier, own) for tier in self._own.tiers if tier.kind is TierKind.DISK]
         if self._rank == 0 and self.uploads.tier is not None:
             looked.append((self.uploads.tier, set(range(self._transport.world_size))))
-            self.uploads.prune()
+            self.uploads.settle()
         written = [tier.kind for tier, parts in looked if parts <= parts_held(tier.store, newest)]
         return {"has": [tier.kind for tier, _ in looked], "written": written}
 

@@ -70,7 +70,7 @@ def exchange_parts(
             if transport.global_rank == sender:
                 _send_part(transport, receiver, manifest, source, progress)
             elif transport.global_rank == receiver:
-                _receive_part(transport, sender, target, progress)
+                _receive_part(transport, sender, manifest.id, target, progress)
         except (OSError, CheckpointError) as error:
             errors.append(f"Copy of rank {sender}'s part for rank {receiver}: {error}")
     return errors
@@ -138,13 +138,23 @@ def _send_part(
         raise CheckpointError(f"couldn't be read back: {failure}") from failure
 
 
-def _receive_part(transport: Transport, sender: int, target: Store, progress: Progress) -> None:
+def _receive_part(
+    transport: Transport,
+    sender: int,
+    checkpoint: CheckpointId,
+    target: Store,
+    progress: Progress,
+) -> None:
     """Take all chunks, whatever happens, so that the next transfer finds its own."""
     head = transport.receive(sender)
     if not head:
         raise CheckpointError("the sender has nothing to send")
     manifest = PartManifest.decode(head)
     failure: Exception | None = None
+    if (manifest.id, manifest.part) != (checkpoint, sender):
+        failure = CheckpointError(
+            f"rank {sender} sent part {manifest.part} of {manifest.id}, not its own of {checkpoint}"
+        )
     for entry in manifest.files:
         chunks = iter(Followed((transport.receive(sender) for _ in _starts(entry)), progress))
         if failure is None:

@@ -1,6 +1,7 @@
 """How the ranks of a run get their state back, together.
 
-1. Every rank reports what its node's tiers hold; the newest complete checkpoint is chosen.
+1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
+   (`choice`).
 2. Its manifests are shared; every rank says which byte ranges it needs.
 3. All ranks compute the same table of fetches and carry it out: own memory, own disk and the remote
    store by threads, peers by sends and receives in the table's order. Every block's checksum is
@@ -19,26 +20,29 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from lightning_hetero.checkpoint.assembly import Assembly, RankNeeds
+from lightning_hetero.checkpoint.choice import Choice, ChoiceError, choose
 from lightning_hetero.checkpoint.fetching import Failure, Fetcher
 from lightning_hetero.checkpoint.inventory import (
     Holder,
     Inventory,
-    complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, manifest_name
 from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.recovery_plan import CHUNK_BYTES, FileRange, plan_fetches
+from lightning_hetero.checkpoint.recovery_plan import FileRange, plan_fetches
 from lightning_hetero.checkpoint.resharding import SliceNeed
+from lightning_hetero.checkpoint.runs import mark_places, new_run
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["find_next_attempt", "recover"]
+__all__ = ["begin_run", "recover"]
 
 _log = logging.getLogger(__name__)
+_LOOKS = 20
+"""Times to look again where a run that still writes deletes what was seen."""
 
 
 @dataclass
@@ -48,8 +52,7 @@ class _Session:
     tiers: Sequence[Tier]
     transport: Transport
     node_of_rank: list[str]
-    inventory: Inventory
-    chunk_bytes: int
+    inventory: Inventory = field(default_factory=Inventory)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def tier_of(self, holder: Holder) -> Tier | None:
@@ -69,60 +72,101 @@ def recover(
     node: str = "node",
     transport: Transport | None = None,
     step: int | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    skip_unreadable: bool = False,
 ) -> Recovered | None:
-    """Restore the newest complete checkpoint; every rank calls it. Communicates.
+    """Restore the run's newest complete checkpoint; every rank calls it. Communicates.
 
     Args:
         needs: What this rank owns from now on.
         tiers: This node's tiers and the remote one.
         node: Name of this rank's node; equal on ranks that share the local tiers.
         transport: The other ranks; None if there are none.
-        step: Take this step and no other.
-        chunk_bytes: Bytes that are read and sent at a time.
+        step: Take this step, of whichever run, and no other.
+        skip_unreadable: Go on without tiers that can't be read.
 
     Returns:
-        The state, or None if there is no complete checkpoint at all.
+        The state, or None if there is nothing but, at most, unfinished first saves.
 
     Raises:
-        CheckpointError: Checkpoints exist but none can be read, or `step` doesn't exist; all ranks
-            raise it.
+        CheckpointError: There are checkpoints but none can be read, a tier can't be read, or `step`
+            doesn't exist; all ranks raise it.
         PeerError: Another rank is gone.
     """
-    session = _open_session(tiers, node, transport or SoloTransport(), chunk_bytes)
-    complete = complete_checkpoints(session.inventory)
-    wanted = [item for item in complete if step is None or item.step == step]
-    if not wanted and step is not None:
-        raise CheckpointError(
-            f"There is no complete checkpoint of step {step}; complete are "
-            f"{[item.step for item in complete] or 'none'}. Looked in {_places(session)}."
-        )
-    skipped: list[str] = []
-    for checkpoint in wanted:
+    session = _open_session(tiers, node, transport or SoloTransport())
+    for _ in range(_LOOKS):
+        found: Recovered | None = None
+        failure: CheckpointError | None = None
         try:
-            return _recover_from(session, checkpoint, complete[checkpoint], needs, skipped)
+            choice = choose(session.inventory, step=step, skip_unreadable=skip_unreadable)
+            found = _recover_newest(session, choice, needs)
+        except _ExhaustedError as error:
+            failure = error
+        except ChoiceError as error:
+            failure = CheckpointError(f"{error} Looked in {_places(session)}.")
+        if found is not None:
+            return found
+        # What was seen may be gone because a run that still writes has pruned it meanwhile.
+        if not _look(session):
+            break
+    if failure is not None:
+        raise failure
+    return None
+
+
+def _recover_newest(
+    session: _Session, choice: Choice, needs: Sequence[SliceNeed]
+) -> Recovered | None:
+    for text in (*session.inventory.broken, *choice.ignored):
+        _log.warning("Not counted as a checkpoint: %s", text)
+    skipped: list[str] = []
+    for checkpoint in choice.checkpoints:
+        try:
+            return _recover_from(session, choice, checkpoint, needs, skipped)
         except _ExhaustedError as error:
             _log.warning("%s can't be used: %s", checkpoint, error)
             skipped.append(f"{checkpoint}: {error}")
     if skipped:
-        raise CheckpointError(" ".join(skipped))
+        raise _ExhaustedError(" ".join(skipped))
     return None
 
 
-def find_next_attempt(
-    tiers: Sequence[Tier], *, node: str = "node", transport: Transport | None = None
-) -> int:
-    """Return an attempt number above that of all there is, incomplete or not. Communicates.
+def begin_run(
+    tiers: Sequence[Tier],
+    *,
+    recovered: Recovered | None = None,
+    node: str = "node",
+    transport: Transport | None = None,
+    skip_unreadable: bool = False,
+) -> CheckpointId:
+    """Return the run's identity, and an attempt number for what this start of it saves.
 
-    For a run for which `recover` found nothing, or which doesn't call it: parts that an earlier run
-    left must never be taken for parts of this one.
+    Every rank calls it, after `recover`, with what that returned. Communicates. The identity is the
+    one that the lasting places know, else a new one, and is written down in all of them now. Parts
+    that another start, or another run, has left are never taken for this one's.
+
+    Returns:
+        Step 0 of the attempt.
+
+    Raises:
+        CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
-    session = _open_session(tiers, node, transport or SoloTransport(), CHUNK_BYTES)
-    return _next_attempt(session.inventory)
-
-
-def _next_attempt(inventory: Inventory) -> int:
-    return 1 + max((held.id.attempt for held in inventory.held), default=-1)
+    session = _open_session(tiers, node, transport or SoloTransport(), look=recovered is None)
+    if recovered is None:
+        choice = choose(session.inventory, skip_unreadable=skip_unreadable)
+        proposals = session.transport.all_gather(new_run().encode())
+        run = proposals[0].decode() if choice.run is None else choice.run
+        attempt = choice.attempt
+    else:
+        run, attempt = recovered.id.run, recovered.report.attempt
+    error = ""
+    try:
+        mark_places(_to_look_after(session), run)
+    except CheckpointError as caught:
+        error = str(caught)
+    errors = [data.decode() for data in session.transport.all_gather(error.encode()) if data]
+    if errors and not skip_unreadable:
+        raise CheckpointError(" ".join(errors))
+    return CheckpointId(0, attempt, run)
 
 
 class _ExhaustedError(CheckpointError):
@@ -130,31 +174,41 @@ class _ExhaustedError(CheckpointError):
 
 
 def _open_session(
-    tiers: Sequence[Tier], node: str, transport: Transport, chunk_bytes: int
+    tiers: Sequence[Tier], node: str, transport: Transport, *, look: bool = True
 ) -> _Session:
-    start_s = time.perf_counter()
-    own = [t for t in tiers if t.kind is not TierKind.REMOTE or transport.global_rank == 0]
     names = [name.decode() for name in transport.all_gather(node.encode())]
-    # The first rank of a node looks for all of them.
-    first = names.index(node) == transport.global_rank
-    report = take_inventory(own if first else [], node=node)
-    reports = transport.all_gather(report.encode())
-    inventory = Inventory.merge(Inventory.decode(data) for data in reports)
-    for text in inventory.broken:
-        _log.warning("Not counted as a checkpoint: %s", text)
-    session = _Session(tiers, transport, names, inventory, chunk_bytes)
-    session.seconds["inventory"] = time.perf_counter() - start_s
+    session = _Session(tiers, transport, names)
+    if look:
+        _look(session)
     return session
+
+
+def _look(session: _Session) -> bool:
+    """Take an inventory together; return whether it is another one than before."""
+    start_s, before = time.perf_counter(), session.inventory
+    node = session.node_of_rank[session.transport.global_rank]
+    report = take_inventory(_to_look_after(session), node=node)
+    reports = session.transport.all_gather(report.encode())
+    session.inventory = Inventory.merge(Inventory.decode(data) for data in reports)
+    session.seconds["inventory"] = time.perf_counter() - start_s
+    return session.inventory != before
+
+
+def _to_look_after(session: _Session) -> list[Tier]:
+    """Return the tiers that this rank looks after for all that share them."""
+    rank = session.transport.global_rank
+    is_first = session.node_of_rank.index(session.node_of_rank[rank]) == rank
+    return [t for t in session.tiers if (rank == 0 if t.kind is TierKind.REMOTE else is_first)]
 
 
 def _recover_from(
     session: _Session,
+    choice: Choice,
     checkpoint: CheckpointId,
-    world_size: int,
     needs: Sequence[SliceNeed],
     skipped: list[str],
 ) -> Recovered:
-    start_s = time.perf_counter()
+    start_s, world_size = time.perf_counter(), choice.checkpoints[checkpoint]
     manifests = _share_manifests(session, checkpoint, world_size)
     assembly, ranges = _share_needs(session, manifests, needs)
     session.seconds["manifests"] = time.perf_counter() - start_s
@@ -176,7 +230,7 @@ def _recover_from(
             seconds=dict(session.seconds),
             failures=tuple(failures),
             skipped=tuple(skipped),
-            attempt=_next_attempt(session.inventory),
+            attempt=choice.attempt,
         ),
     )
 
@@ -276,9 +330,7 @@ def _fetch_all(
     reasons: list[str] = []
     while any(ranges.values()):
         try:
-            fetches = plan_fetches(
-                ranges, manifests, holders, session.node_of_rank, chunk_bytes=session.chunk_bytes
-            )
+            fetches = plan_fetches(ranges, manifests, holders, session.node_of_rank)
         except CheckpointError as error:
             tried = f" Tried: {'; '.join(reasons)}." if reasons else ""
             raise _ExhaustedError(f"{error} Looked in {_places(session)}.{tried}") from error

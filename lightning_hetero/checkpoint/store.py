@@ -6,7 +6,9 @@ completed at the end and aborted on failure.
 """
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -21,6 +23,8 @@ from lightning_hetero.core.errors import CheckpointError
 __all__ = ["FsspecStore", "LocalStore", "Store"]
 
 _TEMPORARY = ".tmp-"
+_FOREIGN = {"lost+found"}
+_TRIES = 3
 
 
 class Store(Protocol):
@@ -43,18 +47,24 @@ class Store(Protocol):
 
 
 class LocalStore:
-    """A folder on a local disk, or in /dev/shm, where files survive the process."""
+    """A folder on a local disk, or in /dev/shm, where files survive the process.
 
-    def __init__(self, root: str | Path) -> None:
-        self._root = Path(root)
+    Args:
+        root: The folder; a relative one is where the process is now, wherever it goes.
+        private: Whether nobody but this user may read what is written.
+    """
+
+    def __init__(self, root: str | Path, *, private: bool = False) -> None:
+        self._root = Path(root).absolute()
+        self._folder_mode, self._file_mode = (0o700, 0o600) if private else (0o777, 0o666)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a temporary file, sync it, rename it, sync the folder."""
         path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(self._folder_mode, parents=True, exist_ok=True)
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with temporary.open("xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=self._open) as file:
                 for chunk in chunks:
                     _write_all(file.fileno(), chunk)
                 os.fsync(file.fileno())
@@ -79,16 +89,43 @@ class LocalStore:
                 done += count
             return bytes(view[:done])
 
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags, self._file_mode)
+
     def list(self) -> dict[str, int]:
-        """Return all files and their sizes; temporary ones are left out."""
+        """Return all files and their sizes; temporary ones are left out, links are followed.
+
+        Raises:
+            OSError: A folder can't be read, so nobody knows what is in it.
+        """
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return self._walk()
+            except OSError as error:
+                # A network filesystem's handle that somebody has replaced: look it up again.
+                if error.errno != errno.ESTALE or not tries_left:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    def _walk(self) -> dict[str, int]:
         found = {}
-        for folder, _, names in os.walk(self._root):
-            relative = Path(folder).relative_to(self._root)
-            for leaf in names:
-                if not leaf.startswith(_TEMPORARY):
-                    with contextlib.suppress(FileNotFoundError):
-                        size = (Path(folder) / leaf).stat().st_size
-                        found[(relative / leaf).as_posix()] = size
+        folders = [("", self._root, frozenset[tuple[int, int]]())]
+        while folders:
+            prefix, folder, above = folders.pop()
+            try:
+                status, entries = folder.stat(), list(os.scandir(folder))
+            except FileNotFoundError:
+                # Deleted meanwhile, or never made.
+                continue
+            key = (status.st_dev, status.st_ino)
+            for entry in [] if key in above else entries:
+                info = None if entry.name.startswith(_TEMPORARY) else _status_of(entry)
+                if info is None or entry.name in _FOREIGN:
+                    continue
+                if stat.S_ISDIR(info.st_mode):
+                    folders.append((f"{prefix}{entry.name}/", Path(entry.path), above | {key}))
+                else:
+                    found[f"{prefix}{entry.name}"] = info.st_size
         return found
 
     def remove(self, names: Collection[str]) -> None:
@@ -202,6 +239,16 @@ class FsspecStore:
 
     def __str__(self) -> str:
         return self._url
+
+
+def _status_of(entry: "os.DirEntry[str]") -> os.stat_result | None:
+    """Return what an entry leads to, None if to nothing."""
+    try:
+        return entry.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
+        raise
 
 
 def _write_all(descriptor: int, chunk: Buffer) -> None:

@@ -14,7 +14,7 @@ from lightning_hetero.checkpoint.background import BackgroundThread, Progress
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.own_tiers import Part
 from lightning_hetero.checkpoint.parts import copy_part, write_files, write_manifest
-from lightning_hetero.checkpoint.tiers import Tier, prune
+from lightning_hetero.checkpoint.tiers import Tier, confirm, prune
 from lightning_hetero.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -132,15 +132,17 @@ class Uploads:
         else:
             uploaded.set_result(True)
 
-    def prune_behind(self) -> None:
-        """Delete what is old in the remote tier, behind the uploads; one rank does it for all."""
-        self._thread.submit(self.prune)
+    def settle_behind(self, uploaded: CheckpointId) -> None:
+        """Note what all ranks have uploaded, behind the uploads; one rank does it for all."""
+        self._thread.submit(self.settle, uploaded)
 
-    def prune(self) -> None:
-        """Delete what is old in the remote tier."""
+    def settle(self, uploaded: CheckpointId | None = None) -> None:
+        """Note in the remote tier what is complete there, and delete what is old."""
         if self.tier is None:
             return
         try:
+            if uploaded is not None:
+                confirm(self.tier.store, uploaded)
             prune(self.tier.store, keep=self.tier.keep, shared=True)
         except Exception as error:
             # What isn't deleted now is deleted another time.

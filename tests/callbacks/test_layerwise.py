@@ -1,9 +1,12 @@
 """A checkpoint goes on under any plan, ownership and number of ranks, and on a single device."""
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning as L
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, places
+from lightning_hetero.checkpoint import lease
+from lightning_hetero.checkpoint.lease import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import Leg, export, fit
 from tests.processes import ProcessPool
@@ -80,7 +85,7 @@ class Drops(ToyModule):
 
 
 def train(
-    folder: Path,
+    folder: Path | str,
     num_steps: int,
     *callbacks: L.Callback,
     every: int = 2,
@@ -138,6 +143,68 @@ def test_a_failed_run_goes_on_from_memory_unless_its_folder_was_deleted(
         assert fails.steps == steps
         if steps == 4:
             shutil.rmtree(tmp_path / "run")
+
+
+def test_memory_alone_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all nodes share was deleted to start anew; a node's memory has no say in that."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    fails = Fails()
+    url = f"memory://{tmp_path.name}"
+    for steps in (2, 4, 2):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train(url, 8, fails, shared_memory=True)
+        assert fails.steps == steps
+        if steps == 4:
+            fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+    kept = {path.name for path in (tmp_path / "shm").glob("*/*/step-*")}
+    assert len({name.split("-", 3)[-1] for name in kept}) == 1
+
+
+def test_a_relative_folder_is_where_training_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wanders(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            (tmp_path / f"at-{trainer.global_step}").mkdir()
+            os.chdir(tmp_path / f"at-{trainer.global_step}")
+
+    monkeypatch.chdir(tmp_path)
+    train("run", 3, Wanders(), every=1)
+    assert len(list((tmp_path / "run").glob("step-*"))) == 2
+    assert not list(tmp_path.glob("at-*/*"))
+
+
+class Joins(L.Callback):
+    """Starts a second job in the same folder while the first trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.refused = ""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            owner = json.loads((self.folder / OWNER_FILE).read_text())
+            # As if another process had written it: the test runner, which lives.
+            owner["process"] = _process(os.getppid())
+            (self.folder / OWNER_FILE).write_text(json.dumps(owner))
+            with pytest.raises(CheckpointError) as caught:
+                train(self.folder, 4)
+            self.refused = str(caught.value)
+            owner["process"] = _process(os.getpid())
+            (self.folder / OWNER_FILE).write_text(json.dumps(owner))
+
+
+def test_a_second_living_job_in_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_BEATS_TO_WAIT", 1)
+    monkeypatch.setattr(lease.Lease.__init__, "__kwdefaults__", {"beat_s": 0.2})
+    joins = Joins(tmp_path)
+    train(tmp_path, 4, joins)
+    assert "Another job writes its checkpoints" in joins.refused
+    assert not (tmp_path / OWNER_FILE).exists()
+    assert train(tmp_path, 6)
 
 
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
-"""What a node kept in shared memory belongs to one run, and goes with its folder."""
+"""What a node kept in shared memory belongs to one user and one run; nodes are told apart."""
 
-import shutil
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_hetero.callbacks import places
+from lightning_hetero.callbacks.joining import join
 from lightning_hetero.callbacks.places import FinishedStep, Places
+from lightning_hetero.checkpoint import CheckpointId, LocalStore, Transport
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from tests.checkpoint.states import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -44,20 +49,64 @@ def test_runs_in_other_folders_or_stores_have_memory_of_their_own(
     assert at("file://" + str(tmp_path / "two/outputs")).memory_dir == at("outputs").memory_dir
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_memory_is_forgotten_where_the_folder_was_deleted(tmp_path: Path, *, local: bool) -> None:
-    folder = str(tmp_path / "run")
-    node = at("s3://bucket/run", folder) if local else at(folder)
-    assert node.is_new
-    node.begin_anew()
-    node.note(FinishedStep(step=3, at_s=1.0))
-    assert not node.is_new
-    assert node.last_finished() == FinishedStep(step=3, at_s=1.0)
-    shutil.rmtree(folder)
-    assert node.is_new
-    node.begin_anew()
-    assert node.last_finished() is None
+def test_what_another_run_left_in_memory_is_forgotten(tmp_path: Path) -> None:
+    node = at("s3://bucket/run", str(tmp_path))
+    assert node.memory_dir is not None
+    store = LocalStore(node.memory_dir)
+    for run in ("old", "new"):
+        store.write(f"{CheckpointId(4, 0, run).folder}/layer", [b"x"])
+    node.note(FinishedStep(step=4, at_s=1.0, run="new"))
+    node.forget_other_runs("new")
+    assert set(store.list()) == {f"{CheckpointId(4, 0, 'new').folder}/layer", "progress.json"}
+    assert node.last_finished() == FinishedStep(step=4, at_s=1.0, run="new")
 
 
-def test_memory_stays_where_everything_else_is_remote() -> None:
-    assert not at("s3://bucket/run").is_new
+def test_nobody_else_reads_or_makes_what_is_in_shared_memory(tmp_path: Path) -> None:
+    node = at("s3://bucket/run")
+    memory = node.tiers()[0].store
+    memory.write("step-1/layer", [b"secret"])
+    (folder,) = (tmp_path / "shm").iterdir()
+    made = [folder, *folder.rglob("*")]
+    assert {path.name for path in made} >= {"step-1", "layer"}
+    for path in made:
+        assert path.stat().st_mode & 0o077 == 0, path
+    folder.rename(tmp_path / "foreign")
+    folder.symlink_to(tmp_path / "foreign")
+    with pytest.raises(ConfigurationError, match=r"can't be trusted.*shared_memory=False"):
+        node.tiers()
+    folder.unlink()
+    folder.mkdir()
+    owner = os.getuid() + 1
+    try:
+        os.chown(folder, owner, -1)
+    except PermissionError:
+        return
+    with pytest.raises(ConfigurationError, match=f"the id {owner}"):
+        node.identify_node()
+
+
+def test_two_machines_of_one_name_are_two_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = at(None, str(tmp_path / "one")), at(None, str(tmp_path / "other"))
+    name, disk = one.identify_node()
+    assert one.identify_node() == (name, disk)
+    # Two disks, or two machines that have the same path.
+    assert other.identify_node() != (name, disk)
+    monkeypatch.setattr(places, "machine_id", lambda: "another boot")
+    assert one.identify_node() != (name, disk)
+
+
+def test_a_local_folder_that_two_machines_share_is_refused_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine: dict[int, str] = {}
+    monkeypatch.setattr(places, "machine_id", lambda: machine[threading.get_ident()])
+
+    def action(rank: int, transport: Transport) -> str:
+        machine[threading.get_ident()] = str(rank)
+        with pytest.raises(CheckpointError, match="share their local_dir") as caught:
+            join(at(None, str(tmp_path)), transport, is_first_of_node=rank == 0)
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, action))) == 1

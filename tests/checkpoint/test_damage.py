@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,8 @@ from lightning_hetero.checkpoint import (
     Transport,
     recover,
 )
+from lightning_hetero.checkpoint.completeness import checkpoints_in
+from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
 from lightning_hetero.checkpoint.tiers import prune
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
@@ -168,3 +171,30 @@ class Crash:
         self.left -= 1
         if self.left < 0:
             raise OSError(5, "killed")
+
+
+def test_pruning_leaves_other_runs_alone() -> None:
+    store = MemoryStore()
+    writer = CheckpointWriter([Tier(kind=TierKind.REMOTE, store=store, keep=1)])
+    alone = ParallelPlan.even(world_size=1, num_layers=4)
+    for run, step in (("old", 200), ("new", 50), ("new", 60)):
+        content = contents(step, alone, 1)[0]
+        id_ = replace(content.id, run=run)
+        assert writer.save(replace(content, id=id_)).wait_until_uploaded(20)
+    writer.close()
+    found = {(item.run, item.step) for item in checkpoints_in(store.files)}
+    assert found == {("old", 200), ("new", 60)}
+
+
+def test_a_manifest_names_files_of_its_own_alone() -> None:
+    store = MemoryStore()
+    save([store], TierKind.REMOTE, [1], keep=1, attempt=0)
+    name = next(name for name in store.files if name.endswith("part-00000.json"))
+    manifest = PartManifest.decode(store.files[name])
+    for bad in ("../../../x", "/x", "a/b", "..", ".hidden", "part-00001.json", "confirmed", ""):
+        crafted = replace(manifest, files=(*manifest.files, FileEntry(bad, None, 0, ())))
+        with pytest.raises(CheckpointError, match="can't be read"):
+            PartManifest.decode(crafted.encode())
+    for changes in ({"part": 2}, {"block_bytes": 0}, {"id": CheckpointId(1, 0, "../x")}):
+        with pytest.raises(CheckpointError, match="can't be read"):
+            PartManifest.decode(replace(manifest, **changes).encode())

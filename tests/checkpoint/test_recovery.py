@@ -1,12 +1,16 @@
 """Any topology to any other, bit for bit, from the cheapest sources, whatever is broken."""
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_hetero.checkpoint import (
     CheckpointContent,
+    CheckpointId,
     CheckpointWriter,
     FaultyStore,
     LocalStore,
@@ -19,9 +23,10 @@ from lightning_hetero.checkpoint import (
     TierKind,
     Transport,
     WriterOptions,
-    find_next_attempt,
+    begin_run,
     recover,
 )
+from lightning_hetero.checkpoint.inspection import look
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import Ownership
@@ -69,7 +74,7 @@ def save_all(
 
 
 def recover_all(
-    nodes: Nodes, node_of_rank: Sequence[str], needs: list[list[SliceNeed]], **options: int
+    nodes: Nodes, node_of_rank: Sequence[str], needs: list[list[SliceNeed]], **options: Any
 ) -> list[Recovered | None]:
     def action(rank: int, transport: Transport) -> Recovered | None:
         tiers = nodes.tiers(node_of_rank[rank])
@@ -307,10 +312,15 @@ def test_another_models_checkpoint_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("verb", ["list", "read"])
-def test_a_remote_that_is_down_is_passed_over(verb: str) -> None:
+def test_a_place_that_cannot_be_read_ends_all_ranks_unless_it_holds_nothing_newer(
+    verb: str,
+) -> None:
     plan, size = PLANS["tp 2"]
     nodes = Nodes(["a", "b"])
     save_all(nodes, ["a", "b"], contents(2, plan, size))
+    local = [dict(store.files) for store in (*nodes.memory.values(), *nodes.disk.values())]
+    save_all(nodes, ["a", "b"], contents(4, plan, size))
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
 
     def down(called: str, name: str) -> None:
         if called == verb:
@@ -318,9 +328,26 @@ def test_a_remote_that_is_down_is_passed_over(verb: str) -> None:
 
     assert nodes.remote is not None
     nodes.remote = FaultyStore(nodes.remote, down)
-    needs = [needs_of(rank, plan, size) for rank in range(size)]
-    for rank, recovered in enumerate(recover_all(nodes, ["a", "b"], needs)):
+    if verb == "read":
+        # Other places are known to hold the newest there is.
+        for rank, recovered in enumerate(recover_all(nodes, ["a", "b"], needs)):
+            assert_is_state(recovered, needs[rank], 4)
+    for store, files in zip((*nodes.memory.values(), *nodes.disk.values()), local, strict=True):
+        store.files = files
+
+    def refused(rank: int, transport: Transport) -> str:
+        tiers = nodes.tiers("ab"[rank])
+        with pytest.raises(CheckpointError, match=r"500.*skip_unreadable=True") as caught:
+            recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+        return str(caught.value)
+
+    assert len(run_ranks(size, refused)) == size
+    for rank, recovered in enumerate(recover_all(nodes, ["a", "b"], needs, skip_unreadable=True)):
         assert_is_state(recovered, needs[rank], 2)
+    for node in ("a", "b"):
+        nodes.lose(node)
+    with pytest.raises(CheckpointError, match="Nothing to go on from is left"):
+        recover_all(nodes, ["a", "b"], needs, skip_unreadable=True)
 
 
 def test_a_new_process_finds_what_an_old_one_left_on_disk(tmp_path: Path) -> None:
@@ -341,7 +368,7 @@ def test_a_run_that_went_back_is_newer_than_the_one_it_left() -> None:
     nodes = Nodes(["a"], remote=False)
     needs = needs_of(0, plan, size)
     save_all(nodes, ["a"], contents(9, plan, size))
-    attempt = find_next_attempt(nodes.tiers("a"), node="a")
+    attempt = begin_run(nodes.tiers("a"), node="a").attempt
     assert attempt == 1
     save_all(nodes, ["a"], contents(5, plan, size, attempt=attempt))
     recovered = recover_all(nodes, ["a"], [needs])[0]
@@ -350,13 +377,98 @@ def test_a_run_that_went_back_is_newer_than_the_one_it_left() -> None:
     assert recovered.report.attempt == 2
     for step in (6, 7):
         save_all(nodes, ["a"], contents(step, plan, size, attempt=attempt))
-    assert {name.split("/")[0][-8:] for name in nodes.disk["a"].files} == {"6-000001", "7-000001"}
+    folders = {name.split("/")[0][-8:] for name in nodes.disk["a"].files if "/" in name}
+    assert folders == {"6-000001", "7-000001"}
 
 
-def test_what_is_incomplete_counts_for_the_next_attempt_alone() -> None:
+def test_where_every_checkpoint_is_incomplete_nothing_begins_anew() -> None:
     plan, size = PLANS["tp 2"]
     nodes = Nodes(["a", "b"], remote=False)
     save_all(nodes, ["a", "b"], contents(4, plan, size, attempt=3))
     nodes.lose("b")
+    with pytest.raises(CheckpointError, match=r"step 4 \(attempt 3\)\), but none is complete"):
+        recover_all(nodes, ["a", "b"], [[], []])
+    with pytest.raises(CheckpointError, match="none is complete"):
+        begin_run(nodes.tiers("a"), node="a")
+
+
+def test_a_first_save_that_never_finished_is_begun_anew_with_another_attempt() -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"], remote=False)
+    save_all(nodes, ["a", "b"], contents(4, plan, size, attempt=3))
+    nodes.lose("b")
+    for store in (nodes.memory["a"], nodes.disk["a"]):
+        store.remove([name for name in store.files if name.endswith(("confirmed", ".json"))])
     assert recover_all(nodes, ["a", "b"], [[], []]) == [None, None]
-    assert find_next_attempt(nodes.tiers("a"), node="a") == 4
+    assert begin_run(nodes.tiers("a"), node="a") == CheckpointId(0, 4)
+
+
+def test_parts_of_saves_by_different_numbers_of_ranks_are_never_put_together() -> None:
+    two, three = Nodes(["a"], remote=False), Nodes(["a"], remote=False)
+    save_all(two, ["a", "a"], contents(6, PLANS["tp 2"][0], 2))
+    save_all(three, ["a", "a", "a"], contents(6, PLANS["dp 3"][0], 3))
+    store = MemoryStore()
+    store.files = dict(three.disk["a"].files)
+    for name in [name for name in store.files if "00000." in name]:
+        del store.files[name]
+    store.files |= {name: x for name, x in two.disk["a"].files.items() if "00001." not in name}
+    with pytest.raises(CheckpointError, match="none is complete"):
+        recover([], [Tier(kind=TierKind.DISK, store=store)])
+
+
+def test_what_a_writer_prunes_while_it_is_read_is_read_again_from_the_next() -> None:
+    plan, size = PLANS["one device"]
+    needs = needs_of(0, plan, size)
+    saved = []
+    for step in range(1, 9):
+        nodes = Nodes(["a"], remote=False)
+        save_all(nodes, ["a"], contents(step, plan, size))
+        saved.append(nodes.disk["a"].files)
+    for seed in range(30):
+        for read in (lambda tiers: recover(needs, tiers), look):
+            store = MemoryStore()
+            store.files = dict(saved[0])
+            writer = WritesOn(store, saved[1:], seed)
+            found = read([Tier(kind=TierKind.DISK, store=FaultyStore(store, writer))])
+            assert found is not None, seed
+            if isinstance(found, Recovered):
+                assert_is_state(found, needs, found.id.step)
+
+
+class WritesOn:
+    """A `before` of a store to which another process saves the next step now and then, keep=1."""
+
+    def __init__(self, store: MemoryStore, later: Sequence[dict[str, bytes]], seed: int) -> None:
+        self.store, self.later, self.random = store, iter(later), random.Random(seed)
+
+    def __call__(self, verb: str, name: str) -> None:
+        if self.random.random() < 0.15:
+            self.store.files = dict(next(self.later, self.store.files))
+
+
+def test_another_runs_checkpoints_are_never_gone_on_from() -> None:
+    plan, size = PLANS["one device"]
+    needs = needs_of(0, plan, size)
+    nodes = Nodes(["a"])
+    old = begin_run(nodes.tiers("a"), node="a")
+    assert begin_run(nodes.tiers("a"), node="a") == old
+    save_all(nodes, ["a"], [replace(contents(9, plan, size)[0], id=replace(old, step=9))])
+    assert isinstance(nodes.remote, MemoryStore)
+    nodes.remote.files.clear()
+    with pytest.raises(CheckpointError, match="place that all nodes share is empty"):
+        recover(needs, nodes.tiers("a"), node="a")
+    nodes.disk["a"].files.clear()
+    # What is left in shared memory belongs to a run that has been deleted.
+    assert recover(needs, nodes.tiers("a"), node="a") is None
+    new = begin_run(nodes.tiers("a"), node="a")
+    assert new.run > old.run
+    save_all(nodes, ["a"], [replace(contents(3, plan, size)[0], id=replace(new, step=3))])
+    recovered = recover(needs, nodes.tiers("a"), node="a")
+    assert_is_state(recovered, needs, 3)
+    assert recovered is not None
+    assert recovered.id.run == new.run
+    # The old run's are left alone all the same.
+    assert {name.split("/")[0][-12:] for name in nodes.memory["a"].files if "/" in name} == {
+        old.run[-12:],
+        new.run[-12:],
+    }

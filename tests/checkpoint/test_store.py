@@ -1,6 +1,7 @@
 """Stores write whole files or none: on disk, in memory, and on a real S3 server."""
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,3 +171,37 @@ def test_removing_the_last_file_removes_the_folder_and_leftovers(tmp_path: Path)
     assert store.list() == {"a/b": 1}
     store.remove(["a/b"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_followed_and_those_that_lead_nowhere_left_out(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    store.write("step-1/x", [b"1"])
+    (tmp_path / "run/step-1").rename(tmp_path / "elsewhere")
+    (tmp_path / "run/step-1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run/loop").symlink_to(tmp_path / "run/loop")
+    (tmp_path / "run/gone").symlink_to(tmp_path / "nothing")
+    (tmp_path / "run/round").symlink_to(tmp_path / "run")
+    assert store.list() == {"step-1/x": 1}
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_and_a_stale_one_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, scan, answers = LocalStore(tmp_path), os.scandir, [errno.ESTALE, None]
+
+    def scandir(path: Path) -> Any:
+        if Path(path).name == "step-1" and (number := answers.pop(0)):
+            raise OSError(number, os.strerror(number), str(path))
+        return scan(path)
+
+    store.write("step-1/x", [b"1"])
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert store.list() == {"step-1/x": 1}
+    for numbers in ([errno.EIO], [errno.ESTALE] * 3):
+        answers[:] = numbers
+        with pytest.raises(OSError, match="step-1"):
+            store.list()
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        LocalStore(tmp_path / "file").list()

@@ -1,0 +1,141 @@
+"""Which run goes on, and from which of its checkpoints: decided on what all ranks saw together.
+
+Nothing here communicates: every rank gets the same answer, or the same error, from one inventory. A
+run never begins anew where there is, or might be, something to go on from.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lightning_hetero.checkpoint.inventory import Holder, Inventory, complete_checkpoints
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.runs import RUN_FILE
+from lightning_hetero.checkpoint.tiers import TierKind
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["Choice", "ChoiceError", "choose", "choose_run"]
+
+
+class ChoiceError(CheckpointError):
+    """There is nothing to go on from, and beginning anew may be wrong; the same on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What to go on from."""
+
+    run: str | None
+    """Identity of the run; None if no place knows one."""
+    checkpoints: Mapping[CheckpointId, int]
+    """Its complete checkpoints, newest first, with the numbers of their parts."""
+    attempt: int
+    """Above that of all there is of the run, incomplete or not."""
+    ignored: tuple[str, ...]
+    """Places that hold other runs' checkpoints."""
+
+
+def choose(
+    inventory: Inventory, *, step: int | None = None, skip_unreadable: bool = False
+) -> Choice:
+    """Decide what to go on from.
+
+    Args:
+        inventory: What all ranks saw.
+        step: Take this step, of whichever run, and no other.
+        skip_unreadable: Go on without places that can't be read.
+
+    Raises:
+        ChoiceError: A place that might hold something newer can't be read, there were
+            checkpoints and none is complete, or it is unclear which run goes on.
+    """
+    unreadable = [] if skip_unreadable else inventory.unreadable
+    _refuse_unreadable(why for checkpoint, why in unreadable if checkpoint is None)
+    run = choose_run(inventory)
+    complete = complete_checkpoints(inventory)
+    own = {
+        item: size
+        for item, size in complete.items()
+        if (item.run == run if step is None else item.step == step)
+    }
+    if step is not None and not own:
+        steps = [item.step for item in complete]
+        raise ChoiceError(
+            f"There is no complete checkpoint of step {step}; complete are {steps or 'none'}."
+        )
+    present = [item for item, _ in inventory.present if item.run == run]
+    if step is None:
+        newest = next(iter(own), None)
+        _refuse_unreadable(
+            why
+            for item, why in unreadable
+            if item is not None and item.run == run and (newest is None or newest < item)
+        )
+        if newest is None:
+            _refuse_to_begin_anew(inventory, run)
+    return Choice(
+        run=run,
+        checkpoints=own,
+        attempt=1 + max((item.attempt for item in present), default=-1),
+        ignored=tuple(
+            sorted(
+                {
+                    f"{item} of run {item.run} in {at}"
+                    for item, at in inventory.present
+                    if item.run != run
+                }
+            )
+        ),
+    )
+
+
+def _refuse_unreadable(reasons: Iterable[str]) -> None:
+    text = "; ".join(reasons)
+    if text:
+        raise ChoiceError(
+            f"Can't look for checkpoints: {text}. What can't be read may be newer than the rest, "
+            "so nothing is started. Make it readable. To go on from the other places alone, give "
+            "LayerwiseCheckpoint skip_unreadable=True."
+        )
+
+
+def choose_run(inventory: Inventory) -> str | None:
+    """Return the run that the most lasting place that knows one belongs to."""
+    runs: dict[TierKind, set[str]] = {kind: set() for kind in TierKind}
+    for kind in TierKind:
+        marked = {run for at, run in inventory.places if at.kind is kind and run is not None}
+        runs[kind] = marked or {item.run for item, at in inventory.present if at.kind is kind}
+    if runs[TierKind.REMOTE]:
+        return max(runs[TierKind.REMOTE])
+    answered = {at.kind for at, _ in inventory.places}
+    on_disk = sorted({(item.run, at) for item, at in inventory.present if at.kind is TierKind.DISK})
+    if TierKind.REMOTE in answered and on_disk:
+        _refuse_two_opinions(*on_disk[-1])
+    if runs[TierKind.DISK]:
+        return max(runs[TierKind.DISK])
+    # Memory alone isn't asked: the lasting places may have been deleted to start anew.
+    return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
+
+
+def _refuse_two_opinions(run: str, place: Holder) -> None:
+    raise ChoiceError(
+        f"{place} holds checkpoints of the run {run!r}, but the place that all nodes share is "
+        "empty, so it is unclear what to do. To start anew, delete the checkpoints on all nodes' "
+        f"disks, too. To go on from them, copy a disk's {RUN_FILE} to the shared place, or write "
+        f'{{"run": "{run}"}} into a file of that name there.'
+    )
+
+
+def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
+    """Raise where a checkpoint was complete once; unfinished first saves are no reason."""
+    if inventory.unreadable:
+        reasons = "; ".join(why for _, why in inventory.unreadable)
+        raise ChoiceError(f"Nothing to go on from is left without what can't be read: {reasons}.")
+    lost = sorted({item for item in inventory.finished if item.run == run})
+    if lost:
+        steps = ", ".join(str(item) for item in lost)
+        broken = "".join(f" {text.rstrip('.')}." for text in inventory.broken)
+        raise ChoiceError(
+            f"There are checkpoints ({steps}), but none is complete: parts are missing or damaged."
+            f"{broken} Bring back the nodes or files that had them, or delete the folders to start "
+            "anew."
+        )

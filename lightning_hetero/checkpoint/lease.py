@@ -1,0 +1,185 @@
+"""That only one living job writes checkpoints to a place.
+
+The owner keeps a file there, and rewrites it as long as it lives where other machines may write,
+too. Who finds one knows at once that its owner is gone if that ran on this machine, or was an
+earlier start of the same torchrun job; else it waits and sees whether the file changes. Clocks of
+two machines are never compared.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["OWNER_FILE", "Lease", "OccupiedError", "machine_id"]
+
+_log = logging.getLogger(__name__)
+
+OWNER_FILE = "owner.json"
+"""Says at the top of a place which job writes there."""
+_BEAT_S = 10.0
+_BEATS_TO_WAIT = 3
+_PATIENCE_S = 2.0
+_NO_JOB = {"", "none"}
+"""torchrun's run id where nobody gave one: no two jobs differ by it."""
+
+
+def machine_id() -> str:
+    """Return what tells this machine, as it was started last, from all others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{socket.gethostname()}-{uuid.getnode():x}"
+
+
+class OccupiedError(CheckpointError):
+    """Another living job writes to a place."""
+
+
+class Lease:
+    """One job's right to write to one place.
+
+    Args:
+        store: The place.
+        shared: Whether other machines reach it.
+        beat_s: Seconds between signs of life.
+    """
+
+    def __init__(self, store: Store, *, shared: bool, beat_s: float = _BEAT_S) -> None:
+        self._store = store
+        self._shared = shared
+        self._beat_s = beat_s
+        self._session = uuid.uuid4().hex
+        self._beats = 0
+        self._thief: dict[str, Any] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="checkpoint-lease", daemon=True)
+
+    def take(self) -> None:
+        """Become the owner; waits where it is unclear whether the last one lives.
+
+        Raises:
+            OccupiedError: Another living job writes here.
+        """
+        try:
+            self._wait_for(self._read())
+            self._write()
+        except OccupiedError:
+            raise
+        except Exception as error:
+            # Stores raise their client library's own types. Who needs the place will say so better.
+            _log.warning("Can't see whether another job writes to %s: %r", self._store, error)
+        if self._shared:
+            self._thread.start()
+
+    def _wait_for(self, owner: dict[str, Any] | None) -> None:
+        """Return once an owner is known to be gone."""
+        if owner is None or self._is_gone(owner):
+            return
+        if not self._shared:
+            raise OccupiedError(self._describe(owner))
+        for _ in range(2 * _BEATS_TO_WAIT):
+            self._ended.wait(self._beat_s / 2)
+            found = self._read()
+            if found is None:
+                return
+            if found != owner:
+                raise OccupiedError(self._describe(found))
+
+    def raise_if_lost(self) -> None:
+        """Raise OccupiedError if another job has become the owner."""
+        if self._thief is not None:
+            raise OccupiedError(self._describe(self._thief))
+
+    def release(self) -> None:
+        """Let others write at once; gives up soon where the place doesn't answer."""
+        self._ended.set()
+        if self._thief is None:
+            remover = threading.Thread(target=self._remove, daemon=True)
+            remover.start()
+            remover.join(_PATIENCE_S)
+
+    def _live(self) -> None:
+        while not self._ended.wait(self._beat_s):
+            # A place that doesn't answer is for the next save to complain of.
+            with contextlib.suppress(Exception):
+                found = self._read()
+                if found is not None and found.get("session") != self._session:
+                    self._thief = found
+                    return
+                if not self._ended.is_set():
+                    self._write()
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return who owns the place; None if nobody, or nobody that can be made out."""
+        try:
+            found = json.loads(self._store.read(OWNER_FILE))
+        except (FileNotFoundError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _write(self) -> None:
+        self._beats += 1
+        owner = {
+            "session": self._session,
+            "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            "host": socket.gethostname(),
+            "machine": _namespace(),
+            "process": _process(os.getpid()),
+            "beats": self._beats,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self._store.write(OWNER_FILE, [json.dumps(owner).encode()])
+
+    def _remove(self) -> None:
+        with contextlib.suppress(Exception):
+            found = self._read()
+            if found is not None and found.get("session") == self._session:
+                self._store.remove([OWNER_FILE])
+
+    def _is_gone(self, owner: dict[str, Any]) -> bool:
+        job, process = os.environ.get("TORCHELASTIC_RUN_ID", ""), owner.get("process")
+        if job not in _NO_JOB and owner.get("job") == job:
+            # torchrun has ended all processes of a start before it begins the next one.
+            return True
+        if owner.get("machine") != _namespace():
+            # To a disk of this machine's own nobody else can write: it was started again since.
+            return not self._shared
+        own = _process(os.getpid())
+        return process == own or not (isinstance(process, list) and _process(process[0]) == process)
+
+    def _describe(self, owner: dict[str, Any]) -> str:
+        process = (owner.get("process") or ["?"])[0]
+        return (
+            f"Another job writes its checkpoints to {self._store}: process {process} on "
+            f"{owner.get('host')}, last seen {owner.get('at')} (its clock). End it, or give this "
+            f"job another folder."
+        )
+
+
+def _namespace() -> str:
+    """Return where process ids mean the same processes."""
+    with contextlib.suppress(OSError):
+        return f"{machine_id()}/{Path('/proc/self/ns/pid').readlink()}"
+    return machine_id()
+
+
+def _process(pid: int) -> list[int] | None:
+    """Return a living process's id and when it was started; None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, 0)
+            return [pid, 0]
+        return None
+    return None if fields[0] in "ZX" else [pid, int(fields[19])]

@@ -1,0 +1,123 @@
+"""One living job writes to a place; who is gone holds nobody up, whatever the clocks say."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from lightning_hetero.checkpoint import FaultyStore, MemoryStore
+from lightning_hetero.checkpoint import lease as module
+from lightning_hetero.checkpoint.lease import OWNER_FILE, Lease, OccupiedError
+from lightning_hetero.core.errors import CheckpointError
+
+FOREVER_S = 10_000.0
+"""A test that waits for a sign of life would run into its timeout."""
+
+
+def left_by(store: MemoryStore, **changes: Any) -> None:
+    """Leave the file of an owner on another machine, whose clock is years ahead."""
+    lease = Lease(store, shared=False)
+    lease.take()
+    owner = json.loads(store.files[OWNER_FILE])
+    owner |= {"session": "another", "machine": "another", "at": "2099-01-01T00:00:00+00:00"}
+    store.files[OWNER_FILE] = json.dumps(owner | changes).encode()
+
+
+def owner_of(store: MemoryStore) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(store.files[OWNER_FILE])
+    return found
+
+
+def test_a_place_is_free_again_once_its_owner_lets_go() -> None:
+    store = MemoryStore()
+    lease = Lease(store, shared=True, beat_s=FOREVER_S)
+    lease.take()
+    assert store.files
+    lease.release()
+    assert not store.files
+
+
+@pytest.mark.parametrize(
+    ("shared", "changes"),
+    [
+        pytest.param(True, {"machine": module._namespace(), "process": [1, -1]}, id="dead process"),
+        pytest.param(True, {"machine": module._namespace(), "process": None}, id="no process"),
+        pytest.param(True, {"job": "job-7"}, id="an earlier start of the torchrun job"),
+        pytest.param(False, {}, id="a disk of a machine that was started again"),
+    ],
+)
+def test_an_owner_that_is_known_to_be_gone_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, *, shared: bool, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    store = MemoryStore()
+    left_by(store, **{"job": "", **changes})
+    lease = Lease(store, shared=shared, beat_s=FOREVER_S)
+    lease.take()
+    assert owner_of(store)["session"] != "another"
+    lease.release()
+
+
+def test_an_owner_elsewhere_that_gives_no_sign_of_life_is_gone() -> None:
+    store = MemoryStore()
+    left_by(store)
+    lease = Lease(store, shared=True, beat_s=0.01)
+    lease.take()
+    assert owner_of(store)["session"] != "another"
+    lease.release()
+
+
+@pytest.mark.parametrize("job", ["", "none"])
+def test_an_owner_elsewhere_that_lives_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    store = MemoryStore()
+    left_by(store, job=job)
+    beats = 0
+
+    def beat(verb: str, name: str) -> None:
+        nonlocal beats
+        if verb == "read":
+            beats += 1
+            store.files[OWNER_FILE] = json.dumps(owner_of(store) | {"beats": beats}).encode()
+
+    lease = Lease(FaultyStore(store, beat), shared=True, beat_s=0.01)
+    with pytest.raises(OccupiedError, match="Another job writes its checkpoints"):
+        lease.take()
+    lease.release()
+    assert owner_of(store)["session"] == "another"
+
+
+def test_an_owner_learns_that_another_job_has_taken_its_place() -> None:
+    store = MemoryStore()
+    lease = Lease(store, shared=True, beat_s=0.01)
+    lease.take()
+    lease.raise_if_lost()
+    left_by(store, host="thief")
+    lease._thread.join(10)
+    with pytest.raises(OccupiedError, match="thief"):
+        lease.raise_if_lost()
+    lease.release()
+    assert owner_of(store)["host"] == "thief"
+
+
+def test_a_place_that_does_not_answer_is_tried_again_and_holds_nobody_up() -> None:
+    store, is_down = MemoryStore(), threading.Event()
+    is_down.set()
+
+    def down(verb: str, name: str) -> None:
+        if is_down.is_set():
+            raise CheckpointError("answered 500")
+
+    lease = Lease(FaultyStore(store, down), shared=True, beat_s=0.01)
+    lease.take()
+    lease.raise_if_lost()
+    is_down.clear()
+    for _ in range(1000):
+        if store.files:
+            break
+        threading.Event().wait(0.01)
+    assert store.files
+    lease.release()
