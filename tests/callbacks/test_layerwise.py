@@ -127,6 +127,8 @@ class Fails(L.Callback):
         (checkpoint,) = (c for c in trainer.callbacks if isinstance(c, LayerwiseCheckpoint))
         if checkpoint.saved is not None:
             checkpoint.saved.wait_until_uploaded(60)
+            # A process that has failed writes no more; this one lives on.
+            checkpoint._writer.close()
             self.steps = trainer.global_step
             raise RuntimeError("on purpose")
 
