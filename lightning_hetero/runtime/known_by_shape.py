@@ -18,7 +18,7 @@ from lightning_hetero.core.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning_hetero.runtime.weights import SliceStore
 
-__all__ = ["KnownByShape", "StandIn", "with_whole_shapes"]
+__all__ = ["ASKS_FOR_NO_VALUE", "KnownByShape", "StandIn", "with_whole_shapes"]
 
 
 def _getters(*names: str) -> set[Any]:
@@ -44,6 +44,8 @@ _OWN: frozenset[Any] = frozenset(
     }
 )
 """What is answered by what lies here."""
+ASKS_FOR_NO_VALUE = _WHOLE | _OWN
+"""All of them: what the values of a parameter don't matter to."""
 
 
 class KnownByShape(nn.Parameter):

@@ -1,15 +1,19 @@
 """Pull weights from the owners of slices into the plan, in order of need.
 
-All of a pull is posted before the first layer runs, and a layer waits for its own weights only. A
+All of a pull is posted before the first layer runs, and a layer waits for its own weights only. Who
+reads a weight elsewhere in a step, such as a penalty on weights, waits for it there. A
 `torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with their units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.transfers import Message, Piece
 from lightning_hetero.runtime.exchange import (
@@ -19,10 +23,42 @@ from lightning_hetero.runtime.exchange import (
     split_works,
     wait_for_all,
 )
+from lightning_hetero.runtime.known_by_shape import ASKS_FOR_NO_VALUE
 from lightning_hetero.runtime.trace import traced
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["Pull"]
+
+
+class _Arriving(nn.Parameter):
+    """A compute weight under way; whoever computes with it waits for it first."""
+
+    _wait: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ASKS_FOR_NO_VALUE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for item in tree_leaves((args, kwargs)):
+            if isinstance(item, _Arriving):
+                item._wait()
+        return func(*args, **kwargs)
+
+
+def _mark(weights: Iterable[Any], wait: Callable[[], None]) -> None:
+    for weight in weights:
+        weight.__class__ = _Arriving
+        weight._wait = wait
+
+
+def _unmark(weights: Iterable[Any]) -> None:
+    for weight in weights:
+        weight.__class__ = nn.Parameter
+        del weight._wait
 
 
 @dataclass
@@ -51,6 +87,8 @@ class _PullUnit:
     receiving: list[_Receiving]
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of what is owned and held here."""
+    weights: dict[str, nn.Parameter]
+    """The compute weights that it brings up to date."""
 
     @property
     def is_empty(self) -> bool:
@@ -87,7 +125,7 @@ class Pull:
     def _prepare(self, messages: Sequence[Message]) -> dict[int, _PullUnit]:
         units = {}
         for unit, items in in_units(messages).items():
-            prepared = units[unit] = _PullUnit({}, [], [])
+            prepared = units[unit] = _PullUnit({}, [], [], {})
             for message in items:
                 self._prepare_message(prepared, message)
         return {unit: prepared for unit, prepared in units.items() if not prepared.is_empty}
@@ -99,6 +137,7 @@ class Pull:
                 if piece.parameter not in self._weights.shared:
                     target = rows(piece.parameter, piece.start, piece.stop)
                     unit.copies.append((target, self._own_rows(piece)))
+                    unit.weights[piece.parameter] = self._weights.shards[piece.parameter]
         elif message.source == rank:
             # Peers that need the same pieces share one buffer.
             own = [self._own_rows(piece) for piece in message.pieces]
@@ -106,6 +145,8 @@ class Pull:
             sending.peers.append(message.destination)
         else:
             targets = [rows(piece.parameter, piece.start, piece.stop) for piece in message.pieces]
+            shards = self._weights.shards
+            unit.weights |= {piece.parameter: shards[piece.parameter] for piece in message.pieces}
             sizes = [target.numel() for target in targets]
             unit.receiving.append(_Receiving(message.source, targets, sizes))
 
@@ -130,6 +171,7 @@ class Pull:
                 with traced(f"pull.post {index}"):
                     self._post(index, unit)
                 self._posted[index] = self._options.side_stream.mark()
+                _mark(unit.weights.values(), partial(self.wait_unit, index))
 
     def _post(self, index: int, unit: _PullUnit) -> None:
         operations, arrivals, buffers = [], [], []
@@ -161,6 +203,8 @@ class Pull:
             if unit in self._arriving:
                 with traced(f"pull.wait {unit}"):
                     self._unpack(*self._arriving.pop(unit))
+        assert self._stale is not None
+        _unmark(self._stale[unit].weights.values())
 
     def _unpack(
         self, works: Sequence[dist.Work], arrivals: Sequence[tuple[_Receiving, Tensor]]
