@@ -114,8 +114,9 @@ class PlanRequest:
 
 def _check(plan: ParallelPlan, layout: ModelLayout, *, world_size: int) -> None:
     plan.check_world_size(world_size)
-    if layout.layers or plan.max_stages > 1:
+    if plan.max_stages > 1:
         layout.require_layers()
+    if layout.layers:
         plan.check_num_layers(layout.num_layers)
     elif plan.num_layers != 1:
         raise PlanError(

@@ -8,11 +8,14 @@ computes before the layers (masks, rotary tables) is there on every stage.
 
 Random numbers are seeded before the step, at each layer and behind the last one, from the iteration
 and the micro-batch, so that they don't depend on which stage draws them.
+
+Stages need a chain: each layer is called once, in order. Where one stage runs them all they are
+called as the user likes: more than once, by turns, or not at all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +64,8 @@ class StageBoundary:
         self._run: MicrobatchRun | None = None
         self._again: MicrobatchRun | None = None
         """The micro-batch whose backward runs."""
+        self._is_chain = False
+        """Whether the last micro-batch that one stage ran called the layers as a chain."""
         self._enter_stage = enter_stage
         self._leave_stage = leave_stage
         for index, layer in enumerate(self._layers):
@@ -68,11 +73,6 @@ class StageBoundary:
             if wrap_layer is not None:
                 forward = wrap_layer(index, forward)
             layer.forward = _LayerForward(self, index, forward)
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether there are layers at all; a module without them runs as it is."""
-        return bool(self._layers)
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
@@ -85,16 +85,38 @@ class StageBoundary:
         self._run = run
         run.with_gradients = torch.is_grad_enabled()
         seed_everything(seed_of(*run.seed))
-        if not self._layers:
-            run.before_layer(0)
-            _watch(run)
+        if self._is_free(run):
+            if not self._is_chain:
+                # What isn't called may be read all the same.
+                for index in range(run.num_layers):
+                    run.before_layer(index)
+            run.watch()
         try:
             with run.reads or nullcontext():
                 yield
         finally:
-            if run.watching:
-                run.behind_layers.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            run.end_watch()
             self._run = None
+            self._is_chain = run.is_chain
+
+    def check_finished(self, run: MicrobatchRun) -> None:
+        """Refuse a step that has ended without all layers of a stage.
+
+        Raises:
+            StepError: It called none.
+            ModelError: It called some.
+        """
+        if run.finished or self._is_free(run):
+            return
+        if not run.called:
+            raise StepError(
+                "The step returned without calling the model's layers. Call the model once in it."
+            )
+        raise _no_chain(f"The step ends with layer {run.called[-1]} of {run.num_layers}")
+
+    def _is_free(self, run: MicrobatchRun) -> bool:
+        """Whether layers are called as the user likes."""
+        return not run.has_stages and self._enter_stage is None
 
     @contextmanager
     def backward_of(self, run: MicrobatchRun) -> Iterator[None]:
@@ -114,11 +136,12 @@ class StageBoundary:
             if self._again is None:
                 return forward(*args, **kwargs)
             return self._call_again(self._again, index, forward, args, kwargs)
-        has_stages = len(run.layers) < run.num_layers
-        _see_reentrant(run, index)
-        given = named_arguments(args, kwargs)
-        if has_stages:
-            self._check_call(run, index, given)
+        _note_checkpoint(run, index)
+        if self._is_free(run):
+            return self._call_freely(run, index, forward, args, kwargs)
+        _check_order(run, index)
+        if run.has_stages:
+            self._check_call(run, index, named_arguments(args, kwargs))
         if index < run.layers.start:
             output = self._skip(run, index, forward, args, kwargs)
             run.keep_hidden(hidden_output(output, index))
@@ -130,20 +153,17 @@ class StageBoundary:
         before = [] if run.is_last_stage else self._leavings.look(index)
         with nullcontext() if run.reads is None else _disable_current_modes():
             output = forward(*args, **kwargs)
-        if has_stages or self._leave_stage is not None:
-            hidden = hidden_output(output, index)
-            check_known(hidden, f"Layer {index} computes with")
-            run.keep_hidden(hidden)
-            if not run.is_last_stage and len(run.handed_on.left) == index:
-                self._leavings.note(before, hidden, run.handed_on)
+        hidden = hidden_output(output, index)
+        check_known(hidden, f"Layer {index} computes with")
+        run.keep_hidden(hidden)
+        if not run.is_last_stage and len(run.handed_on.left) == index:
+            self._leavings.note(before, hidden, run.handed_on)
         if index + 1 == run.layers.stop:
             output = self._leave(run, output)
         return output
 
     def _check_call(self, run: MicrobatchRun, index: int, given: dict[int | str, Any]) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""
-        if index <= run.layers.start and run.entered:
-            _refuse_second_call()
         place = hidden_place(given, run.last_hidden if index else None, index)
         before = run.hidden_places.get(index - 1, place)
         if self._enter_stage is not None and place != before:
@@ -162,9 +182,6 @@ class StageBoundary:
     def _enter(
         self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if run.entered:
-            _refuse_second_call()
-        run.entered = True
         if run.receive is not None:
             run.stage_input = StageInput(run.arrived().tensors[0])
         args, kwargs = self._first_arguments(run, args, kwargs)
@@ -187,24 +204,44 @@ class StageBoundary:
         given[place] = hidden if self._enter_stage is None else self._enter_stage(hidden)
         return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
-    def _last_output(self, run: MicrobatchRun, output: Any) -> Any:
+    def _last_output(self, index: int, output: Any) -> Any:
         """Return what the stage's last layer returns."""
         if self._leave_stage is None:
             return output
-        assert run.last_hidden is not None
-        hidden = run.last_hidden = self._leave_stage(run.last_hidden)
+        hidden = self._leave_stage(hidden_output(output, index))
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     def _leave(self, run: MicrobatchRun, output: Any) -> Any:
         run.finished = True
-        output = self._last_output(run, output)
+        index = run.layers.stop - 1
+        output = self._last_output(index, output)
         if not run.is_last_stage:
-            assert run.last_hidden is not None
-            run.handed_on.tensors[:1] = [run.last_hidden]
+            run.handed_on.tensors[:1] = [hidden_output(output, index)]
             raise StageEnd(run.handed_on)
         run.seed_torch(_BEHIND_LAYERS)
         run.before_layer(run.num_layers)
-        _watch(run)
+        run.watch()
+        return output
+
+    def _call_freely(
+        self,
+        run: MicrobatchRun,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a layer of a stage that has all layers."""
+        run.called.append(index)
+        run.seed_torch(index)
+        run.before_layer(index)
+        with run.unwatched():
+            output = forward(*args, **kwargs)
+        if index + 1 == run.num_layers:
+            run.seed_torch(_BEHIND_LAYERS)
+            run.before_layer(run.num_layers)
+        if run.is_chain:
+            run.behind_layers.forget()  # Losses are made behind the layers.
         return output
 
     def _call_again(
@@ -228,8 +265,7 @@ class StageBoundary:
         run.seed_torch(index, again=True)
         output = forward(*args, **kwargs)
         if index + 1 == run.layers.stop:
-            run.last_hidden = hidden_output(output, index)
-            output = self._last_output(run, output)
+            output = self._last_output(index, output)
             run.seed_torch(_BEHIND_LAYERS, again=True)
         return output
 
@@ -260,17 +296,6 @@ class _LayerForward:
         return self._boundary.call(self._index, self._forward, args, kwargs)
 
 
-def _see_reentrant(run: MicrobatchRun, index: int) -> None:
-    if run.with_gradients and not torch.is_grad_enabled() and is_checkpointed_reentrantly():
-        run.is_reentrant = True
-        if len(run.layers) < run.num_layers:
-            raise ModelError(
-                f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
-                "hides from a stage what it computes. Use use_reentrant=False, or leave the "
-                "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
-            )
-
-
 def _hidden_of(
     run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
@@ -280,13 +305,36 @@ def _hidden_of(
     return hidden
 
 
-def _refuse_second_call() -> NoReturn:
-    raise StepError(
-        "The step calls the model twice. A pipeline carries one pass of each micro-batch: "
-        "call the model once, for instance on the concatenation of both inputs."
+def _note_checkpoint(run: MicrobatchRun, index: int) -> None:
+    """Note, or refuse in stages, that autograd doesn't see a layer for the time being."""
+    if run.with_gradients and not torch.is_grad_enabled() and is_checkpointed_reentrantly():
+        run.is_reentrant = True
+        if run.has_stages:
+            raise ModelError(
+                f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
+                "hides from a stage what it computes. Use use_reentrant=False, or leave the "
+                "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
+            )
+
+
+def _check_order(run: MicrobatchRun, index: int) -> None:
+    """Note that a layer is called; each is called once, in order."""
+    if run.finished and index == 0:
+        raise StepError(
+            "The step calls the model twice. Stages carry one pass of each micro-batch: call the "
+            "model once, for instance on the concatenation of both inputs, or use a plan whose "
+            "pipelines have one stage."
+        )
+    if index != len(run.called):
+        behind = f"behind layer {run.called[-1]}" if run.called else "first"
+        raise _no_chain(f"Layer {index} is called {behind}")
+    run.called.append(index)
+
+
+def _no_chain(what: str) -> ModelError:
+    return ModelError(
+        f"{what}, but stages and tensor parallelism need a chain: all layers of the list, each "
+        "called once, in order. For layers that are reused, chosen or left out use a plan whose "
+        "pipelines have one stage, or name the list that is a chain: "
+        'HeteroStrategy(layers="model.blocks").'
     )
-
-
-def _watch(run: MicrobatchRun) -> None:
-    run.watching = True
-    run.behind_layers.__enter__()  # type: ignore[no-untyped-call]

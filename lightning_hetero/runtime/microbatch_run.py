@@ -1,17 +1,19 @@
 """One pass of one micro-batch through the user's step on a stage, and how a stage ends it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_of, seed_torch
 from lightning_hetero.runtime.read_watch import ReadWatch
 from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.stage_input import StageInput
+from lightning_hetero.runtime.targets import LossWatch
 
 __all__ = ["MicrobatchRun", "StageEnd", "in_place_between"]
 
@@ -40,11 +42,12 @@ class MicrobatchRun:
     """Returns what the stage before hands on; None on first stages."""
     before_layer: Callable[[int], None]
     """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
-    behind_layers: TorchFunctionMode
-    """Watches the torch functions called behind the last layer, or all if there are no layers."""
+    behind_layers: LossWatch
+    """Watches the torch functions called behind the layers, or outside of them all."""
     reads: ReadWatch | None = None
     """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
-    entered: bool = False
+    called: list[int] = field(default_factory=list)
+    """Indices of the layers called so far, also of those that run on other stages."""
     finished: bool = False
     watching: bool = False
     received: Handover | None = field(default=None, repr=False)
@@ -70,6 +73,40 @@ class MicrobatchRun:
             self.received = self.receive()
             self.handed_on = Handover([*self.received.tensors], [*self.received.left])
         return self.received
+
+    def watch(self) -> None:
+        """Watch the torch functions that the step calls from now on."""
+        self.watching = True
+        self.behind_layers.__enter__()  # type: ignore[no-untyped-call]
+
+    def end_watch(self) -> None:
+        """Watch no longer."""
+        if self.watching:
+            self.watching = False
+            self.behind_layers.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Watch nothing inside this context, unless the user's own modes lie over the watch."""
+        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        is_on_top = self.watching and top is self.behind_layers
+        if is_on_top:
+            self.end_watch()
+        try:
+            yield
+        finally:
+            if is_on_top:
+                self.watch()
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether other stages run layers of the model, too."""
+        return len(self.layers) < self.num_layers
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each layer was called once, in order."""
+        return self.called == list(range(self.num_layers))
 
     @property
     def is_last_stage(self) -> bool:

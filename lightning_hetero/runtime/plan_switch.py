@@ -73,9 +73,12 @@ class PlanSwitch:
         Raises:
             PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
                 which the module wasn't prepared.
+            ModelError: It has stages, for which the module's layers are unfit.
         """
         plan.check_world_size(self._comms.world_size)
         plan.check_num_layers(self._store.layout.num_layers)
+        if plan.max_stages > 1:
+            self._store.layout.require_layers()
         if self._tensor_parallel is None and any(p.tp_degree > 1 for p in plan.pipelines):
             raise PlanError(
                 "The plan uses tensor parallelism, for which the module wasn't prepared, because "

@@ -138,10 +138,7 @@ class Propagation:
             self._run.link.send_hidden(end.handed_on.tensors, end.handed_on.left)
             self._hold(index, run, end.handed_on.tensors)
             return
-        if self._context.boundary.has_layers and not run.finished:
-            raise StepError(
-                "The step returned without calling the model's layers. Call the model once in it."
-            )
+        self._context.boundary.check_finished(run)
         check_known(output, "What the step returns needs")
         num_targets = count_targets(self._context.module, microbatch, watch)
         weight = as_weight(num_targets, self._context.device)

@@ -89,6 +89,10 @@ class LossWatch(TorchFunctionMode):
             self._keep(inputs.numel(), inputs.numel())
         return func(*args, **kwargs)
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.num_targets, self.size = None, 0
+
     def _see_classification(self, call: Classification) -> None:
         target = call.target
         if call.reduction != "mean":
