@@ -17,7 +17,6 @@ Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the stat
 (`faults`).
 """
 
-import json
 import math
 import socket
 import time
@@ -30,6 +29,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hetero.callbacks.ranks import Ranks
+from lightning_hetero.core.lines import append_line, read_lines
 from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.strategy import HeteroStrategy
 
@@ -66,9 +66,7 @@ class RunLog(Callback):
         entry = {"event": event, "at_s": time.time(), "step": trainer.global_step, **fields}
         path = Path(trainer.default_root_dir) / self.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Opened for each line: several processes append, and one that is killed leaves whole lines.
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(entry)) + "\n")
+        append_line(path, _plain(entry))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -130,9 +128,9 @@ def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log so far; a last line that is still being written is left out."""
-    for line in Path(path).read_text(encoding="utf-8").split("\n")[:-1]:
-        yield json.loads(line)
+    """Yield the events of a log so far; torn lines are left out, with a warning."""
+    for _, entry in read_lines(path):
+        yield entry
 
 
 def _plain(value: Any) -> Any:

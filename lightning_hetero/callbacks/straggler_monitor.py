@@ -157,9 +157,7 @@ class StragglerMonitor(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._session = None
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log = None
 
     def _report(self, trainer: pl.Trainer, event: Event) -> None:
         if self._log is not None:

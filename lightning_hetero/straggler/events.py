@@ -1,19 +1,18 @@
 """Decide nothing: write down what was seen and done, one JSON object a line, and read it back.
 
 A line is `{"event": "iteration", "step": 412, ...}`; the other keys are the fields of the dataclass
-of that event. Lines are written at once, so a log that ends in the middle of one is a crashed run:
-the torn last line is left out, anything else that is wrong is an error with its line number.
+of that event. Lines are written at once. Those that a crash has torn are left out, with a warning;
+anything else that is wrong is an error with its line number.
 """
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.lines import append_line, read_lines
 from lightning_hetero.straggler.change import ChangeKind, ChangePoint
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.mitigation import Decision, DecisionKind, Mitigation
@@ -142,42 +141,25 @@ _NAMES: dict[str, type[Event]] = {
 
 
 class EventLog:
-    """Appends events to a file; a context manager. One process writes a file."""
+    """Appends events to a file.
+
+    Args:
+        path: The file; a relative one is where the process is now, wherever it goes.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def write(self, event: Event) -> None:
         """Append an event as one line, at once."""
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(_to_line(event) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; writing opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        append_line(self._path, _to_entry(event))
 
 
-def _to_line(event: Event) -> str:
+def _to_entry(event: Event) -> dict[str, Any]:
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
     data = {key: value for key, value in asdict(event).items() if value is not None}
-    return json.dumps({"event": name, **{k: _finite(v) for k, v in data.items()}})
+    return {"event": name, **{k: _finite(v) for k, v in data.items()}}
 
 
 def _finite(value: Any) -> Any:
@@ -192,30 +174,20 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
         ConfigurationError: The file can't be read, or a line isn't an event; the message names it.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        lines = list(read_lines(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"Can't read the event log {path}: {error}.") from error
-    return tuple(_parse_lines(text, str(path)))
+    return tuple(_parse_line(number, data, str(path)) for number, data in lines)
 
 
-def _parse_lines(text: str, path: str) -> Iterator[Event]:
-    lines = text.split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                return
-            raise ConfigurationError(f"{path}, line {number}: no JSON ({error}).") from error
-        try:
-            yield _parse(data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{path}, line {number}: {line[:80]} is no event: {error}. Events are "
-                f"{', '.join(_NAMES)}."
-            ) from error
+def _parse_line(number: int, data: Any, path: str) -> Event:
+    try:
+        return _parse(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path}, line {number}: {str(data)[:80]} is no event: {error}. Events are "
+            f"{', '.join(_NAMES)}."
+        ) from error
 
 
 def _parse(data: Any) -> Event:

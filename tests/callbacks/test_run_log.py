@@ -106,3 +106,10 @@ def test_a_line_that_is_being_written_is_left_for_later(tmp_path):
     path = tmp_path / "log"
     path.write_text('{"event": "ended"}\n{"event": "st')
     assert list(read_log(path)) == [{"event": "ended"}]
+
+
+def test_a_line_that_a_crash_has_torn_costs_neither_the_rest_nor_what_comes_after(tmp_path):
+    path = tmp_path / "log"
+    path.write_text('{"event": "ended"}\n{"event": "st')
+    RunLog("log").write(L.Trainer(**quiet(default_root_dir=tmp_path)), "started")
+    assert [event["event"] for event in read_log(path)] == ["ended", "started"]

@@ -51,29 +51,49 @@ EVENTS = (
 
 def test_events_survive_the_file(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
-    with EventLog(path) as log:
-        for event in EVENTS[:2]:
-            log.write(event)
-    with EventLog(path) as log:
-        for event in EVENTS[2:]:
-            log.write(event)
+    log = EventLog(path)
+    for event in EVENTS[:2]:
+        log.write(event)
+    log = EventLog(path)
+    for event in EVENTS[2:]:
+        log.write(event)
     assert read_events(path) == EVENTS
     assert read_events(path)[3].finding == FINDING
 
 
 def test_a_torn_last_line_is_left_out(tmp_path):
     path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
-        log.write(EVENTS[0])
+    log = EventLog(path)
+    log.write(EVENTS[0])
     with path.open("a") as file:
         file.write('{"event": "iterat')
     assert read_events(path) == EVENTS[:1]
 
 
+def test_a_line_that_a_crash_has_torn_is_left_out_and_said_also_after_a_restart(tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    for event in EVENTS[:2]:
+        EventLog(path).write(event)
+        with path.open("a") as file:
+            file.write('{"event": "iterat')
+    EventLog(path).write(EVENTS[2])
+    assert read_events(path) == EVENTS[:3]
+    assert [f"line {number} is torn" in caplog.text for number in (1, 2, 4, 5)] == [
+        False, True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_relative_log_stays_where_the_run_began(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = EventLog("run/events.jsonl")
+    monkeypatch.chdir("/")
+    log.write(EVENTS[0])
+    assert read_events(tmp_path / "run/events.jsonl") == EVENTS[:1]
+
+
 @pytest.mark.parametrize(
     "line",
     [
-        "{",
         "[]",
         '{"event": "party", "step": 1}',
         '{"event": "iteration", "step": 1.5, "iteration_s": 1}',
