@@ -17,6 +17,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +141,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/soak"))
     parser.add_argument("--timeout", type=float, default=6.0, help="of the strategy, seconds")
     arguments = parser.parse_args()
+    # So that the nodes end with this process, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to go"))
     out = arguments.out.absolute()
     shutil.rmtree(out, ignore_errors=True)
     # For the process that imports once and is forked from then on.
