@@ -104,13 +104,13 @@ class Faults:
     def node_killed(self, name: str, seconds: float) -> None:
         """SIGKILL to all processes of a node, which comes back with what it has kept."""
         self.nodes.kill(name)
-        self.nodes.later(seconds, lambda: self.nodes.start(name))
+        self.nodes.later(seconds / 3, lambda: self.nodes.start(name))
 
     def node_lost(self, name: str, seconds: float) -> None:
         """SIGKILL to all processes of a node, which comes back empty."""
         self.nodes.kill(name)
         self.nodes.forget(name)
-        self.nodes.later(seconds, lambda: self.nodes.start(name))
+        self.nodes.later(seconds / 3, lambda: self.nodes.start(name))
 
     def node_frozen(self, name: str, seconds: float) -> None:
         """SIGSTOP to all processes of a node: a paused machine."""

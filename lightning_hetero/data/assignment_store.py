@@ -6,11 +6,15 @@ late, or two ranks that plan the same iteration, change nothing. A text goes whe
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from lightning_hetero.core.errors import PeerError
 
 __all__ = ["AssignmentStore", "DistributedAssignmentStore", "InMemoryAssignmentStore", "open_store"]
 
@@ -77,7 +81,8 @@ class DistributedAssignmentStore:
 
     def publish(self, key: str, text: str) -> str:
         """Set a key unless it is set; return the text that counts."""
-        counts: bytes = self._store.compare_set(key, "", text)
+        with _naming_the_server():
+            counts: bytes = self._store.compare_set(key, "", text)
         return counts.decode()
 
     def wait(self, key: str, timeout_s: float) -> str | None:
@@ -86,21 +91,34 @@ class DistributedAssignmentStore:
         # what is waited for may share it.
         deadline_s = time.monotonic() + timeout_s
         pause_s = _SHORTEST_PAUSE_S
-        while not self._store.check([key]):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                return None
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        text: bytes = self._store.get(key)
+        with _naming_the_server():
+            while not self._store.check([key]):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return None
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            text: bytes = self._store.get(key)
         return text.decode()
 
     def retire(self, key: str, num_readers: int) -> None:
         """Say that this reader has read a key; the last of so many readers deletes it."""
         reads = f"{key}/reads"
-        if self._store.add(reads, 1) >= num_readers:
-            self._store.delete_key(reads)
-            self._store.delete_key(key)
+        with _naming_the_server():
+            if self._store.add(reads, 1) >= num_readers:
+                self._store.delete_key(reads)
+                self._store.delete_key(key)
+
+
+@contextmanager
+def _naming_the_server() -> Iterator[None]:
+    try:
+        yield
+    except DistError as error:
+        raise PeerError(
+            "Rank 0 died or stopped answering: the store that it serves, in which ranks find what "
+            "was planned for them, is gone. Look at that process's own log and at the system's."
+        ) from error
 
 
 def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:

@@ -79,7 +79,9 @@ class PlanSchedule:
 
     def change(self, plan: ParallelPlan, *, from_iteration: int) -> None:
         """Run another plan from an iteration on that no rank has dealt yet."""
-        self._changes = [item for item in self._changes if item[0] < from_iteration]
+        begun = [start for start, _ in self._changes if start <= max(0, self.num_run - 1)]
+        # What ran before the present iteration's plan is never asked for again.
+        self._changes = [item for item in self._changes if begun[-1] <= item[0] < from_iteration]
         self._changes.append((from_iteration, plan))
 
     def _plan_at(self, iteration: int) -> ParallelPlan:

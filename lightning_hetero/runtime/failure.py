@@ -134,7 +134,7 @@ class FailureDetector:
         """Let rank 0, which serves the store, stay until the others have read why the run ends."""
         heartbeat = self._heartbeat
         if self._rank == 0 and heartbeat is not None:
-            num_others = self._world_size - 1
+            num_others = self._world_size - len({0, heartbeat.failed_rank} - {-1})
             self._wait(lambda: heartbeat.num_readers >= num_others, 8 * self._interval_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -65,8 +65,10 @@ class Heartbeat:
         self._suspects = False
         self.failure: str | None = None
         """Why the run ends: the first failure that any rank has told."""
+        self.failed_rank = -1
+        """The rank that it is about, which may be dead."""
         self.num_readers = 0
-        """On rank 0: how many other ranks have read it."""
+        """On rank 0: how many other ranks, without the failed one, have read it."""
         self.is_suspicious = False
         """Whether some rank has lost a connection, so that silence means more than usual."""
         self.num_rounds = 0
@@ -119,8 +121,9 @@ class Heartbeat:
             store.set("suspicion", "")
         self.is_suspicious = store.check(["suspicion"])
         if self.failure is None and store.check([_FAILURE]):
-            self.failure = str(json.loads(store.get(_FAILURE))["reason"])
-            store.add("readers", int(self._rank != 0))
+            failure = json.loads(store.get(_FAILURE))
+            self.failed_rank, self.failure = failure["rank"], failure["reason"]
+            store.add("readers", int(self._rank not in (0, self.failed_rank)))
         if self.failure is not None and self._rank == 0:
             self.num_readers = store.add("readers", 0)
         peer = self._next_peer()

@@ -8,6 +8,7 @@ from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealer import Dealer
+from lightning_hetero.data.schedule import PlanSchedule
 
 TWO, ONE = (
     ParallelPlan.even(world_size=2, num_layers=2, num_stages=num_stages) for num_stages in (1, 2)
@@ -45,3 +46,13 @@ def test_batches_that_bring_their_plan_run_under_it_and_it_is_not_changed_elsewh
     assert dealer.plan_to_run(batch, 0) is ONE
     with pytest.raises(ConfigurationError, match="set_candidate_plans"):
         dealer.change_plan(TWO, most_of_ranks=most)
+
+
+def test_a_thousand_changes_of_plan_in_one_pass_are_not_kept() -> None:
+    schedule = PlanSchedule(TWO)
+    for iteration in range(1000):
+        plans = (TWO, ONE) if iteration % 2 == 0 else (ONE, TWO)
+        schedule.plan_to_deal(iteration)
+        assert schedule.plan_to_run(iteration) is plans[0]
+        schedule.change(plans[1], from_iteration=iteration + 1)
+    assert len(schedule._changes) == 2

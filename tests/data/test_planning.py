@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
 from lightning_hetero.core.assignment import Assignment
-from lightning_hetero.core.errors import AssignmentError, BatchError, ConfigurationError
+from lightning_hetero.core.errors import AssignmentError, BatchError, ConfigurationError, PeerError
 from lightning_hetero.data import producers
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
@@ -181,6 +181,21 @@ def test_the_first_text_counts_and_goes_when_all_have_read_it(kind: str) -> None
     assert store.wait("key", 0.0) is None
     if kind == "torch":
         assert not [key for key in server.list_keys() if "key" in key]
+
+
+def test_a_store_whose_server_has_gone_is_an_error_that_names_it() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    store = DistributedAssignmentStore(client)
+    store.publish("key", "text")
+    del server
+    for ask in (
+        lambda: store.publish("other", "text"),
+        lambda: store.wait("key", 1.0),
+        lambda: store.retire("key", 2),
+    ):
+        with pytest.raises(PeerError, match="Rank 0 died or stopped answering"):
+            ask()
 
 
 def test_a_planning_process_says_what_planning_here_says() -> None:
