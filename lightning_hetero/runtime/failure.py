@@ -110,7 +110,7 @@ class FailureDetector:
         self._stopped.set()
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
-            heartbeat.end(2 * self._interval_s)
+            heartbeat.end(10 * self._interval_s)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; the first report of all counts."""
@@ -157,6 +157,8 @@ class FailureDetector:
         patience_s = 6 * self._interval_s if heard.is_suspicious else self._timeout_s
         if heard.failure is not None:
             return heard.failure
+        if heard.has_server_left:
+            return None
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
             return _STORE_IS_GONE
         # While the store is silent nothing is known of the peer.

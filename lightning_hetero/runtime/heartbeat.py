@@ -75,6 +75,8 @@ class Heartbeat:
         """Rounds in which the store has answered."""
         self.is_store_gone = False
         """Whether the store has closed the connection."""
+        self.has_server_left = False
+        """Whether rank 0 has said goodbye: the store goes with it, and no harm is done."""
         self.peer = global_rank
         """The next rank that hasn't said goodbye; this one where there is none."""
         self.peer_beat = 0
@@ -105,11 +107,27 @@ class Heartbeat:
                 self._round()
                 self._wake.wait(self._interval_s)
                 self._wake.clear()
-            self._store.add(f"done/{self._rank}", 1)
+            self._say_goodbye()
         except Exception:
             # The client's own errors have many types, and the process may be half torn down.
             self.is_store_gone = True
         self._has_ended.set()
+
+    def _say_goodbye(self) -> None:
+        """Rank 0 stays, for a moment, until the others know that the store goes without harm."""
+        self._store.add(f"done/{self._rank}", 1)
+        if self._rank != 0:
+            self._see_server_leave()
+            return
+        patience_s, num_others = 8 * self._interval_s, self._world_size - 1
+        deadline_s = time.monotonic() + (patience_s if self.failure is None else 0.0)
+        while self._store.add("saw", 0) < num_others and time.monotonic() < deadline_s:
+            time.sleep(self._interval_s / 20)
+
+    def _see_server_leave(self) -> None:
+        if not self.has_server_left:
+            self.has_server_left = True
+            self._store.add("saw", 1)
 
     def _round(self) -> None:
         store = self._store
@@ -126,6 +144,8 @@ class Heartbeat:
             store.add("readers", int(self._rank not in (0, self.failed_rank)))
         if self.failure is not None and self._rank == 0:
             self.num_readers = store.add("readers", 0)
+        if self._rank != 0 and store.check(["done/0"]):
+            self._see_server_leave()
         peer = self._next_peer()
         self.peer_beat = beat if peer == self._rank else store.add(f"beat/{peer}", 0)
         self.peer = peer

@@ -61,6 +61,23 @@ def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: tuple[Watched, Watc
     assert left.was_ended.wait(PATIENCE_S)
 
 
+def test_rank_0_may_leave_first_and_take_the_store_with_it(
+    ranks: tuple[Watched, Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, left = ranks
+
+    def gone(*_: object) -> None:
+        raise RuntimeError("the server has gone")
+
+    first.detector.stop()
+    heartbeat = left.detector._heartbeat
+    assert heartbeat is not None
+    assert heartbeat.has_server_left
+    monkeypatch.setattr(heartbeat, "_round", gone)
+    assert heartbeat._has_ended.wait(PATIENCE_S)
+    assert not left.was_ended.wait(3.0)
+
+
 def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> None:
     silence = Silence(nap_s=0.5)
     silence.look("beat 1")
