@@ -40,6 +40,8 @@ from lightning_hetero.data import AheadOptions, HeteroDataModule
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
 
 NUM_LAYERS = 3
+TEXT = PythonSourceDataset("train", context_length=64, max_files=8)
+"""Read once: all processes are forks of one that has it, and looking for files takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +205,11 @@ def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> N
     model = SmallLM(
         model={"vocab_size": VOCAB_SIZE, **sizes}, learning_rate=0.01, warmup_steps=1, num_steps=1
     )
-    text = PythonSourceDataset("train", context_length=64, max_files=8)
     data = HeteroDataModule(
-        text,
+        TEXT,
         tokens_per_step=256,
         context_length=64,
-        lengths=[len(sample) for sample in text.samples],
+        lengths=[len(sample) for sample in TEXT.samples],
         ahead=AheadOptions(num_producers=0),
     )
     trainer = L.Trainer(
