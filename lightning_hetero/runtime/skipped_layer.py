@@ -74,6 +74,8 @@ class SkippedLayer:
         self._leavings = leavings
         self._shapes = {name: tuple(item.shape) for name, item in layer.named_parameters()}
         self._outputs: dict[Any, Any] = {}
+        self._restless: set[Any] = set()
+        """Ways of being called in which it leaves tensors elsewhere."""
 
     def __call__(
         self,
@@ -95,8 +97,8 @@ class SkippedLayer:
         if output is None:
             call = _Call(forward, given, len(args), hidden=hidden, index=self._index)
             with preserved_random_state(), torch.no_grad():
-                output, is_restless = self._observe(call)
-            if not is_restless:
+                output = self._observe(call, key)
+            if key not in self._restless:
                 has_other_forms = any(isinstance(item, _Made) for item in tree_leaves(output))
                 self._outputs[(key, shapes) if has_other_forms else key] = output
         return tree_map(lambda item: self._stand_in(item, given, hidden), output)
@@ -129,18 +131,23 @@ class SkippedLayer:
         sealed = in_place_between(self._index)
         return Unknown.like(like, Origin(f"the output of layer {self._index}", _REMEDY), sealed)
 
-    def _observe(self, call: "_Call") -> tuple[Any, bool]:
-        """Return what stands for a call's output, and whether it leaves tensors elsewhere."""
+    def _observe(self, call: "_Call", key: Any) -> Any:
+        """Return what stands for a call's output, and note whether it leaves tensors elsewhere."""
+        if key in self._restless:
+            return self._run(call, on_zeros=False)[0]
         try:
-            output, leaves = self._run(call, on_zeros=False)
+            output, made = self._run(call, on_zeros=False)
         except Exception:
             # It looks at values, as experts do. Zeros show the form, but take a layer's memory.
             if self._has_hooks():
                 self._refuse_to_foretell("hooks inside it look at what it computes")
-            output, leaves = self._run(call, on_zeros=True)
-            if leaves:
+            output, made = self._run(call, on_zeros=True)
+            if made.any_alive(unknown_only=False):
                 self._refuse_to_foretell("it leaves tensors in somebody's list")
-        return output, leaves or self._has_hooks()
+            return output
+        if self._has_hooks() or made.any_alive(unknown_only=True):
+            self._restless.add(key)
+        return output
 
     def _refuse_to_foretell(self, why: str) -> NoReturn:
         raise ModelError(
@@ -149,9 +156,11 @@ class SkippedLayer:
             "stage."
         )
 
-    def _run(self, call: "_Call", *, on_zeros: bool) -> tuple[Any, bool]:
+    def _run(self, call: "_Call", *, on_zeros: bool) -> tuple[Any, "_Tracking"]:
         origin = Origin(f"what layer {self._index} computes", _REMEDY)
-        dtype, device = call.hidden.dtype, call.hidden.device
+        hidden, device = call.hidden, call.hidden.device
+        is_number = hidden.is_floating_point() or hidden.is_complex()
+        dtype = hidden.dtype if is_number else torch.get_default_dtype()
         state: dict[str, Tensor] = {}
         for name, shape in self._shapes.items():
             known = torch.zeros(shape if on_zeros else (), dtype=dtype, device=device)
@@ -165,7 +174,7 @@ class SkippedLayer:
         finally:
             self._leavings.undo(before)
         state.clear()
-        return output, made.any_alive(unknown_only=not on_zeros)
+        return output, made
 
 
 class _Call:
@@ -240,7 +249,9 @@ class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def alive() -> bool:
             found = [item for made in self._made if (item := made()) is not None]
             return any(
-                isinstance(item, Unknown) if unknown_only else item.is_floating_point()
+                isinstance(item, Unknown)
+                if unknown_only
+                else item.is_floating_point() and not item.is_meta
                 for item in found
             )
 

@@ -58,6 +58,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     },
+    "bloom": {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "n_layer": 4,
+        "n_head": 4,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    },
     "bert": {**_COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 
