@@ -5,6 +5,7 @@ shared memory, is no part of it.
 """
 
 import json
+import logging
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["RUN_FILE", "mark_places", "new_run", "read_run"]
+
+_log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 """Names the run at the top of every lasting place."""
@@ -49,7 +52,8 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
     """Write down in lasting places which run they belong to from now on.
 
     Raises:
-        CheckpointError: A place can't be written.
+        CheckpointError: The shared place can't be written. It says which run goes on, so it must
+            know; a disk may be full today.
     """
     for tier in tiers:
         if tier.kind is TierKind.MEMORY:
@@ -59,4 +63,7 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
                 tier.store.write(RUN_FILE, [json.dumps({"run": run}).encode()])
         except Exception as error:
             # Stores raise their client library's own types.
-            raise CheckpointError(f"Couldn't write {RUN_FILE} to {tier}: {error}") from error
+            text = f"Couldn't write {RUN_FILE} to {tier}: {error}"
+            if tier.kind is TierKind.REMOTE:
+                raise CheckpointError(text) from error
+            _log.warning("%s", text)

@@ -14,7 +14,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, places
-from lightning_hetero.checkpoint import lease
+from lightning_hetero.checkpoint import FsspecStore, RetryPolicy, lease
 from lightning_hetero.checkpoint.lease import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import Leg, export, fit
@@ -90,10 +90,18 @@ def train(
     *callbacks: L.Callback,
     every: int = 2,
     shared_memory: bool = False,
+    retry: RetryPolicy | None = None,
+    skip_unreadable: bool = False,
     **options: Any,
 ) -> list[float]:
     torch.manual_seed(0)
-    checkpoint = LayerwiseCheckpoint(folder, every_n_train_steps=every, shared_memory=shared_memory)
+    checkpoint = LayerwiseCheckpoint(
+        folder,
+        every_n_train_steps=every,
+        shared_memory=shared_memory,
+        retry=retry,
+        skip_unreadable=skip_unreadable,
+    )
     module = Drops(ToyOptions())
     settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
     trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
@@ -161,6 +169,25 @@ def test_memory_alone_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.Mo
             fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
     kept = {path.name for path in (tmp_path / "shm").glob("*/*/step-*")}
     assert len({name.split("-", 3)[-1] for name in kept}) == 1
+
+
+def test_a_remote_that_cannot_be_listed_never_starts_training_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}"
+    train(url, 2)
+
+    def down(self: FsspecStore) -> dict[str, int]:
+        raise ConnectionError("answered 500")
+
+    retry = RetryPolicy(attempts=2, first_pause_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(FsspecStore, "list", down)
+        with pytest.raises(CheckpointError, match=r"2 attempts.*500.*skip_unreadable=True"):
+            train(url, 4, retry=retry)
+        with pytest.raises(CheckpointError, match=r"Nothing to go on from is left"):
+            train(url, 4, retry=retry, skip_unreadable=True)
+    assert len(train(url, 4)) == 2
 
 
 def test_a_relative_folder_is_where_training_began(

@@ -18,8 +18,10 @@ from lightning_hetero.checkpoint import (
     Transport,
     recover,
 )
-from lightning_hetero.checkpoint.completeness import checkpoints_in
+from lightning_hetero.checkpoint.background import Progress
+from lightning_hetero.checkpoint.completeness import checkpoints_in, read_manifest
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.parts import exchange_parts
 from lightning_hetero.checkpoint.tiers import prune
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
@@ -198,3 +200,34 @@ def test_a_manifest_names_files_of_its_own_alone() -> None:
     for changes in ({"part": 2}, {"block_bytes": 0}, {"id": CheckpointId(1, 0, "../x")}):
         with pytest.raises(CheckpointError, match="can't be read"):
             PartManifest.decode(replace(manifest, **changes).encode())
+
+
+def test_a_rank_takes_another_ranks_own_part_of_this_checkpoint_alone() -> None:
+    source = MemoryStore()
+    save([source], TierKind.REMOTE, [1, 2], keep=2, attempt=0)
+    manifests = {
+        (step, part): read_manifest(source, CheckpointId(step), part)
+        for step in (1, 2)
+        for part in (0, 1)
+    }
+    targets = [MemoryStore(), MemoryStore()]
+
+    def exchange(sent: tuple[int, int]) -> list[list[str]]:
+        def action(rank: int, transport: Transport) -> list[str]:
+            manifest = manifests[sent if rank == 0 else (2, 1)]
+            return exchange_parts(
+                transport,
+                [[1], []],
+                manifest,
+                source=source,
+                target=targets[rank],
+                progress=Progress(),
+            )
+
+        return run_ranks(2, action)
+
+    for sent in ((2, 1), (1, 0)):
+        assert "not its own of step 2" in exchange(sent)[1][0]
+        assert targets[1].files == {}
+    assert exchange((2, 0)) == [[], []]
+    assert targets[1].files

@@ -1,7 +1,10 @@
 """Any topology to any other, bit for bit, from the cheapest sources, whatever is broken."""
 
+import itertools
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -472,3 +475,58 @@ def test_another_runs_checkpoints_are_never_gone_on_from() -> None:
         old.run[-12:],
         new.run[-12:],
     }
+
+
+def test_attempts_count_what_is_broken_too() -> None:
+    plan, size = PLANS["one device"]
+    nodes = Nodes(["a"], remote=False)
+    save_all(nodes, ["a"], contents(2, plan, size))
+    save_all(nodes, ["a"], contents(4, plan, size, attempt=7))
+    needs = needs_of(0, plan, size)
+    for store in (nodes.memory["a"], nodes.disk["a"]):
+        for name in [name for name in store.files if name.startswith("step-000000000004")]:
+            if name.endswith("part-00000.json"):
+                store.files[name] = store.files[name][:40]
+    recovered = recover(needs, nodes.tiers("a"), node="a")
+    assert_is_state(recovered, needs, 2)
+    assert recovered is not None
+    assert begin_run(nodes.tiers("a"), recovered=recovered, node="a") == CheckpointId(0, 8)
+
+
+def test_where_the_name_of_the_run_is_torn_nothing_is_started() -> None:
+    plan, size = PLANS["one device"]
+    nodes = Nodes(["a"])
+    save_all(nodes, ["a"], contents(2, plan, size))
+    assert isinstance(nodes.remote, MemoryStore)
+    for torn in (b"", b'{"run": ', b'{"run": "../x"}', b"[]"):
+        nodes.remote.files["run.json"] = torn
+        with pytest.raises(CheckpointError, match=r"run\.json is torn.*skip_unreadable=True"):
+            recover([], nodes.tiers("a"), node="a")
+
+
+@pytest.mark.slow
+def test_readers_beside_a_writer_that_keeps_one_checkpoint_always_find_one(tmp_path: Path) -> None:
+    plan, size = PLANS["one device"]
+    needs = needs_of(0, plan, size)
+    tiers = [Tier(kind=TierKind.REMOTE, store=LocalStore(tmp_path), keep=1)]
+    has_saved, is_over = threading.Event(), threading.Event()
+
+    def write() -> None:
+        writer = CheckpointWriter(tiers)
+        for step in itertools.count(1):
+            writer.save(contents(step, plan, size)[0]).wait_until_uploaded(60)
+            has_saved.set()
+            if is_over.is_set():
+                break
+        writer.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        assert has_saved.wait(60)
+        for _ in range(100):
+            recovered = recover(needs, tiers)
+            assert recovered is not None
+            assert_is_state(recovered, needs, recovered.id.step)
+            look(tiers)
+        is_over.set()
+        writing.result()

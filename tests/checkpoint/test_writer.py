@@ -270,6 +270,27 @@ def test_a_state_that_is_not_finite_replaces_none() -> None:
     assert {int(name.split("-")[1]) for name in remote.files} == {1}
 
 
+def test_what_one_rank_cannot_encode_is_told_on_all_and_the_next_checkpoint_is_saved() -> None:
+    stores = [MemoryStore(), MemoryStore()]
+
+    def save(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            [disk(stores[rank])],
+            node_of_rank=["a", "b"],
+            transport=transport,
+        )
+        odd = contents(1, TWO, 2)[rank]
+        if rank == 1:
+            state = {"phase": torch.zeros(2, dtype=torch.complex64)}
+            odd = replace(odd, slices=(replace(odd.slices[0], state=state), *odd.slices[1:]))
+        with pytest.raises(CheckpointError, match=r"phase has dtype torch\.complex64"):
+            writer.save(odd).wait_until_confirmed(20)
+        writer.save(contents(2, TWO, 2)[rank]).wait_until_confirmed(20)
+        writer.close()
+
+    run_ranks(2, save)
+
+
 def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever() -> None:
     gate, stores = Gate(), [MemoryStore(), MemoryStore()]
 
