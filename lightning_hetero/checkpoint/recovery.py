@@ -117,7 +117,8 @@ def _recover_newest(
     session: _Session, choice: Choice, needs: Sequence[SliceNeed]
 ) -> Recovered | None:
     for text in (*session.inventory.broken, *choice.ignored):
-        _log.warning("Not counted as a checkpoint: %s", text)
+        if session.transport.global_rank == 0:
+            _log.warning("Not counted as a checkpoint: %s", text)
     skipped: list[str] = []
     for checkpoint in choice.checkpoints:
         try:

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ __all__ = ["FsspecStore", "LocalStore", "Store"]
 _TEMPORARY = ".tmp-"
 _FOREIGN = {"lost+found"}
 _TRIES = 3
+_GENERIC_FIND = AsyncFileSystem._find
 
 
 class Store(Protocol):
@@ -203,15 +204,30 @@ class FsspecStore:
         """List everything below the URL, past fsspec's cache."""
         self._fs.invalidate_cache()
         root = self._path.lstrip("/")
-        try:
-            found = self._fs.find(self._path, detail=True)
-        except FileNotFoundError:
-            return {}
+        if isinstance(self._fs, AsyncFileSystem) and type(self._fs)._find is not _GENERIC_FIND:
+            try:
+                found = self._fs.find(self._path, detail=True)
+            except FileNotFoundError:
+                return {}
+        else:
+            found = {info["name"]: info for info in self._walk()}
         return {
             name.lstrip("/").removeprefix(root).lstrip("/"): info["size"]
             for name, info in found.items()
             if not name.rpartition("/")[2].startswith(_TEMPORARY)
         }
+
+    def _walk(self) -> Iterator[Mapping[str, Any]]:
+        """Yield all files; unlike fsspec's own walk it leaves out no folder that fails."""
+        folders = [self._path]
+        while folders:
+            folder = folders.pop()
+            with contextlib.suppress(FileNotFoundError):
+                for info in self._fs.ls(folder, detail=True):
+                    if info["type"] != "directory":
+                        yield info
+                    elif info["name"].rstrip("/") != folder:
+                        folders.append(info["name"].rstrip("/"))
 
     def remove(self, names: Collection[str]) -> None:
         """Delete objects in bulk: object stores take a thousand with one request."""

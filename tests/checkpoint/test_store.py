@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
@@ -205,3 +206,21 @@ def test_a_folder_that_cannot_be_listed_is_an_error_and_a_stale_one_looked_up_ag
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         LocalStore(tmp_path / "file").list()
+
+
+def test_a_filesystem_that_fails_inside_a_folder_is_no_empty_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = FsspecStore("memory://fails/inside")
+    store.write("step-1/x", [b"1"])
+    assert store.list() == {"step-1/x": 1}
+    ls = MemoryFileSystem.ls
+
+    def failing(self: MemoryFileSystem, path: str, **options: Any) -> Any:
+        if path.endswith("step-1"):
+            raise OSError(errno.EIO, "gone")
+        return ls(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", failing)
+    with pytest.raises(OSError, match="gone"):
+        store.list()
