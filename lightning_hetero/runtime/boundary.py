@@ -44,6 +44,7 @@ class StageBoundary:
         wrap_layer: Applied to each layer's forward once, such as checkpointing or compilation.
         enter_stage: Applied to the whole hidden state that a stage's first layer gets.
         leave_stage: Gives back the whole hidden state that a stage's last layer made.
+        cuts_tokens: Whether layers see some of the tokens only.
 
     Must be made while the layers' parameters are whole.
     """
@@ -55,6 +56,7 @@ class StageBoundary:
         wrap_layer: Callable[[int, Callable[..., Any]], Callable[..., Any]] | None = None,
         enter_stage: Callable[[Tensor], Tensor] | None = None,
         leave_stage: Callable[[Tensor], Tensor] | None = None,
+        cuts_tokens: Callable[[], bool] | None = None,
     ) -> None:
         self._layers = tuple(layers)
         self._leavings = LayerLeavings(self._layers)
@@ -68,6 +70,7 @@ class StageBoundary:
         """Whether the last micro-batch that one stage ran called the layers as a chain."""
         self._enter_stage = enter_stage
         self._leave_stage = leave_stage
+        self._cuts_tokens = cuts_tokens
         for index, layer in enumerate(self._layers):
             forward = layer.forward
             if wrap_layer is not None:
@@ -150,16 +153,31 @@ class StageBoundary:
             args, kwargs = self._enter(run, args, kwargs)
         run.seed_torch(index)
         run.before_layer(index)
-        before = [] if run.is_last_stage else self._leavings.look(index)
+        output = self._compute(run, index, forward, args, kwargs)
+        if index + 1 == run.layers.stop:
+            output = self._leave(run, output)
+        return output
+
+    def _compute(
+        self,
+        run: MicrobatchRun,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a layer of the stage, and note what it leaves for stages behind."""
+        cuts = self._cuts_tokens is not None and self._cuts_tokens()
+        before = [] if run.is_last_stage and not cuts else self._leavings.look(index)
         with nullcontext() if run.reads is None else _disable_current_modes():
             output = forward(*args, **kwargs)
         hidden = hidden_output(output, index)
         check_known(hidden, f"Layer {index} computes with")
         run.keep_hidden(hidden)
+        if cuts:
+            self._leavings.refuse_pieces(index, before)
         if not run.is_last_stage and len(run.handed_on.left) == index:
             self._leavings.note(before, hidden, run.handed_on)
-        if index + 1 == run.layers.stop:
-            output = self._leave(run, output)
         return output
 
     def _check_call(self, run: MicrobatchRun, index: int, given: dict[int | str, Any]) -> None:
@@ -278,9 +296,13 @@ class StageBoundary:
         kwargs: dict[str, Any],
     ) -> Any:
         """Do what is done here of a layer that an earlier stage computes."""
+        handover = run.arrived()
         before = self._leavings.look(index)
-        output = self._skipped[index](forward, args, kwargs, _hidden_of(run, index, args, kwargs))
-        self._leavings.restore(index, before, run.arrived())
+        hidden = _hidden_of(run, index, args, kwargs)
+        shape, dtype = handover.forms[index]
+        made = torch.empty(shape, dtype=dtype, device=hidden.device)
+        output = self._skipped[index](forward, args, kwargs, hidden, made)
+        self._leavings.restore(index, before, handover)
         return output
 
 

@@ -86,6 +86,7 @@ class Engine:
             wrap_layer=config.layer_options.wrap_layer,
             enter_stage=None if tensor_parallel is None else tensor_parallel.stage.enter,
             leave_stage=None if tensor_parallel is None else tensor_parallel.stage.leave,
+            cuts_tokens=None if tensor_parallel is None else tensor_parallel.stage.cuts_tokens,
         )
         self.logs = StepLogs(module, device)
         self._agreements: dict[int, Agreement] = {}

@@ -71,7 +71,7 @@ class MicrobatchRun:
         if self.received is None:
             assert self.receive is not None
             self.received = self.receive()
-            self.handed_on = Handover([*self.received.tensors], [*self.received.left])
+            self.handed_on = self.received.copy()
         return self.received
 
     def watch(self) -> None:

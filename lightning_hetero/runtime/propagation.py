@@ -135,7 +135,9 @@ class Propagation:
         except StageEnd as end:
             self._context.logs.drop_microbatch()
             self._context.clock.stretch()
-            self._run.link.send_hidden(end.handed_on.tensors, end.handed_on.left)
+            self._run.link.send_hidden(
+                end.handed_on.tensors, (end.handed_on.left, end.handed_on.forms)
+            )
             self._hold(index, run, end.handed_on.tensors)
             return
         self._context.boundary.check_finished(run)
@@ -189,7 +191,8 @@ class Propagation:
         key, link = self._key, self._run.link
 
         def receive() -> Handover:
-            return Handover(*link.receive_hidden())
+            tensors, note = link.receive_hidden()
+            return Handover(tensors, *note)
 
         return MicrobatchRun(
             layers=self._run.layers,

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["Handover", "LayerLeavings"]
@@ -41,6 +43,14 @@ class _Space(NamedTuple):
     inside: dict[str, "_Seen"]
     """The lists and dicts in it."""
 
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names in it whose values have changed, and how."""
+        for name, value in self.names.items():
+            same = self.before.get(name, _NOTHING) is value and name not in self.inside
+            change = None if same or name in _INTERNAL else self.seen(name).change_to(value)
+            if change is not None:
+                yield name, change
+
     def seen(self, name: str) -> "_Seen":
         """Return what was at a name."""
         return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
@@ -54,6 +64,12 @@ class Handover:
     """The hidden state, then side tensors of all layers before."""
     left: list[bytes] = field(default_factory=list)
     """For each layer before, what it left; refers to side tensors by their index."""
+    forms: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    """For each layer before, shape and dtype of the hidden state that it returned."""
+
+    def copy(self) -> "Handover":
+        """Return one to which a stage adds its own."""
+        return Handover([*self.tensors], [*self.left], [*self.forms])
 
 
 class LayerLeavings:
@@ -81,13 +97,12 @@ class LayerLeavings:
         handover.tensors[:1] = [hidden]
         left = []
         for space in before:
-            for name, value in space.names.items():
-                same = space.before.get(name, _NOTHING) is value and name not in space.inside
-                change = None if same or name in _INTERNAL else space.seen(name).change_to(value)
-                data = None if change is None else _dump(change, handover.tensors)
+            for name, change in space.changes():
+                data = _dump(change, handover.tensors)
                 if data is not None:
                     left.append((space.name, name, data))
         handover.left.append(pickle.dumps(left))
+        handover.forms.append((tuple(hidden.shape), hidden.dtype))
 
     def restore(self, index: int, before: Sequence[_Space], handover: Handover) -> None:
         """Put what layer `index` left on another stage in its places.
@@ -102,6 +117,19 @@ class LayerLeavings:
             space = spaces[where]
             origin = Origin(f"what layer {index} leaves in {name!r}", _REMEDY)
             space.seen(name).apply(_load(data, handover.tensors, origin), space.names, name)
+
+    def refuse_pieces(self, index: int, before: Sequence[_Space]) -> None:
+        """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""
+        for space in before:
+            for name, change in space.changes():
+                if any(
+                    isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(change)
+                ):
+                    raise ModelError(
+                        f"Layer {index} leaves tensors in {name!r} beside its output. Under "
+                        "sequence parallelism each rank has those of its own tokens only. Use "
+                        "sequence_parallel=False."
+                    )
 
     def undo(self, before: Sequence[_Space]) -> None:
         """Put all places back to what `look` saw there."""

@@ -83,8 +83,16 @@ class SkippedLayer:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         hidden: Tensor,
+        made: Tensor | None = None,
     ) -> Any:
         """Return what a call with this hidden state returns.
+
+        Args:
+            forward: The layer's own.
+            args: Of the call.
+            kwargs: Of the call.
+            hidden: The hidden state among them.
+            made: What the hidden state that it returns looks like, if that is known.
 
         Raises:
             ModelError: What the layer would do can't be foretold.
@@ -101,7 +109,7 @@ class SkippedLayer:
             if key not in self._restless:
                 has_other_forms = any(isinstance(item, _Made) for item in tree_leaves(output))
                 self._outputs[(key, shapes) if has_other_forms else key] = output
-        return tree_map(lambda item: self._stand_in(item, given, hidden), output)
+        return tree_map(lambda item: self._stand_in(item, given, hidden, made), output)
 
     def _has_hooks(self) -> bool:
         """Whether hooks inside the layer look at what it computes."""
@@ -114,17 +122,19 @@ class SkippedLayer:
             for hook in hooks.values()
         )
 
-    def _stand_in(self, item: Any, given: Mapping[int | str, Any], hidden: Tensor) -> Any:
+    def _stand_in(
+        self, item: Any, given: Mapping[int | str, Any], hidden: Tensor, made: Tensor | None
+    ) -> Any:
         if isinstance(item, _Given):
             return given[item.place]
         if isinstance(item, _Hidden):
-            return self._made_hidden(hidden)
+            return self._made_hidden(hidden if made is None else made)
         if isinstance(item, _Made):
-            made = torch.empty_like(item.meta, device=hidden.device)
+            like = torch.empty_like(item.meta, device=hidden.device)
             if item.place is None:
-                return self._made_hidden(made)
+                return self._made_hidden(like if made is None else made)
             what = f"output {item.place} of layer {self._index}"
-            return Unknown.like(made, Origin(what, _REMEDY))
+            return Unknown.like(like, Origin(what, _REMEDY))
         return item
 
     def _made_hidden(self, like: Tensor) -> Unknown:

@@ -41,10 +41,14 @@ class StageGroup:
         # Copies of a module, such as averaged weights, run in the same group.
         return self
 
+    def cuts_tokens(self) -> bool:
+        """Return whether each rank of the group has some of the tokens between sharded regions."""
+        return self.peers is not None and self._sequence_parallel
+
     def enter(self, hidden: Tensor) -> Tensor:
         """Return what the stage's first layer gets of a whole hidden state."""
         self._copied = None
-        if self.peers is None or not self._sequence_parallel:
+        if self.peers is None or not self.cuts_tokens():
             return hidden
         self._num_tokens = hidden.shape[TOKENS]
         if self._num_tokens < self.peers.degree:
@@ -58,7 +62,7 @@ class StageGroup:
     def leave(self, hidden: Tensor) -> Tensor:
         """Return the whole hidden state that the stage's last layer made."""
         self._copied = None
-        if self.peers is None or not self._sequence_parallel:
+        if self.peers is None or not self.cuts_tokens():
             return hidden
         num_tokens = self._num_tokens
         sizes = piece_sizes(num_tokens, self.peers.degree)

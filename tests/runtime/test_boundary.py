@@ -59,7 +59,8 @@ def run_of(
     layers: range, received: Tensor | Handover | None, watch: LossWatch | None = None
 ) -> MicrobatchRun:
     if isinstance(received, Tensor):
-        received = Handover([received], [pickle.dumps([])] * layers.start)
+        forms = [(tuple(received.shape), received.dtype)] * layers.start
+        received = Handover([received], [pickle.dumps([])] * layers.start, forms)
     return MicrobatchRun(
         layers=layers,
         num_layers=3,

@@ -28,7 +28,8 @@ def check(
 def test_layers_may_change_shape_and_dtype_of_the_hidden_state(
     pool: ProcessPool, plan: dict[str, Any], world_size: int
 ) -> None:
-    check(pool, ["pool", "dtype"], plan, world_size, 4)
+    # How many tokens "ragged" keeps depends on the micro-batch, so the oracle sees the same ones.
+    check(pool, ["pool", "width", "dtype", "ragged"], plan, world_size, 2)
 
 
 @pytest.mark.parametrize(("plan", "world_size"), [(TWO, 2), (THREE, 3)])
