@@ -45,6 +45,7 @@ from lightning_hetero.runtime.failure import AgreedExit
 from lightning_hetero.runtime.finiteness import NonfiniteGradients
 from lightning_hetero.runtime.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.layout import ModelLayout
+from lightning_hetero.runtime.targets import LossReduction
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.whole_matrices import check_optimizers
 from lightning_hetero.steps import StepsStrategy
@@ -81,6 +82,8 @@ class HeteroStrategy(StepsStrategy):
         fp32_gradients: Whether a rank that propagates in bf16 sums the gradients of several
             micro-batches in fp32. False takes 2 bytes a parameter of its stage less, and rounds
             every sum.
+        loss_reduction: What a loss is over its batch; None finds out, and warns where it can't. For
+            means over other things than samples the module may have `num_target_tokens(batch)`.
         nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
             "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
         local_buffers: Whether buffers may follow what each micro-batch holds, as BatchNorm's do in
@@ -117,6 +120,7 @@ class HeteroStrategy(StepsStrategy):
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_layers: bool = False,
         fp32_gradients: bool = True,
+        loss_reduction: LossReduction | Literal["mean", "sum"] | None = None,
         nonfinite_gradients: NonfiniteGradients | Literal["error", "skip"] = "error",
         local_buffers: bool = False,
         whole_after_run: bool = False,
@@ -141,9 +145,8 @@ class HeteroStrategy(StepsStrategy):
             precision_plugin=precision_plugin,
         )
         if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigurationError(
-                f"num_microbatches is {num_microbatches}; it must be 1 or more."
-            )
+            text = f"num_microbatches is {num_microbatches}; it must be 1 or more."
+            raise ConfigurationError(text)
         self._request = PlanRequest.of(
             plan, num_stages=num_stages, num_candidate_plans=num_candidate_plans
         )
@@ -166,9 +169,13 @@ class HeteroStrategy(StepsStrategy):
         self._layer_options = LayerOptions(
             activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
         )
-        self._fp32_gradients = fp32_gradients
-        self._nonfinite_gradients = NonfiniteGradients(nonfinite_gradients)
-        self._local_buffers = local_buffers
+        self._engine_options: dict[str, Any] = {
+            "layer_options": self._layer_options,
+            "fp32_gradients": fp32_gradients,
+            "loss_reduction": loss_reduction and LossReduction(loss_reduction),
+            "nonfinite_gradients": NonfiniteGradients(nonfinite_gradients),
+            "local_buffers": local_buffers,
+        }
 
     # -- plan and data --------------------------------------------------------------------------
 
@@ -188,11 +195,11 @@ class HeteroStrategy(StepsStrategy):
         """
         self.engine.check_plan(plan)
         assert self._dealer is not None
-        return self._dealer.change_plan(plan, most_of_ranks=self._most_of_ranks)
 
-    def _most_of_ranks(self, number: int) -> int:
-        found = self.reduce(torch.tensor(number), group=self._control, reduce_op="max")
-        return int(found)
+        def most_of_ranks(number: int) -> int:
+            return int(self.reduce(torch.tensor(number), group=self._control, reduce_op="max"))
+
+        return self._dealer.change_plan(plan, most_of_ranks=most_of_ranks)
 
     def set_candidate_plans(
         self,
@@ -356,10 +363,7 @@ class HeteroStrategy(StepsStrategy):
             propagation_dtype=precision.propagation_dtype,
             master_dtype=precision.master_dtype,
             seed=self.broadcast(torch.initial_seed() % 2**31),
-            layer_options=self._layer_options,
-            fp32_gradients=self._fp32_gradients,
-            nonfinite_gradients=self._nonfinite_gradients,
-            local_buffers=self._local_buffers,
+            **self._engine_options,
         )
 
     # -- the end --------------------------------------------------------------------------------

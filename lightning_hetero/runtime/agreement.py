@@ -7,7 +7,7 @@ accelerator the sums are gathered there, apart from the integers, so nothing wai
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,13 @@ from lightning_hetero.core.plan import RankPlace
 from lightning_hetero.runtime.buffers import BufferChange
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.microbatches import epoch_weight
+from lightning_hetero.runtime.reductions import Kind
 from lightning_hetero.runtime.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "header_of"]
 
-_NUM_INTEGERS = 5
+_NUM_INTEGERS = 6
+_BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4}
 _MAX_KNOWN = 64
 
 
@@ -54,6 +56,8 @@ class Header:
     """Of this rank's batch; must agree inside a pipeline."""
     leaves: bool = False
     """Whether this rank's machine is about to be taken away."""
+    loss_kinds: frozenset[Kind] = frozenset()
+    """What the losses of this rank's micro-batches were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,8 @@ class Agreed:
     """Weight of the iteration in an epoch's mean, summed over pipelines."""
     leaving: frozenset[int]
     """Ranks whose machines are about to be taken away."""
+    loss_kinds: frozenset[Kind]
+    """What losses were, of all ranks."""
     sums: Tensor
     """Each rank's sums, (num_ranks, length)."""
 
@@ -106,6 +112,7 @@ class Agreement:
             header.pipeline_index,
             header.fingerprint,
             header.leaves,
+            sum(bit for kind, bit in _BITS.items() if kind in header.loss_kinds),
         ]
         integers = torch.tensor(numbers, dtype=torch.float64)
         sums = sums_of(self._entries)
@@ -142,6 +149,9 @@ class Agreement:
             entries=entries,
             num_samples=sum(row[1] for row in integers),
             leaving=frozenset(rank for rank, row in enumerate(integers) if row[4]),
+            loss_kinds=frozenset(
+                kind for kind, bit in _BITS.items() if any(row[5] & bit for row in integers)
+            ),
             sums=sums,
         )
 
@@ -166,7 +176,7 @@ class _Gather:
 
 def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
     seen: dict[int, tuple[int, int]] = {}
-    for global_rank, (_, _, pipeline_index, fingerprint, _) in enumerate(rows):
+    for global_rank, (_, _, pipeline_index, fingerprint, *_) in enumerate(rows):
         first_rank, first = seen.setdefault(pipeline_index, (global_rank, fingerprint))
         if pipeline_index >= 0 and first != fingerprint:
             raise BatchError(
@@ -177,7 +187,13 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
             )
 
 
-def header_of(microbatches: Sequence[object], place: RankPlace | None, *, leaves: bool) -> Header:
+def header_of(
+    microbatches: Sequence[object],
+    place: RankPlace | None,
+    *,
+    leaves: bool,
+    loss_kinds: Set[Kind] = frozenset(),
+) -> Header:
     """Return what a rank at a place says of its micro-batches."""
     if place is None:
         return Header(num_samples=0, pipeline_index=-1, fingerprint=0, leaves=leaves)
@@ -187,6 +203,7 @@ def header_of(microbatches: Sequence[object], place: RankPlace | None, *, leaves
         pipeline_index=place.pipeline_index,
         fingerprint=_fingerprint_of(microbatches),
         leaves=leaves,
+        loss_kinds=frozenset(loss_kinds),
     )
 
 

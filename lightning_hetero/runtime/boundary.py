@@ -88,11 +88,11 @@ class StageBoundary:
         self._run = run
         run.with_gradients = torch.is_grad_enabled()
         seed_everything(seed_of(*run.seed))
-        if self._is_free(run):
-            if not self._is_chain:
-                # What isn't called may be read all the same.
-                for index in range(run.num_layers):
-                    run.before_layer(index)
+        if self._is_free(run) and not self._is_chain:
+            # What isn't called may be read all the same.
+            for index in range(run.num_layers):
+                run.before_layer(index)
+        if self._is_free(run) or run.is_last_stage:
             run.watch()
         try:
             with run.reads or nullcontext():
@@ -142,6 +142,7 @@ class StageBoundary:
         _note_checkpoint(run, index)
         if self._is_free(run):
             return self._call_freely(run, index, forward, args, kwargs)
+        run.pause_watch()
         _check_order(run, index)
         if run.has_stages:
             self._check_call(run, index, named_arguments(args, kwargs))
@@ -238,6 +239,7 @@ class StageBoundary:
             raise StageEnd(run.handed_on)
         run.seed_torch(_BEHIND_LAYERS)
         run.before_layer(run.num_layers)
+        run.behind_layers.forget()
         run.watch()
         return output
 

@@ -7,11 +7,13 @@ An iteration on every rank:
 3. *propagate*: the stage's actions run in 1F1B order, each forward runs the user's step,
 4. *push*: gradients travel to the owners, a unit as soon as its last backward has ended,
 5. *agree*: losses, logged values and target tokens are summed over all ranks, and the owners divide
-   their gradients by the iteration's target tokens: what one big device would have computed.
+   their gradients by the iteration's target tokens (those of a loss that is a sum stay): what one
+   big device would have computed.
 
 Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipelines (AutoHet §III).
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +32,13 @@ from lightning_hetero.runtime.buffers import BufferChange, BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.engine_config import EngineConfig
-from lightning_hetero.runtime.finiteness import answer_nonfinite, describe_ranks, has_nonfinite
+from lightning_hetero.runtime.finiteness import answer_nonfinite, describe_ranks
+from lightning_hetero.runtime.iteration_loss import (
+    GUESSED_LOSS,
+    NUM_TOTALS,
+    IterationLoss,
+    without_sums,
+)
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
 from lightning_hetero.runtime.microbatches import cut_batch
@@ -44,9 +52,6 @@ from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore
 
 __all__ = ["Engine"]
-
-_NUM_TOTALS = 3
-"""Sums before those of logged values: losses, target tokens, whether gradients aren't finite."""
 
 
 class Engine:
@@ -111,6 +116,7 @@ class Engine:
             seed=config.seed,
             clock=self.clock,
             buffers=self.buffers,
+            loss_reduction=config.loss_reduction,
         )
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
@@ -155,13 +161,21 @@ class Engine:
                 agreed = agreement.finish()
         self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
         self.leaving = agreed.leaving
-        loss_sum, weight = agreed.sums[:, 0].sum(), agreed.sums[:, 1].sum()
-        self._keep_gradients(gradients, agreed, weight)
-        self._check_finite(agreed, key)
-        self.logs.replay(agreed.entries, agreed.sums[:, _NUM_TOTALS:], agreed.num_samples)
+        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds)
+        if loss.is_guessed and sum(self.num_microbatches) > 1 and self.comms.global_rank == 0:
+            warnings.warn(GUESSED_LOSS, stacklevel=2)
+        self._keep_gradients(gradients, agreed, loss.scale)
+        self.gradients_are_finite = not loss.nonfinite_ranks
+        if loss.nonfinite_ranks:
+            self.gradients = {}
+            ranks = describe_ranks(loss.nonfinite_ranks, self.plan)
+            answer_nonfinite(
+                f"{key} aren't finite; they come from {ranks}.", self.config.nonfinite_gradients
+            )
+        self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
         self._plans.learn_roles(agreed.reports, key.stage)
-        return (loss_sum / weight).float(), propagation.outputs
+        return loss.value, propagation.outputs
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
         """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
@@ -177,7 +191,7 @@ class Engine:
                     self._run.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        self.logs.replay(agreed.entries, agreed.sums[:, _NUM_TOTALS:], agreed.num_samples)
+        self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self._plans.learn_roles(agreed.reports, key.stage)
         return propagation.outputs
 
@@ -223,16 +237,13 @@ class Engine:
         self, propagation: Propagation, key: IterationKey, missing: tuple[str, ...]
     ) -> Agreement:
         place = self.place
-        header = header_of(propagation.microbatches, place, leaves=self.leaves)
-        made = self._run.push.gradients() if propagation.training else ()
-        broken = has_nonfinite(made, self.device)
+        kinds = propagation.loss_kinds
+        header = header_of(propagation.microbatches, place, leaves=self.leaves, loss_kinds=kinds)
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
-            row = torch.cat([propagation.totals(), broken[None], self.logs.as_row(entries)])
+            row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
-            if place is not None and place.tp_rank > 0:
-                row[:2], row[_NUM_TOTALS:] = 0, 0
-            return row
+            return row if place is None or place.tp_rank == 0 else without_sums(row)
 
         agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
         changed: tuple[BufferChange, ...] = ()
@@ -247,23 +258,8 @@ class Engine:
         agreement.begin(report, header, sums_of)
         return agreement
 
-    def _check_finite(self, agreed: Agreed, key: IterationKey) -> None:
-        """Refuse or leave out gradients that aren't finite, on every rank alike."""
-        broken = agreed.sums[:, _NUM_TOTALS - 1].nonzero().flatten().tolist()
-        self.gradients_are_finite = not broken
-        if not broken:
-            return
-        self.gradients = {}
-        answer_nonfinite(
-            f"batch {key.batch_idx} in epoch {key.epoch}",
-            describe_ranks(broken, self.plan),
-            self.config.nonfinite_gradients,
-            warns=self.comms.global_rank == 0,
-        )
-
-    def _keep_gradients(self, gradients: dict[str, Tensor], agreed: Agreed, weight: Tensor) -> None:
-        """Divide by the iteration's target tokens; leave out what no holder has a gradient for."""
-        scale = torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+    def _keep_gradients(self, gradients: dict[str, Tensor], agreed: Agreed, scale: Tensor) -> None:
+        """Scale the sums; leave out what no holder has a gradient for."""
         used = self._used_somewhere(agreed.reports, gradients)
         self.gradients = {
             name: gradient.mul_(scale.to(gradient.dtype)).to(self.store.masters[name].dtype)

@@ -7,6 +7,7 @@ import torch
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.runtime.finiteness import NonfiniteGradients
 from lightning_hetero.runtime.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.targets import LossReduction
 
 __all__ = ["EngineConfig"]
 
@@ -31,6 +32,8 @@ class EngineConfig:
     """Whether a rank sums its micro-batches' gradients in fp32 if it propagates in less."""
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
     """What an iteration does whose gradients aren't finite."""
+    loss_reduction: LossReduction | None = None
+    """What losses are over their batches; None finds out."""
     local_buffers: bool = False
     """Whether buffers may change with what a micro-batch holds."""
 

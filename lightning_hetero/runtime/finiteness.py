@@ -36,23 +36,19 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def answer_nonfinite(
-    iteration: str, ranks: str, answer: NonfiniteGradients, *, warns: bool
-) -> None:
-    """Raise or warn, as the user chose, where an iteration's gradients aren't finite.
+def answer_nonfinite(found: str, answer: NonfiniteGradients) -> None:
+    """Raise or warn, as the user chose; called by every rank alike.
 
     Raises:
-        StepError: The answer is an error; on every rank.
+        StepError: The answer is an error.
     """
-    found = f"Gradients of {iteration} aren't finite; they come from {ranks}."
     if answer is NonfiniteGradients.ERROR:
         raise StepError(
-            f"{found} Nothing was changed by them. Look for a division by zero or an overflow in "
-            'the loss or the layers; HeteroStrategy(nonfinite_gradients="skip") leaves such '
-            "iterations out."
+            f"Gradients of {found} Nothing was changed by them. Look for a division by zero or an "
+            'overflow in the loss or the layers; HeteroStrategy(nonfinite_gradients="skip") leaves '
+            "such iterations out."
         )
-    if warns:
-        warnings.warn(f"{found} This iteration is left out.", stacklevel=2)
+    warnings.warn(f"Gradients of {found} This iteration is left out.", stacklevel=2)
 
 
 def describe_ranks(global_ranks: Iterable[int], plan: ParallelPlan) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class MicrobatchRun:
     is_reentrant: bool = False
     """Whether a checkpoint of the older kind hides layers from autograd."""
     stage_input: StageInput | None = field(default=None, repr=False)
+    _known_outside: dict[int, Any] | None = field(default=None, repr=False)
+    """What was known of numbers when the first layer was called."""
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     last_hidden: Tensor | None = field(default=None, repr=False)
     """What the layer before returned, to see that nothing is computed between layers."""
@@ -75,9 +78,19 @@ class MicrobatchRun:
         return self.received
 
     def watch(self) -> None:
-        """Watch the torch functions that the step calls from now on."""
-        self.watching = True
-        self.behind_layers.__enter__()  # type: ignore[no-untyped-call]
+        """Watch the torch functions that the step calls from now on; idempotent."""
+        if self._known_outside is not None:
+            self.behind_layers.reductions.restore(self._known_outside)
+        if not self.watching:
+            self.watching = True
+            self.behind_layers.__enter__()  # type: ignore[no-untyped-call]
+
+    def pause_watch(self) -> None:
+        """Watch nothing until `watch`; what other modes over the watch show it is forgotten."""
+        if self._known_outside is None:
+            self._known_outside = self.behind_layers.reductions.snapshot()
+        if _get_current_function_mode() is self.behind_layers:  # type: ignore[no-untyped-call]
+            self.end_watch()
 
     def end_watch(self) -> None:
         """Watch no longer."""
@@ -87,7 +100,8 @@ class MicrobatchRun:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Watch nothing inside this context, unless the user's own modes lie over the watch."""
+        """Watch nothing inside this context; what other modes show it is forgotten."""
+        known = self.behind_layers.reductions.snapshot()
         top = _get_current_function_mode()  # type: ignore[no-untyped-call]
         is_on_top = self.watching and top is self.behind_layers
         if is_on_top:
@@ -97,6 +111,7 @@ class MicrobatchRun:
         finally:
             if is_on_top:
                 self.watch()
+            self.behind_layers.reductions.restore(known)
 
     @property
     def has_stages(self) -> bool:

@@ -1,6 +1,6 @@
 """Run one iteration's actions on one stage: the user's step forward, autograd backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -14,12 +14,20 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.buffers import BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.finiteness import has_nonfinite
+from lightning_hetero.runtime.iteration_loss import no_totals
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.read_watch import ReadWatch
+from lightning_hetero.runtime.reductions import Kind, as_weight, ends_of, ratio_of
 from lightning_hetero.runtime.side_tensors import Handover
 from lightning_hetero.runtime.step_logs import StepLogs
-from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
+from lightning_hetero.runtime.targets import (
+    LossReduction,
+    LossWatch,
+    LossWeight,
+    weigh_loss,
+)
 from lightning_hetero.runtime.trace import traced
 from lightning_hetero.runtime.unknown import check_known
 
@@ -34,6 +42,9 @@ class IterationKey:
     """0 training, 1 validation, 2 test, 3 prediction."""
     epoch: int
     batch_idx: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch_idx} in epoch {self.epoch}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +65,8 @@ class StepContext:
     """Times the actions."""
     buffers: BufferWatch
     """Looks at what actions do to buffers."""
+    loss_reduction: LossReduction | None = None
+    """What the user says that losses are; None finds out."""
 
 
 @dataclass
@@ -109,7 +122,10 @@ class Propagation:
         self._in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
+        self._ratios: list[Tensor] = []
         self._num_backwards = 0
+        self.loss_kinds: set[Kind] = set()
+        """What the losses were of; in training on last stages."""
 
     def run(self, step: Callable[[Any], Any]) -> None:
         """Run the stage's schedule."""
@@ -124,6 +140,8 @@ class Propagation:
                     self._backward(action.microbatch_index)
                 if self.training:
                     self._context.buffers.look()
+        if self.training:
+            self._nonfinite = has_nonfinite(self._run.push.gradients(), self._context.device)
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch = self.microbatches[index]
@@ -142,29 +160,48 @@ class Propagation:
             return
         self._context.boundary.check_finished(run)
         check_known(output, "What the step returns needs")
-        num_targets = count_targets(self._context.module, microbatch, watch)
-        weight = as_weight(num_targets, self._context.device)
-        self._context.logs.keep_microbatch(weight)
-        self._weights.append(weight)
-        if not self.training:
+        loss = _loss_of(output).float() if self.training else None
+        judged = weigh_loss(
+            self._context.module,
+            microbatch,
+            watch,
+            output.get("loss") if isinstance(output, Mapping) else output,
+            self._context.loss_reduction,
+        )
+        weight = as_weight(judged.targets, self._context.device)
+        self._context.logs.keep_microbatch(weight, watch.reductions)
+        if loss is None:
             self.outputs.append(output)
             return
         if isinstance(output, dict):
             self.outputs.append(_without_loss(output))
-        loss = _loss_of(output).float()
-        self._losses.append(loss.detach())
+        self._keep_loss(loss, judged, weight)
+        is_sum = judged.kind is Kind.SUM
+        seed = torch.ones_like(loss) if is_sum else weight.float()
         # Of a count that an accelerator makes, this waits for the forward.
-        self._hold(index, run, [loss] if bool(num_targets > 0) else [], weight.float())
+        counts = is_sum or bool(judged.targets > 0)
+        self._hold(index, run, [loss] if counts else [], seed)
+
+    def _keep_loss(self, loss: Tensor, judged: LossWeight, weight: Tensor) -> None:
+        loss = loss.detach().double()
+        if judged.kind is not Kind.SUM:
+            # The mean of no targets is no number, and must count nothing.
+            loss = torch.where(weight > 0, loss * weight, 0.0)
+        self.loss_kinds.add(judged.kind)
+        self._losses.append(loss)
+        self._weights.append(weight)
+        self._ratios += ratio_of(judged.others, weight)
 
     def totals(self) -> Tensor:
-        """Return the sums of losses, each times its target tokens, and of target tokens; (2,)."""
-        if not self._weights:
-            return torch.zeros(2, dtype=torch.float64, device=self._context.device)
-        weights = torch.stack(self._weights)
-        losses = torch.stack(self._losses).double() if self._losses else torch.zeros_like(weights)
-        # The mean of no targets is no number, and must count nothing.
-        weighted = torch.where(weights > 0, losses * weights, 0.0)
-        return torch.stack([weighted.sum(), weights.sum()])
+        """Return what this rank says of its losses and gradients, as `IterationLoss` takes it."""
+        device = self._context.device
+        totals = no_totals(device)
+        if self._losses:
+            totals[0], totals[1] = torch.stack(self._losses).sum(), torch.stack(self._weights).sum()
+            totals[2], totals[3] = ends_of(self._ratios, device)
+        if self.training:
+            totals[4] = self._nonfinite
+        return totals
 
     def missing(self) -> tuple[str, ...]:
         """Return the parameters for which this rank's backwards made no gradient."""

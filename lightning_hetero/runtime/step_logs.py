@@ -1,20 +1,32 @@
 """Collect what a step logs on last stages, and replay it on every rank.
 
 Only last stages run the whole step, and each sees one pipeline's micro-batches. So `self.log` is
-recorded there, reduced over micro-batches and pipelines (means by target tokens), and replayed with
-the reduced value on all ranks: progress bar, loggers, `ModelCheckpoint(monitor=...)` and
-`EarlyStopping` see the same numbers everywhere.
+recorded there, reduced over micro-batches and pipelines (see `reductions`; what isn't known there
+is averaged by target tokens, or reduced by its `reduce_fx`), and replayed with the reduced value on
+all ranks: progress bar, loggers, `ModelCheckpoint(monitor=...)` and `EarlyStopping` see the same
+numbers everywhere.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.reductions import (
+    Count,
+    Kind,
+    Reduction,
+    Reductions,
+    as_weight,
+    check_ratios,
+    ends_of,
+    ratio_of,
+)
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
@@ -22,7 +34,8 @@ __all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
-_NUM_COLUMNS = 3
+_NUM_COLUMNS = 5
+_KNOWN = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": torch.sum,
@@ -40,13 +53,28 @@ class LogEntry:
     """Keyword arguments of `self.log`, without name and value."""
     metric: str | None = None
     """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
+    reduction: str = "mean"
+    """How values of several micro-batches become one: mean, sum, min or max."""
 
-    @property
-    def reduction(self) -> str:
-        """How values of several micro-batches become one: mean, sum, min or max."""
-        reduce_fx = dict(self.options).get("reduce_fx", "mean")
-        name = str(getattr(reduce_fx, "__name__", reduce_fx))
-        return {"amin": "min", "amax": "max"}.get(name, name)
+
+def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
+    """Return what is known, else take the user's word for batches for micro-batches, too."""
+    if known is not None and known.kind in _KNOWN:
+        return str(known.kind)
+    reduce_fx = dict(entry.options).get("reduce_fx", "mean")
+    name = str(getattr(reduce_fx, "__name__", reduce_fx))
+    return {"amin": "min", "amax": "max"}.get(name, name)
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """What one micro-batch logged under an entry."""
+
+    value: Tensor
+    weight: Tensor
+    batch_size: int
+    ratios: Sequence[Tensor]
+    """See `ratio_of`."""
 
 
 class StepLogs:
@@ -63,7 +91,7 @@ class StepLogs:
         self._original_log: Callable[..., None] = module.log  # type: ignore[assignment]
         self._signature = inspect.signature(self._original_log)
         self._pending: dict[LogEntry, tuple[Any, int]] = {}
-        self._values: dict[LogEntry, list[tuple[Tensor, Tensor, int]]] = {}
+        self._values: dict[LogEntry, list[_Logged]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -93,15 +121,25 @@ class StepLogs:
         """Forget what a step logged that didn't run to its end."""
         self._pending.clear()
 
-    def keep_microbatch(self, weight: Tensor) -> None:
-        """Take over what one micro-batch logged, with its number of target tokens."""
+    def keep_microbatch(self, weight: Tensor, reductions: Reductions) -> None:
+        """Take over what one micro-batch logged.
+
+        Args:
+            weight: Its number of target tokens.
+            reductions: What is known of its numbers.
+        """
         for entry, (value, batch_size) in self._pending.items():
             seen = getattr(value, "metric_state", value)
             check_known(seen, f"What is logged as {entry.name!r} needs")
+            known = None if entry.metric is not None else reductions.of(value)
+            own, others = weight, tuple[Count, ...]()
+            if known is not None and known.kind is Kind.MEAN:
+                own, others = as_weight(known.count, self._device), known.others
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
-            values = self._values.setdefault(entry, [])
-            values.append((number.reshape(()), weight, batch_size))
+            logged = _Logged(number.reshape(()), own, batch_size, ratio_of(others, own))
+            reduced = replace(entry, reduction=_reduction_of(entry, known))
+            self._values.setdefault(reduced, []).append(logged)
         self._pending.clear()
 
     @property
@@ -110,7 +148,7 @@ class StepLogs:
         return tuple(self._values)
 
     def as_row(self, entries: Sequence[LogEntry]) -> Tensor:
-        """Return (value, weight, batch size) of each entry as one float64 row.
+        """Return (value, weight, batch size, least and largest ratio) of each entry as float64.
 
         The weight is 0 for an entry not logged, the batch size 0 for one logged without it.
         """
@@ -118,12 +156,14 @@ class StepLogs:
         for index, entry in enumerate(entries):
             logged = self._values.get(entry)
             if logged:
-                values = torch.stack([value for value, _, _ in logged])
-                weights = torch.stack([weight for _, weight, _ in logged])
+                values = torch.stack([item.value for item in logged])
+                weights = torch.stack([item.weight for item in logged])
                 first = _NUM_COLUMNS * index
                 row[first] = _reduce(entry.reduction, values, weights)
                 row[first + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
-                row[first + 2] = sum(batch_size for _, _, batch_size in logged)
+                row[first + 2] = sum(item.batch_size for item in logged)
+                ratios = [ratio for item in logged for ratio in item.ratios]
+                row[first + 3], row[first + 4] = ends_of(ratios, self._device)
         return row
 
     def replay(self, entries: Sequence[LogEntry], rows: Tensor, batch_size: int) -> None:
@@ -131,11 +171,16 @@ class StepLogs:
 
         Args:
             entries: The entries of all ranks, in one order.
-            rows: (num_ranks, 3 * num_entries), what `as_row` returned on each.
+            rows: (num_ranks, columns * num_entries), what `as_row` returned on each.
             batch_size: Weight of this iteration in an epoch's mean, unless the user gave one.
+
+        Raises:
+            StepError: One name stands for numbers that don't go together.
         """
+        _check_names(entries)
         for index, entry in enumerate(entries):
-            values, weights, sizes = rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
+            columns = rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
+            values, weights, sizes, least, largest = columns
             options = dict(entry.options)
             options["batch_size"] = int(sizes.sum()) or max(batch_size, 1)
             if entry.metric is not None:
@@ -143,8 +188,21 @@ class StepLogs:
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
                 logged = weights > 0
+                check_ratios(least[logged], largest[logged], f"{entry.name!r} that is logged")
                 value = _reduce(entry.reduction, values[logged], weights[logged]).float()
             self._original_log(entry.name, value, **options)
+
+
+def _check_names(entries: Sequence[LogEntry]) -> None:
+    reductions: dict[tuple[str, str | None], str] = {}
+    for entry in entries:
+        key = entry.name, entry.metric
+        if reductions.setdefault(key, entry.reduction) != entry.reduction:
+            raise StepError(
+                f"{entry.name!r} is logged as a {entry.reduction} over samples in one micro-batch "
+                f"and as a {reductions[key]} in another, so no plan gives what one device would. "
+                "Log the same kind of number in every step."
+            )
 
 
 def _reduce(reduction: str, values: Tensor, weights: Tensor) -> Tensor:

@@ -1,19 +1,20 @@
-"""Count the target tokens behind a loss, which is a mean over them.
+"""Find out how losses of micro-batches become the loss of the iteration.
 
-A micro-batch with n target tokens counts n times as much as one with a single token: only then does
-a plan give the gradient that one big device would. The number is taken, in this order, from
+Of means, a micro-batch with n target tokens counts n times as much as one with a single token; sums
+are added. Only then does a plan give the gradient that one big device would. Which it is follows,
+in this order, from
 
-1. the module's own `num_target_tokens(batch)`, if it has that method,
-2. the batch's `target_tokens` or `num_target_tokens`, as `PackedBatch` has them, unless 3 has seen
-   a loss over all its `num_tokens`: the step may have chosen other targets, as masked language
-   models do,
-3. the mean-reduced loss functions of torch that the step calls behind the model (cross entropy
-   counts the targets that aren't ignored, others the elements averaged),
-4. the number of samples in the batch.
+1. the strategy's `loss_reduction`, and for a mean the module's own `num_target_tokens(batch)`,
+2. how the step made its loss: see `reductions`,
+3. the batch's `target_tokens` or `num_target_tokens`, as `PackedBatch` has them.
+
+Where none of them says it, the loss is taken for a mean over the targets of the largest loss
+function that the step called, or over samples, and the user is told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -22,8 +23,22 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.runtime.microbatches import count_samples
+from lightning_hetero.runtime.reductions import (
+    CONSTANT,
+    UNKNOWN,
+    Count,
+    Kind,
+    Reduction,
+    Reductions,
+)
 
-__all__ = ["Classification", "LossWatch", "as_weight", "count_targets"]
+__all__ = [
+    "Classification",
+    "LossReduction",
+    "LossWatch",
+    "LossWeight",
+    "weigh_loss",
+]
 
 _CLASSIFICATION = {F.cross_entropy, F.nll_loss}
 _ELEMENTWISE = {
@@ -34,6 +49,16 @@ _ELEMENTWISE = {
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 }
+
+
+_LOSSES = _CLASSIFICATION | _ELEMENTWISE
+
+
+class LossReduction(StrEnum):
+    """What a training step's loss is over the target tokens of its batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +90,11 @@ _ARGUMENTS = ("input", *(field.name for field in fields(Classification)))
 
 
 class LossWatch(TorchFunctionMode):
-    """Records how many targets the largest mean-reduced loss of a step averages over."""
+    """Follows a step's numbers, and how many targets its largest loss function averages over."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.reductions = Reductions()
         self.num_targets: Tensor | int | None = None
         self.size = 0
         """Targets of that loss, whether they counted or not."""
@@ -80,57 +106,105 @@ class LossWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at losses on their way to torch."""
+        """Look at what torch is asked and answers."""
         kwargs = kwargs or {}
-        if func in _CLASSIFICATION:
-            self._see_classification(Classification.of(args, kwargs))
-        elif func in _ELEMENTWISE and kwargs.get("reduction", "mean") == "mean":
-            inputs = args[0] if args else kwargs["input"]
-            self._keep(inputs.numel(), inputs.numel())
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        inputs: Any = args[0] if args else kwargs.get("input")
+        if func not in _LOSSES:
+            self.reductions.follow(func, args, kwargs, result)
+        elif self.reductions.of(inputs) not in (None, CONSTANT):
+            self.reductions.keep(result, UNKNOWN)
+        elif kwargs.get("reduction", "mean") == "sum":
+            self.reductions.keep(result, Reduction(Kind.SUM, value=result.detach()))
+        elif func in _CLASSIFICATION:
+            self._see_classification(Classification.of(args, kwargs), result)
+        elif kwargs.get("reduction", "mean") == "mean":
+            self._keep(result, inputs.numel(), inputs.numel())
+        return result
 
     def forget(self) -> None:
         """Begin anew."""
         self.num_targets, self.size = None, 0
 
-    def _see_classification(self, call: Classification) -> None:
+    def _see_classification(self, call: Classification, result: Tensor) -> None:
         target = call.target
-        if call.reduction != "mean":
+        if call.reduction == "sum":
+            self.reductions.keep(result, Reduction(Kind.SUM, value=result.detach()))
+        elif call.reduction != "mean":
             return
-        if target.is_floating_point():
+        elif target.is_floating_point():
             # Class probabilities: the mean runs over everything but the classes.
             num_places = target.numel() // max(target.shape[1 if target.ndim > 1 else 0], 1)
-            self._keep(num_places, num_places)
+            self._keep(result, num_places, num_places)
         elif call.weight is None:
-            self._keep(call.counted.sum(), target.numel())
+            self._keep(result, call.counted.sum(), target.numel())
         else:
             # Then torch divides by the sum of the targets' class weights.
             weights = call.weight.detach()[torch.where(call.counted, target, 0)]
-            self._keep((weights * call.counted).sum(), target.numel())
+            self._keep(result, (weights * call.counted).sum(), target.numel())
 
-    def _keep(self, num_targets: Tensor | int, size: int) -> None:
+    def _keep(self, result: Tensor, num_targets: Tensor | int, size: int) -> None:
+        found = Reduction(Kind.MEAN, count=num_targets, value=result.detach())
+        self.reductions.keep(result, found)
         if self.num_targets is None or size > self.size:
             self.num_targets, self.size = num_targets, size
 
 
-def count_targets(module: object, microbatch: object, watch: LossWatch) -> Tensor | int:
-    """Return the number of target tokens of a micro-batch, as the module's docstring says."""
-    seen, num_tokens = watch.num_targets, getattr(microbatch, "num_tokens", None)
+@dataclass(frozen=True)
+class LossWeight:
+    """How a micro-batch's loss counts in the iteration."""
+
+    kind: Kind
+    """MEAN, SUM, or UNKNOWN, which is then taken for a mean."""
+    targets: Count
+    """What a mean averages over; also the weight of logged numbers of which nothing is known."""
+    others: tuple[Count, ...] = ()
+    """What further means that it is a sum of average over."""
+
+
+def weigh_loss(
+    module: object,
+    microbatch: object,
+    watch: LossWatch,
+    loss: object,
+    declared: LossReduction | None,
+) -> LossWeight:
+    """Return how a micro-batch's loss counts, as the module's docstring says.
+
+    Args:
+        module: The user's.
+        microbatch: What its step got.
+        watch: What was seen of the step.
+        loss: What it returned; None outside of training.
+        declared: The strategy's option.
+    """
     by_module = getattr(module, "num_target_tokens", None)
+    found = watch.reductions.of(loss)
     if by_module is not None:
-        count: Tensor | int = by_module(microbatch)
-        return count
-    if seen is None or watch.size != num_tokens:
-        for name in ("target_tokens", "num_target_tokens"):
-            by_batch = getattr(microbatch, name, None)
-            if by_batch is not None:
-                known: Tensor | int = by_batch() if callable(by_batch) else by_batch
-                return known
-    return count_samples(microbatch) if seen is None else seen
+        targets: Count = by_module(microbatch)
+        return LossWeight(Kind.SUM if declared is LossReduction.SUM else Kind.MEAN, targets)
+    if found is not None and found.kind is Kind.MEAN and declared is not LossReduction.SUM:
+        return LossWeight(Kind.MEAN, found.count, found.others if declared is None else ())
+    by_batch = _count_of_batch(microbatch, watch)
+    if by_batch is None:
+        by_batch = count_samples(microbatch) if watch.num_targets is None else watch.num_targets
+        guessed = Kind.UNKNOWN
+    else:
+        guessed = Kind.MEAN
+    if declared is not None:
+        return LossWeight(Kind(declared), by_batch)
+    return LossWeight(
+        Kind.SUM if found is not None and found.kind is Kind.SUM else guessed, by_batch
+    )
 
 
-def as_weight(num_targets: Tensor | int, device: torch.device) -> Tensor:
-    """Return a count as a float64 tensor without waiting for the device."""
-    if isinstance(num_targets, Tensor):
-        return num_targets.to(device=device, dtype=torch.float64)
-    return torch.tensor(float(num_targets), dtype=torch.float64, device=device)
+def _count_of_batch(microbatch: object, watch: LossWatch) -> Count | None:
+    """Return what the batch says, unless a loss over all its tokens had other targets."""
+    if watch.num_targets is not None and watch.size == getattr(microbatch, "num_tokens", None):
+        return watch.num_targets
+    for name in ("target_tokens", "num_target_tokens"):
+        by_batch = getattr(microbatch, name, None)
+        if by_batch is not None:
+            known: Count = by_batch() if callable(by_batch) else by_batch
+            return known
+    return None

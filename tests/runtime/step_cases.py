@@ -1,5 +1,6 @@
 """Small training runs under a plan and on one device, for laws about losses, logs and outputs."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import HeteroError
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import VOCABULARY, TokenRows, quiet
 
@@ -47,6 +49,8 @@ class Tiny(nn.Module):
 class TinyModule(L.LightningModule):
     """A subclass says what its loss is."""
 
+    validates = False
+
     def __init__(self) -> None:
         super().__init__()
         self.model = Tiny()
@@ -66,6 +70,10 @@ class TinyModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
 
 
+def strategy_ranks(plan: dict[str, Any]) -> tuple[int, ...]:
+    return ParallelPlan.from_dict(plan).ranks
+
+
 def fit(
     rank: int,
     make: Callable[[], TinyModule],
@@ -80,19 +88,37 @@ def fit(
     if plan is not None:
         given = {"num_microbatches": 2, "whole_after_run": True, **(options or {})}
         strategy = HeteroStrategy(ParallelPlan.from_dict(plan), **given)
-        run = {"strategy": strategy, "devices": 2}
+        run = {"strategy": strategy, "devices": len(strategy_ranks(plan))}
     batch_size = ROWS if plan is None else ROWS // len(plan["pipelines"])
     trainer = L.Trainer(
         **quiet(max_epochs=2, num_sanity_val_steps=0, use_distributed_sampler=False), **run
     )
     loaders = [DataLoader(Rows(2 * ROWS, num_empty), batch_size=batch_size) for _ in range(2)]
-    trainer.fit(module, *loaders[: 1 + hasattr(type(module), "val_loss")])
+    trainer.fit(module, *loaders[: 1 + module.validates])
     return {
         "losses": module.losses,
         "metrics": {name: float(item) for name, item in trainer.callback_metrics.items()},
         "weights": {name: item.numpy().copy() for name, item in module.state_dict().items()},
         "seen": getattr(module, "seen", None),
     }
+
+
+def fit_each(
+    rank: int, makes: list[Callable[[], TinyModule]], plan: Any, options: Any = None
+) -> list[Any]:
+    """Train several modules one after the other; the message of those that are refused."""
+    results: list[Any] = []
+    for make in makes:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result: Any = fit(rank, make, plan, options=options)
+            except HeteroError as error:
+                results.append(str(error))
+                continue
+        result["warned"] = any("isn't known" in str(item.message) for item in caught)
+        results.append(result)
+    return results
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_hetero.runtime.reductions import Reductions
 from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
 
 
@@ -44,7 +45,7 @@ def row_of(logs: StepLogs, module: Module, microbatches: list[tuple[float, dict[
             for name, item in logged.items():
                 value, options = item if isinstance(item, tuple) else (item, {})
                 module.log(name, value, **options)
-            logs.keep_microbatch(weight(tokens))
+            logs.keep_microbatch(weight(tokens), Reductions())
     return logs.entries
 
 
@@ -118,7 +119,7 @@ def test_what_a_step_logged_that_did_not_end_is_forgotten() -> None:
     with logs.recording():
         module.log("before_the_model", 1.0)
         logs.drop_microbatch()
-        logs.keep_microbatch(weight(1))
+        logs.keep_microbatch(weight(1), Reductions())
     assert logs.entries == ()
 
 

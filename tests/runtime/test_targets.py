@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.targets import LossWatch, as_weight, count_targets
+from lightning_hetero.runtime.reductions import Kind, as_weight
+from lightning_hetero.runtime.targets import LossReduction, LossWatch, weigh_loss
 
 
 def watched(loss: Any) -> float | None:
@@ -103,34 +104,57 @@ def test_class_probabilities_average_over_places_not_classes(shape: tuple[int, .
     identity_holds(F.cross_entropy, logits, targets, 2)
 
 
-def test_the_module_knows_better_than_the_batch_and_the_batch_than_the_loss() -> None:
+class Step:
+    """What a step did and returned."""
+
+    def __init__(self, make: Any, declared: LossReduction | None = None) -> None:
+        self.declared = declared
+        with LossWatch() as self.watch:
+            self.loss = make()
+
+    def weigh(self, module: object, batch: object) -> tuple[Kind, float]:
+        found = weigh_loss(module, batch, self.watch, self.loss, self.declared)
+        return found.kind, float(found.targets)
+
+
+def cross_entropy() -> Tensor:
+    return F.cross_entropy(torch.randn(6, 4), labels_of(0, -100, 2, 3, 1, 1))
+
+
+def unclear() -> Tensor:
+    return cross_entropy().sqrt()
+
+
+ROWS = [torch.zeros(3, 2)]
+
+
+def test_the_module_knows_better_than_the_loss_and_the_loss_than_the_batch() -> None:
     module = SimpleNamespace(num_target_tokens=lambda batch: batch.size * 10)
-    batch = SimpleNamespace(num_target_tokens=7, size=2)
-    watch = LossWatch()
-    watch.num_targets = 5
-    assert count_targets(module, batch, watch) == 20
-    assert count_targets(object(), batch, watch) == 7
-    batch.target_tokens = 8
-    assert count_targets(object(), batch, watch) == 8
-    assert count_targets(object(), object(), watch) == 5
-    assert count_targets(object(), [torch.zeros(3, 2)], LossWatch()) == 3
+    batch = SimpleNamespace(num_target_tokens=lambda: 7, size=2)
+    assert Step(cross_entropy).weigh(module, batch) == (Kind.MEAN, 20)
+    assert Step(cross_entropy).weigh(object(), batch) == (Kind.MEAN, 5)
+    assert Step(unclear).weigh(object(), batch) == (Kind.MEAN, 7)
+    assert Step(unclear).weigh(object(), SimpleNamespace(target_tokens=8)) == (Kind.MEAN, 8)
+
+
+def test_what_is_not_known_is_taken_for_a_mean_and_called_unknown() -> None:
+    assert Step(unclear).weigh(object(), ROWS) == (Kind.UNKNOWN, 5)
+    assert Step(lambda: torch.ones(())).weigh(object(), ROWS) == (Kind.UNKNOWN, 3)
+
+
+def test_the_user_may_say_what_the_loss_is() -> None:
+    for declared, kind in ((LossReduction.SUM, Kind.SUM), (LossReduction.MEAN, Kind.MEAN)):
+        assert Step(unclear, declared).weigh(object(), ROWS) == (kind, 5)
+        assert Step(lambda: ROWS[0].sum(), declared).weigh(object(), ROWS)[0] is kind
 
 
 def test_a_loss_over_all_tokens_knows_better_than_the_batch_whose_labels_a_step_replaced() -> None:
-    labels = labels_of(1, -100, 2, -100, -100, 0)
     batch = SimpleNamespace(num_target_tokens=5, num_tokens=6)
-    with LossWatch() as watch:
-        F.cross_entropy(torch.randn(6, 4), labels)
-    assert count_targets(object(), batch, watch) == 3
-    with LossWatch() as watch:
-        F.cross_entropy(torch.randn(4, 4), labels[:4])
-    assert count_targets(object(), batch, watch) == 5
-
-
-def test_a_batch_may_count_by_a_method() -> None:
-    batch = SimpleNamespace(num_target_tokens=lambda: torch.tensor(9))
-    count = count_targets(object(), batch, LossWatch())
-    assert float(as_weight(count, torch.device("cpu"))) == 9.0
+    labels = labels_of(1, -100, 2, -100, -100, 0)
+    replaced = Step(lambda: F.cross_entropy(torch.randn(6, 4), labels).sqrt())
+    assert replaced.weigh(object(), batch) == (Kind.MEAN, 3)
+    some = Step(lambda: F.cross_entropy(torch.randn(4, 4), labels[:4]).sqrt())
+    assert some.weigh(object(), batch) == (Kind.MEAN, 5)
 
 
 def test_weights_are_exact_for_many_tokens() -> None:

@@ -1,0 +1,111 @@
+"""Losses and logged numbers are what one device has, whatever they are over their batch."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.step_cases import PLANS, TinyModule, fit_each, same
+
+pytestmark = pytest.mark.dist
+
+
+class Summed(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return 0.01 * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class MaskedByHand(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return each.sum() / (labels != -100).sum()
+
+
+class MaskCountedBefore(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        count = (labels != -100).sum().clamp(min=1)
+        each = F.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten(), reduction="none")
+        return each.sum() / count
+
+
+class Opaque(MaskedByHand):
+    """No rule covers the logarithm of an exponential."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels).exp().log()
+
+
+class OpaqueSum(Summed):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels).exp().log()
+
+
+class Counted(Opaque):
+    def num_target_tokens(self, batch: Any) -> Tensor:
+        return (batch[1] != -100).sum()
+
+
+class TwoLosses(TinyModule):
+    """Means over targets that count and over all elements."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + logits.square().mean()
+
+
+class Logging(TinyModule):
+    validates = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.count = (batch[1] != -100).sum()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ids, labels = batch
+        logits = self.model(ids)
+        loss = self.loss(logits, labels)
+        options = {"on_step": False, "on_epoch": True}
+        self.log("loss", loss)
+        self.log("number", loss.item())
+        self.log("summed", 0.1 * loss, reduce_fx="sum")
+        self.log("worst", loss, reduce_fx="max", **options)
+        self.log("accuracy", (logits.argmax(-1) == labels).float().mean())
+        self.log("size", logits.square().mean())
+        self.log("targets", (labels != -100).sum().float())
+        self.log("largest", logits.max(), reduce_fx="max", **options)
+        self.log("highest", logits.max())
+
+
+ONE = plan_of(pipeline(stage(0, 0, 3)))
+GOOD = [Summed, MaskedByHand, MaskCountedBefore, Counted, Logging]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_and_logs_are_recognised_for_what_they_are(pool: ProcessPool, plan: str) -> None:
+    expected = pool.run(fit_each, 1, GOOD, None)[0]
+    for rank in pool.run(fit_each, 2, GOOD, PLANS[plan]):
+        for make, found, alone in zip(GOOD, rank, expected, strict=True):
+            assert isinstance(found, dict), (make, found)
+            same(found, alone)
+            assert not found["warned"]
+
+
+def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPool) -> None:
+    makes = [OpaqueSum, TwoLosses]
+    expected = pool.run(fit_each, 1, makes, None)[0]
+    for plan in PLANS.values():
+        declared = pool.run(fit_each, 2, [OpaqueSum], plan, {"loss_reduction": "sum"})
+        warned = pool.run(fit_each, 2, [Opaque, TwoLosses], plan)
+        for rank in range(2):
+            same(declared[rank][0], expected[0])
+            assert "different numbers of targets" in warned[rank][1]
+        assert [item[0]["warned"] for item in warned] == [True, False]
+
+
+def test_a_batch_that_nothing_cuts_needs_no_weights() -> None:
+    alone, found = (fit_each(0, [Opaque], plan, {"num_microbatches": 1})[0] for plan in (None, ONE))
+    same(found, alone)
+    assert not found["warned"]
