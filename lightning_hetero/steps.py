@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.microbatches import join_outputs
+from lightning_hetero.runtime.appended_lists import extend_lists
+from lightning_hetero.runtime.outputs import Records, join_outputs
 from lightning_hetero.runtime.propagation import IterationKey
 from lightning_hetero.sliced import SlicesStrategy
 
@@ -81,8 +82,8 @@ class StepsStrategy(SlicesStrategy):
         with self._watching():
             self.engine.change_plan(self._dealer.plan_to_run(batch, batch_idx))
             self._follow_freezing()
-            loss, outputs = self.engine.train(step, batch, self._key(args))
-        return {"loss": loss, **(join_outputs(outputs) or {})}
+            loss, records = self.engine.train(step, batch, self._key(args))
+        return {"loss": loss, **(self._left_behind(records) or {})}
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,27 +95,34 @@ class StepsStrategy(SlicesStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._evaluate(self._module.predict_step, batch, args, kwargs)
-        return self._share_in_pipeline(outputs)
+        # Predictions are written by the indices of the samples that a pipeline has loaded.
+        return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
 
     def _evaluate(
-        self, method: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: Callable[..., Any],
+        batch: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        of_pipeline: bool = False,
     ) -> Any:
         assert self._dealer is not None
         with self._watching():
             self.engine.change_plan(self._dealer.plan_to_evaluate(batch))
-            outputs = self.engine.evaluate(
+            records = self.engine.evaluate(
                 lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
             )
-            return join_outputs(outputs)
+            return self._left_behind(records, of_pipeline=of_pipeline)
 
-    def _share_in_pipeline(self, outputs: Any) -> Any:
-        """Return the last stage's outputs on every rank of its pipeline; collective."""
-        everyone, place = self.engine.comms.gather_objects(outputs), self.engine.place
-        if place is None:
-            return None
-        last = self.plan.pipelines[place.pipeline_index].stages[-1]
-        return everyone[last.ranks[0]]
+    def _left_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
+        """Extend the module's lists as the whole step would have; return what it would have."""
+        everything = [item for index in sorted(records) for item in records[index]]
+        extend_lists(self._module, everything)
+        if of_pipeline:
+            place = self.engine.place
+            everything = [] if place is None else records.get(place.pipeline_index, [])
+        return join_outputs(everything)
 
     def _key(self, args: tuple[Any, ...]) -> IterationKey:
         trainer = self._module.trainer

@@ -50,7 +50,7 @@ from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.whole_matrices import check_optimizers
 from lightning_hetero.steps import StepsStrategy
 from lightning_hetero.summary import StartUp
-from lightning_hetero.trainable import check_trainable
+from lightning_hetero.trainable import WITHOUT_LAYERS, check_trainable
 
 __all__ = ["HeteroStrategy"]
 
@@ -84,6 +84,7 @@ class HeteroStrategy(StepsStrategy):
             every sum.
         loss_reduction: What a loss is over its batch; None finds out, and warns where it can't. For
             means over other things than samples the module may have `num_target_tokens(batch)`.
+        share_outputs: Whether every rank gets what steps return and append to the module's lists.
         nonfinite_gradients: What an iteration does whose gradients are NaN or infinite on any rank:
             "error" ends the run and names the rank, "skip" leaves the iteration out on all of them.
         local_buffers: Whether buffers may follow what each micro-batch holds, as BatchNorm's do in
@@ -121,6 +122,7 @@ class HeteroStrategy(StepsStrategy):
         compile_layers: bool = False,
         fp32_gradients: bool = True,
         loss_reduction: LossReduction | Literal["mean", "sum"] | None = None,
+        share_outputs: bool = True,
         nonfinite_gradients: NonfiniteGradients | Literal["error", "skip"] = "error",
         local_buffers: bool = False,
         whole_after_run: bool = False,
@@ -173,6 +175,7 @@ class HeteroStrategy(StepsStrategy):
             "layer_options": self._layer_options,
             "fp32_gradients": fp32_gradients,
             "loss_reduction": loss_reduction and LossReduction(loss_reduction),
+            "share_outputs": share_outputs,
             "nonfinite_gradients": NonfiniteGradients(nonfinite_gradients),
             "local_buffers": local_buffers,
         }
@@ -350,11 +353,7 @@ class HeteroStrategy(StepsStrategy):
     def _configure_engine(self, layout: ModelLayout, plan: ParallelPlan) -> EngineConfig:
         if not layout.layers:
             self._layer_options.refuse_without_layers()
-            rank_zero_warn(
-                "The module has no list of layers, so it is trained data parallel, one whole model "
-                "a rank. To cut it into stages, keep its repeated blocks in one nn.ModuleList, or "
-                'name it: HeteroStrategy(layers="model.blocks").'
-            )
+            rank_zero_warn(WITHOUT_LAYERS)
         precision = self.precision_plugin
         several = 4 * plan.max_stages if plan.max_stages > 1 else 1
         return EngineConfig(

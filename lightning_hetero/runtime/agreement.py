@@ -7,7 +7,7 @@ accelerator the sums are gathered there, apart from the integers, so nothing wai
 """
 
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from lightning_hetero.runtime.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "header_of"]
 
-_NUM_INTEGERS = 6
+_NUM_INTEGERS = 7
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4}
 _MAX_KNOWN = 64
 
@@ -58,6 +58,8 @@ class Header:
     """Whether this rank's machine is about to be taken away."""
     loss_kinds: frozenset[Kind] = frozenset()
     """What the losses of this rank's micro-batches were."""
+    returns: bool = False
+    """Whether this rank's steps returned, or appended, what other ranks must get."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class Agreed:
     """Ranks whose machines are about to be taken away."""
     loss_kinds: frozenset[Kind]
     """What losses were, of all ranks."""
+    returns: bool
+    """Whether any rank's steps left behind what others must get."""
     sums: Tensor
     """Each rank's sums, (num_ranks, length)."""
 
@@ -113,6 +117,7 @@ class Agreement:
             header.fingerprint,
             header.leaves,
             sum(bit for kind, bit in _BITS.items() if kind in header.loss_kinds),
+            header.returns,
         ]
         integers = torch.tensor(numbers, dtype=torch.float64)
         sums = sums_of(self._entries)
@@ -152,6 +157,7 @@ class Agreement:
             loss_kinds=frozenset(
                 kind for kind, bit in _BITS.items() if any(row[5] & bit for row in integers)
             ),
+            returns=any(row[6] for row in integers),
             sums=sums,
         )
 
@@ -187,13 +193,7 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
             )
 
 
-def header_of(
-    microbatches: Sequence[object],
-    place: RankPlace | None,
-    *,
-    leaves: bool,
-    loss_kinds: Set[Kind] = frozenset(),
-) -> Header:
+def header_of(microbatches: Sequence[object], place: RankPlace | None, *, leaves: bool) -> Header:
     """Return what a rank at a place says of its micro-batches."""
     if place is None:
         return Header(num_samples=0, pipeline_index=-1, fingerprint=0, leaves=leaves)
@@ -203,7 +203,6 @@ def header_of(
         pipeline_index=place.pipeline_index,
         fingerprint=_fingerprint_of(microbatches),
         leaves=leaves,
-        loss_kinds=frozenset(loss_kinds),
     )
 
 

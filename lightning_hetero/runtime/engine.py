@@ -43,6 +43,7 @@ from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
 from lightning_hetero.runtime.microbatches import cut_batch
 from lightning_hetero.runtime.module_calls import ModuleCalls
+from lightning_hetero.runtime.outputs import Records, records_of
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.plan_switch import PlanSwitch
 from lightning_hetero.runtime.propagation import IterationKey, Propagation, StepContext
@@ -130,13 +131,11 @@ class Engine:
 
     def train(
         self, step: Callable[[Any], Any], batch: Any, key: IterationKey
-    ) -> tuple[Tensor, list[Any]]:
+    ) -> tuple[Tensor, Records]:
         """Run one training iteration.
 
-        Returns its loss, the same on every rank, and what the steps of a last stage returned
-        besides their losses, one a micro-batch.
-
-        Leaves the gradient of each slice in `self.gradients`.
+        Returns its loss, the same on every rank, and what steps left behind besides; leaves the
+        gradient of each slice in `self.gradients`.
 
         Raises:
             StepError, BatchError, ModelError: The step, the batch or the model breaks the contract.
@@ -175,10 +174,10 @@ class Engine:
         self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
         self._plans.learn_roles(agreed.reports, key.stage)
-        return loss.value, propagation.outputs
+        return loss.value, self._records(propagation, agreed)
 
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> list[Any]:
-        """Run one iteration forward only; returns the last stage's outputs, one a micro-batch."""
+    def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> Records:
+        """Run one iteration forward only; returns what its steps left behind."""
         self._plans.begin(key.stage)
         propagation = self._propagation(batch, key, training=False)
         with self.clock.iteration():
@@ -193,7 +192,7 @@ class Engine:
                 agreed = agreement.finish()
         self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self._plans.learn_roles(agreed.reports, key.stage)
-        return propagation.outputs
+        return self._records(propagation, agreed)
 
     def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
         microbatches: list[Any] = []
@@ -237,8 +236,9 @@ class Engine:
         self, propagation: Propagation, key: IterationKey, missing: tuple[str, ...]
     ) -> Agreement:
         place = self.place
-        kinds = propagation.loss_kinds
-        header = header_of(propagation.microbatches, place, leaves=self.leaves, loss_kinds=kinds)
+        header = header_of(propagation.microbatches, place, leaves=self.leaves)
+        returns = self.config.share_outputs and not all(i.is_empty for i in propagation.records)
+        header = replace(header, loss_kinds=frozenset(propagation.loss_kinds), returns=returns)
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
             row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
@@ -257,6 +257,10 @@ class Engine:
         )
         agreement.begin(report, header, sums_of)
         return agreement
+
+    def _records(self, propagation: Propagation, agreed: Agreed) -> Records:
+        place = self.plan, self.comms, self.device
+        return records_of(propagation.records, *place, shared=agreed.returns)
 
     def _keep_gradients(self, gradients: dict[str, Tensor], agreed: Agreed, scale: Tensor) -> None:
         """Scale the sums; leave out what no holder has a gradient for."""

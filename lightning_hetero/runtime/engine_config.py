@@ -34,6 +34,8 @@ class EngineConfig:
     """What an iteration does whose gradients aren't finite."""
     loss_reduction: LossReduction | None = None
     """What losses are over their batches; None finds out."""
+    share_outputs: bool = True
+    """Whether every rank gets what steps return and append."""
     local_buffers: bool = False
     """Whether buffers may change with what a micro-batch holds."""
 

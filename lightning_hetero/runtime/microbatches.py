@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches, and put a step's outputs together again.
+"""Cut a batch into micro-batches.
 
 A batch is cut along dim 0 of its tensors, which all must have the same number of samples; lists of
 as many entries are cut too, anything else is handed to every micro-batch. Dataclasses and dicts in
@@ -7,20 +7,19 @@ knows how to cut itself, such as `PackedBatch`, has a method `split(num_microbat
 """
 
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import is_dataclass
 from itertools import pairwise
 from typing import Any, Protocol, TypeGuard
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import BatchError
 
-__all__ = ["SplittableBatch", "count_samples", "cut_batch", "epoch_weight", "join_outputs"]
+__all__ = ["SplittableBatch", "count_samples", "cut_batch", "epoch_weight"]
 
 
 class SplittableBatch(Protocol):
@@ -118,29 +117,3 @@ def _part(batch: Any, num_samples: int, start: int, stop: int) -> Any:
         return value
 
     return tree_map(cut, batch, is_leaf=is_column)
-
-
-def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Put the outputs of micro-batches together: tensors along dim 0, mappings and tuples inside.
-
-    Scalars are stacked; what can't be joined comes back as the list of outputs.
-    """
-    if not outputs:
-        return None
-    first = outputs[0]
-    if len(outputs) == 1 or first is None:
-        return first
-    if isinstance(first, Tensor):
-        scalars = all(item.ndim == 0 for item in outputs)
-        return torch.stack(list(outputs)) if scalars else torch.cat(list(outputs))
-    if isinstance(first, Mapping):
-        return {key: join_outputs([item[key] for item in outputs]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(join_outputs(items) for items in zip(*outputs, strict=True))
-    if isinstance(first, list):
-        return _chain(outputs)
-    return list(outputs)
-
-
-def _chain(lists: Iterable[list[Any]]) -> list[Any]:
-    return [item for items in lists for item in items]

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.appended_lists import AppendedLists
 from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.buffers import BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.finiteness import has_nonfinite
 from lightning_hetero.runtime.iteration_loss import no_totals
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
+from lightning_hetero.runtime.outputs import StepRecord
 from lightning_hetero.runtime.plan_run import PlanRun
 from lightning_hetero.runtime.read_watch import ReadWatch
 from lightning_hetero.runtime.reductions import Kind, as_weight, ends_of, ratio_of
@@ -108,8 +109,8 @@ class Propagation:
         training: bool,
     ) -> None:
         self.microbatches = microbatches
-        self.outputs: list[Any] = []
-        """What the steps of a last stage returned; in training, what they did besides the loss."""
+        self.records: list[StepRecord] = []
+        """What the steps of a last stage left behind, one a micro-batch."""
         self.training = training
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
@@ -123,6 +124,7 @@ class Propagation:
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._ratios: list[Tensor] = []
+        self._lists = AppendedLists(context.module)
         self._num_backwards = 0
         self.loss_kinds: set[Kind] = set()
         """What the losses were of; in training on last stages."""
@@ -147,11 +149,13 @@ class Propagation:
         microbatch = self.microbatches[index]
         watch = LossWatch()
         run = self._microbatch_run(index, watch)
+        self._lists.begin()
         try:
             with self._context.boundary.running(run):
                 output = step(microbatch)
         except StageEnd as end:
             self._context.logs.drop_microbatch()
+            self._lists.take(behind_layers=False)
             self._context.clock.stretch()
             self._run.link.send_hidden(
                 end.handed_on.tensors, (end.handed_on.left, end.handed_on.forms)
@@ -170,11 +174,11 @@ class Propagation:
         )
         weight = as_weight(judged.targets, self._context.device)
         self._context.logs.keep_microbatch(weight, watch.reductions)
+        rest = output if loss is None else _without_loss(output)
+        appended = self._lists.take(behind_layers=True)
+        self.records.append(StepRecord.of(rest, appended, microbatch, watch.reductions))
         if loss is None:
-            self.outputs.append(output)
             return
-        if isinstance(output, dict):
-            self.outputs.append(_without_loss(output))
         self._keep_loss(loss, judged, weight)
         is_sum = judged.kind is Kind.SUM
         seed = torch.ones_like(loss) if is_sum else weight.float()
@@ -242,7 +246,7 @@ class Propagation:
                 self._first_index + index,
             ),
             receive=receive if link.previous is not None else None,
-            before_layer=self._context.before_layer,
+            before_layer=self._before_layer,
             behind_layers=watch,
             reads=self._read_watch(),
         )
@@ -253,6 +257,11 @@ class Propagation:
             return None
         is_first = link.previous is None
         return ReadWatch(self._run.weights.outer, self.reads, is_first=is_first)
+
+    def _before_layer(self, index: int) -> None:
+        if len(self._run.layers) < self._context.num_layers:
+            self._lists.pass_layer(index, self._run.layers)
+        self._context.before_layer(index)
 
     def _expect(self, action: Action, upcoming: Action | None) -> None:
         """Begin to receive the gradient that the next action needs, while this one computes.
@@ -296,10 +305,10 @@ def _learned(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def _without_loss(output: dict[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in output.items() if key != "loss"}
-    detached: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, rest)
-    return detached
+def _without_loss(output: Any) -> dict[str, Any]:
+    if not isinstance(output, Mapping):
+        return {}
+    return {key: value for key, value in output.items() if key != "loss"}
 
 
 def _loss_of(output: Any) -> Tensor:

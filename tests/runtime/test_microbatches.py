@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models import pack_samples
-from lightning_hetero.runtime.microbatches import count_samples, cut_batch, join_outputs
+from lightning_hetero.runtime.microbatches import count_samples, cut_batch
 
 
 def batch_of(num_samples: int) -> dict[str, Any]:
@@ -104,21 +104,3 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_its_shapes(batch: Any, shape
     name = type(batch).__name__
     with pytest.raises(BatchError, match=f"type {name} can't be cut .*{shapes}.*num_samples"):
         cut_batch(batch, 2)
-
-
-@given(num_samples=st.integers(2, 12), num_microbatches=st.integers(2, 5))
-@settings(deadline=None)
-def test_joining_undoes_cutting(num_samples: int, num_microbatches: int) -> None:
-    batch = {"a": torch.arange(num_samples), "b": (torch.rand(num_samples, 2),)}
-    joined = join_outputs(cut_batch(batch, num_microbatches))
-    assert torch.equal(joined["a"], batch["a"])
-    assert torch.equal(joined["b"][0], batch["b"][0])
-
-
-def test_outputs_of_other_kinds_are_joined_too() -> None:
-    assert join_outputs([]) is None
-    assert join_outputs([None, None]) is None
-    assert join_outputs([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
-    assert join_outputs([["a"], ["b", "c"]]) == ["a", "b", "c"]
-    assert join_outputs([3, 4]) == [3, 4]
-    assert join_outputs(["alone"]) == "alone"
