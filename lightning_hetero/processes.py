@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.failure import FailureDetector
 from lightning_hetero.runtime.meeting import connect_store
-from lightning_hetero.runtime.step_logs import ALREADY_REDUCED
+from lightning_hetero.runtime.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE, check_same
 
 __all__ = ["ProcessesStrategy"]
 
@@ -192,6 +192,8 @@ class ProcessesStrategy(ParallelStrategy):
         """Reduce a tensor over all ranks; `mean`, `sum` and other names of `ReduceOp`."""
         if self.world_size == 1 or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
+        if group == SAME_EVERYWHERE:
+            return self._same_everywhere(tensor)
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         is_mean = name in ("mean", "avg")
         operation = (
@@ -205,6 +207,13 @@ class ProcessesStrategy(ParallelStrategy):
         with self._watching():
             dist.all_reduce(tensor, op=operation, group=group)
         return tensor / self.world_size if is_mean else tensor
+
+    def _same_everywhere(self, tensor: Tensor) -> Tensor:
+        values = torch.empty(self.world_size, 1, dtype=torch.float64)
+        own = tensor.detach().to("cpu", torch.float64).reshape(1)
+        with self._watching():
+            dist.all_gather(list(values.unbind(0)), own, group=self._control)
+            return check_same(values[:, 0]).to(tensor)
 
     @override
     def barrier(self, name: str | None = None) -> None:

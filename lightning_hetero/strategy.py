@@ -315,6 +315,10 @@ class HeteroStrategy(StepsStrategy):
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
+        trainer: Any = module.trainer
+        for callback in trainer.callbacks:
+            # Lightning has given them the method that was there before.
+            callback.log = module.log
         self._make_candidate_groups()
         engine.clock.slowdown = self.slowdown
         return engine

@@ -41,6 +41,7 @@ from lightning_hetero.runtime.iteration_loss import (
 )
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
+from lightning_hetero.runtime.metrics import StepMetrics
 from lightning_hetero.runtime.microbatches import cut_batch
 from lightning_hetero.runtime.module_calls import ModuleCalls
 from lightning_hetero.runtime.outputs import Records, records_of
@@ -94,7 +95,10 @@ class Engine:
             leave_stage=None if tensor_parallel is None else tensor_parallel.stage.leave,
             cuts_tokens=None if tensor_parallel is None else tensor_parallel.stage.cuts_tokens,
         )
-        self.logs = StepLogs(module, device)
+        metrics = None
+        if communicators.world_size > 1:
+            metrics = StepMetrics(module, communicators, self._speaks)
+        self.logs = StepLogs(module, device, metrics)
         self._agreements: dict[int, Agreement] = {}
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
@@ -138,7 +142,7 @@ class Engine:
         gradient of each slice in `self.gradients`.
 
         Raises:
-            StepError, BatchError, ModelError: The step, the batch or the model breaks the contract.
+            StepError, BatchError, ModelError: Step, batch or model break the contract.
         """
         self._plans.begin(key.stage)
         run = self._run
@@ -243,7 +247,7 @@ class Engine:
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
             row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
-            return row if place is None or place.tp_rank == 0 else without_sums(row)
+            return row if self._speaks() else without_sums(row)
 
         agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
         changed: tuple[BufferChange, ...] = ()
@@ -257,6 +261,10 @@ class Engine:
         )
         agreement.begin(report, header, sums_of)
         return agreement
+
+    def _speaks(self) -> bool:
+        """Whether this rank is the first of its tensor-parallel group, which all are alike."""
+        return self.place is None or self.place.tp_rank == 0
 
     def _records(self, propagation: Propagation, agreed: Agreed) -> Records:
         place = self.plan, self.comms, self.device
@@ -327,7 +335,8 @@ class Engine:
         return self._plans.follow_freezing()
 
     def remove(self) -> None:
-        """Give the module's layers their own forward back."""
+        """Give the module and its layers their own methods back."""
+        self.logs.remove()
         self.boundary.remove()
         if self._calls is not None:
             self._calls.remove()

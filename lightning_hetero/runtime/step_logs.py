@@ -9,14 +9,17 @@ numbers everywhere.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.metrics import StepMetrics
 from lightning_hetero.runtime.reductions import (
     Count,
     Kind,
@@ -29,11 +32,16 @@ from lightning_hetero.runtime.reductions import (
 )
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
+__all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "LogEntry", "StepLogs", "check_same"]
 
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
+SAME_EVERYWHERE = "same everywhere"
+"""Given as `sync_dist_group`: the strategy checks that all ranks have the same value."""
+
+_TOLERANCE = 1e-5
+"""Relative; unequal devices round differently."""
 _NUM_COLUMNS = 5
 _KNOWN = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
 
@@ -83,13 +91,22 @@ class StepLogs:
     Args:
         module: The LightningModule whose `log` is recorded.
         device: Where the sums are kept.
+        metrics: The module's metrics; None on a single rank.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, metrics: StepMetrics | None = None
+    ) -> None:
         self._module = module
+        self._metrics = metrics
         self._device = device
-        self._original_log: Callable[..., None] = module.log  # type: ignore[assignment]
+        self._original_log: Callable[..., None] = partial(
+            type(module).log,  # type: ignore[attr-defined]
+            module,
+        )
         self._signature = inspect.signature(self._original_log)
+        self._batch_size = 1
+        self._module.log = self._log_in_hook  # type: ignore[assignment]
         self._pending: dict[LogEntry, tuple[Any, int]] = {}
         self._values: dict[LogEntry, list[_Logged]] = {}
 
@@ -100,15 +117,47 @@ class StepLogs:
         self._values.clear()
         self._module.log = self._record  # type: ignore[assignment]
         try:
-            yield
+            with nullcontext() if self._metrics is None else self._metrics.recording():
+                yield
         finally:
-            del self._module.log
+            self._module.log = self._log_in_hook  # type: ignore[assignment]
 
-    def _record(self, *args: Any, **kwargs: Any) -> None:
+    def remove(self) -> None:
+        """Give the module and its metrics their own methods back."""
+        del self._module.log
+        if self._metrics is not None:
+            self._metrics.remove()
+
+    def _log_in_hook(self, *args: Any, **kwargs: Any) -> None:
+        """Log what a hook gives; what an epoch keeps of it must be the same on every rank."""
+        options = self._bind(args, kwargs)
+        hook = str(getattr(self._module, "_current_fx_name", None))
+        if "batch" in hook and options.get("batch_size") is None:
+            # The hook's own batch is that of this rank's pipeline.
+            options["batch_size"] = self._batch_size
+        checks = not (options.get("sync_dist") or options.get("rank_zero_only"))
+        is_metric = isinstance(options["value"], nn.Module)
+        if checks and not is_metric and self._is_of_epoch(options):
+            options.update(sync_dist=True, sync_dist_group=SAME_EVERYWHERE)
+        self._original_log(**options)
+
+    def _is_of_epoch(self, options: dict[str, Any]) -> bool:
+        """Whether a value is kept for the epoch alone, where each rank reads it once."""
+        hook = str(getattr(self._module, "_current_fx_name", None))
+        if options.get("on_step") is None and _FxValidator.functions.get(hook):
+            on_step, _ = _FxValidator.get_default_logging_levels(hook, None, None)
+            return not on_step
+        return not options.get("on_step")
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         options: dict[str, Any] = {}
         for key, value in self._signature.bind(*args, **kwargs).arguments.items():
             kind = self._signature.parameters[key].kind
             options.update(value if kind is inspect.Parameter.VAR_KEYWORD else {key: value})
+        return options
+
+    def _record(self, *args: Any, **kwargs: Any) -> None:
+        options = self._bind(args, kwargs)
         name, value = options.pop("name"), options.pop("value")
         # Varies from batch to batch, so it is a number of the row and not part of the entry.
         batch_size = options.pop("batch_size", None) or 0
@@ -178,6 +227,7 @@ class StepLogs:
             StepError: One name stands for numbers that don't go together.
         """
         _check_names(entries)
+        self._batch_size = max(batch_size, 1)
         for index, entry in enumerate(entries):
             columns = rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
             values, weights, sizes, least, largest = columns
@@ -185,12 +235,31 @@ class StepLogs:
             options["batch_size"] = int(sizes.sum()) or max(batch_size, 1)
             if entry.metric is not None:
                 value: Any = self._module.get_submodule(entry.metric)
+                if self._metrics is not None and not self._is_of_epoch(options):
+                    self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
                 logged = weights > 0
                 check_ratios(least[logged], largest[logged], f"{entry.name!r} that is logged")
                 value = _reduce(entry.reduction, values[logged], weights[logged]).float()
             self._original_log(entry.name, value, **options)
+
+
+def check_same(values: Tensor) -> Tensor:
+    """Return the first of all ranks' values, (num_ranks,), if they are the same.
+
+    Raises:
+        StepError: They aren't; on every rank.
+    """
+    first = values[0]
+    if not torch.allclose(values, first, rtol=_TOLERANCE, atol=1e-12, equal_nan=True):
+        raise StepError(
+            f"A hook logs a value that differs between ranks: {values.tolist()[:8]}. In a hook a "
+            "rank has what all ranks have only from what steps return, log or append to lists of "
+            "the module, and from metrics. Log in the step, or say in `self.log` what to do with "
+            "different values: sync_dist=True reduces them, rank_zero_only=True takes rank 0's."
+        )
+    return first
 
 
 def _check_names(entries: Sequence[LogEntry]) -> None:

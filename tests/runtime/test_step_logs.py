@@ -1,6 +1,6 @@
 """What is logged in micro-batches becomes one value, the same on every rank."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lightning_hetero.runtime.reductions import Reductions
 from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
+from tests.processes import ProcessPool
+from tests.runtime.step_cases import PLANS, TinyModule, fit_each
 
 
 class Module(L.LightningModule):
@@ -141,3 +143,62 @@ def test_entries_are_the_same_if_their_names_are() -> None:
     one = LogEntry("loss", (("batch_size", 3),))
     assert one == LogEntry("loss", (("batch_size", 4),))
     assert one != LogEntry("loss", (), metric="accuracy")
+
+
+class InHook(TinyModule):
+    """Logs at the end of an epoch what a subclass has."""
+
+    validates = True
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.total += float(self.loss(self.model(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("value", self.value(), **self.options)
+
+    def value(self) -> float:
+        return self.total
+
+
+class SameInHook(InHook):
+    def value(self) -> float:
+        return self.current_epoch + 0.5
+
+
+class ReducedInHook(InHook):
+    options: ClassVar[dict[str, Any]] = {"sync_dist": True, "reduce_fx": "max"}
+
+    def value(self) -> float:
+        return float(self.global_rank)
+
+
+class OfRankZeroInHook(InHook):
+    options: ClassVar[dict[str, Any]] = {"rank_zero_only": True}
+
+
+class LoggingCallback(L.Callback):
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.log("rank", float(trainer.global_rank))
+
+
+class InCallback(SameInHook):
+    def configure_callbacks(self) -> Any:
+        return [LoggingCallback()]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_hooks_log_for_an_epoch_is_the_same_on_all_ranks_or_refused(
+    pool: ProcessPool, plan: str
+) -> None:
+    makes = [SameInHook, ReducedInHook, OfRankZeroInHook, InHook, InCallback]
+    for same, reduced, _, differing, called in pool.run(fit_each, 2, makes, PLANS[plan]):
+        assert same["metrics"]["value"] == 1.5
+        assert reduced["metrics"]["value"] == 1.0
+        assert "A hook logs a value that differs between ranks: [" in differing
+        assert "A hook logs a value that differs between ranks: [0.0, 1.0]" in called

@@ -1,0 +1,90 @@
+"""Metrics have what one device has, in stages and copies, whatever their states are."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, PearsonCorrCoef
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
+
+from tests.processes import ProcessPool
+from tests.runtime.step_cases import PLANS, TinyModule, fit_each, same
+from tests.toy import VOCABULARY
+
+pytestmark = pytest.mark.dist
+
+
+class Measured(TinyModule):
+    """States that are sums, lists, extremes, or reduced by no rule; values of steps and epochs."""
+
+    validates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auroc = BinaryAUROC()
+        self.correlation = PearsonCorrCoef()
+        self.mean_logit = MeanMetric()
+        self.highest = MaxMetric()
+        self.rows = CatMetric()
+        self.of_steps = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.several = MetricCollection(
+            {
+                "accuracy": MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100),
+                "f1": MulticlassF1Score(VOCABULARY, ignore_index=-100),
+            }
+        )
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        logits = self.model(ids)
+        self.of_steps(logits.flatten(0, 1), labels.flatten())
+        self.log("of_steps", self.of_steps, on_step=True, on_epoch=True)
+        return self.loss(logits, labels)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append(float(self.trainer.callback_metrics["of_steps_step"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ids, labels = batch
+        logits = self.model(ids)
+        first = logits[:, 0, 0]
+        self.auroc(first.sigmoid(), ids[:, 1] % 2)
+        self.correlation.update(first, ids[:, 1].float())
+        self.mean_logit.update(logits)
+        self.highest.update(logits)
+        self.rows.update(first)
+        self.several(logits.flatten(0, 1), labels.flatten())
+        self.log("auroc", self.auroc)
+        self.log("highest", self.highest)
+        self.log_dict(self.several)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("correlation", self.correlation.compute())
+        self.log("mean_logit", self.mean_logit.compute())
+        self.log("rows", self.rows.compute().sum())
+        self.seen += self.rows.compute().tolist()
+        for metric in (self.correlation, self.mean_logit, self.rows):
+            metric.reset()
+
+
+class ComputesInStep(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_logit = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        self.mean_logit.update(logits)
+        return self.loss(logits, batch[1]) + self.mean_logit.compute()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_metrics_are_those_of_one_device(pool: ProcessPool, plan: str) -> None:
+    (expected,) = pool.run(fit_each, 1, [Measured], None)[0]
+    for found, refused in pool.run(fit_each, 2, [Measured, ComputesInStep], PLANS[plan]):
+        assert isinstance(found, dict), found
+        same(found, expected)
+        assert sorted(found["seen"]) == pytest.approx(sorted(expected["seen"]), rel=1e-4)
+        assert "MeanMetric computes over all ranks inside a step" in str(refused)
