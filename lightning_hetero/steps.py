@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.agreement import fingerprint_of
 from lightning_hetero.runtime.appended_lists import extend_lists
 from lightning_hetero.runtime.outputs import Records, join_outputs
 from lightning_hetero.runtime.propagation import IterationKey
@@ -58,10 +59,18 @@ class StepsStrategy(SlicesStrategy):
             dataloader, is_training=trainer.training, epoch=_epoch_to_load(trainer)
         )
 
+    def _attach_logs(self, trainer: Any) -> None:
+        """Let callbacks log as the module does now; Lightning gave them what was there before."""
+        for callback in trainer.callbacks:
+            callback.log = self._module.log
+
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        # Here, because on an accelerator reading values would wait for it.
+        parts = batch.micro_batches if isinstance(batch, AssignedBatch) else [batch]
+        self.engine.fingerprint = fingerprint_of(parts)
         if not isinstance(batch, AssignedBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
         moved = [

@@ -80,8 +80,7 @@ class HeteroStrategy(StepsStrategy):
             "full", or n for every n-th.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that propagates in bf16 sums the gradients of several
-            micro-batches in fp32. False takes 2 bytes a parameter of its stage less, and rounds
-            every sum.
+            micro-batches in fp32. False takes 2 bytes a parameter less, and rounds every sum.
         loss_reduction: What a loss is over its batch; None finds out, and warns where it can't. For
             means over other things than samples the module may have `num_target_tokens(batch)`.
         share_outputs: Whether every rank gets what steps return and append to the module's lists.
@@ -286,6 +285,7 @@ class HeteroStrategy(StepsStrategy):
         self._announce(facts, num_batches=num_batches)
         self.model_to_device()
         self._cut_copies(trainer, module)
+        self._attach_logs(trainer)
         self._hide_example(module)
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
@@ -315,10 +315,6 @@ class HeteroStrategy(StepsStrategy):
             device=self.root_device,
             tensor_parallel=tensor_parallel,
         )
-        trainer: Any = module.trainer
-        for callback in trainer.callbacks:
-            # Lightning has given them the method that was there before.
-            callback.log = module.log
         self._make_candidate_groups()
         engine.clock.slowdown = self.slowdown
         return engine

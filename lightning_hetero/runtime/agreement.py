@@ -23,7 +23,7 @@ from lightning_hetero.runtime.microbatches import epoch_weight
 from lightning_hetero.runtime.reductions import Kind
 from lightning_hetero.runtime.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Header", "Report", "header_of"]
+__all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of", "header_of"]
 
 _NUM_INTEGERS = 7
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4}
@@ -193,28 +193,31 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
             )
 
 
-def header_of(microbatches: Sequence[object], place: RankPlace | None, *, leaves: bool) -> Header:
-    """Return what a rank at a place says of its micro-batches."""
+def header_of(
+    microbatches: Sequence[object], place: RankPlace | None, *, fingerprint: int, leaves: bool
+) -> Header:
+    """Return what a rank at a place says of its micro-batches; see `fingerprint_of`."""
     if place is None:
         return Header(num_samples=0, pipeline_index=-1, fingerprint=0, leaves=leaves)
     speaks = place.stage_index == place.tp_rank == 0
     return Header(
         num_samples=sum(map(epoch_weight, microbatches)) if speaks else 0,
         pipeline_index=place.pipeline_index,
-        fingerprint=_fingerprint_of(microbatches),
+        fingerprint=fingerprint,
         leaves=leaves,
     )
 
 
-def _fingerprint_of(microbatches: Sequence[object]) -> int:
-    """Return a checksum of what a rank works on.
+def fingerprint_of(parts: Sequence[object]) -> int:
+    """Return a checksum of what a rank works on, a batch or several micro-batches.
 
-    It takes the micro-batches' number, the shapes of the first and the last one and, where it costs
-    no wait, their first values.
+    It takes their number, the shapes of the first and the last one and, of tensors that aren't on
+    an accelerator yet, the first values.
     """
-    digest = len(microbatches)
-    for microbatch in (*microbatches[:1], *microbatches[1:][-1:]):
-        data = vars(microbatch) if hasattr(microbatch, "__dict__") else microbatch
+    digest = len(parts)
+    for part in (*parts[:1], *parts[1:][-1:]):
+        has_fields = hasattr(part, "__dict__") and not isinstance(part, Tensor)
+        data = vars(part) if has_fields else part
         for leaf in tree_flatten(data)[0]:
             if isinstance(leaf, Tensor):
                 digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)

@@ -27,6 +27,7 @@ from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, header_of
+from lightning_hetero.runtime.alike import check_alike
 from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.buffers import BufferChange, BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
@@ -126,6 +127,8 @@ class Engine:
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
+        self.fingerprint = 0
+        """Of the batch that comes next, taken before it went to the device."""
         self.leaves = False
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
@@ -240,7 +243,8 @@ class Engine:
         self, propagation: Propagation, key: IterationKey, missing: tuple[str, ...]
     ) -> Agreement:
         place = self.place
-        header = header_of(propagation.microbatches, place, leaves=self.leaves)
+        own = propagation.microbatches
+        header = header_of(own, place, fingerprint=self.fingerprint, leaves=self.leaves)
         returns = self.config.share_outputs and not all(i.is_empty for i in propagation.records)
         header = replace(header, loss_kinds=frozenset(propagation.loss_kinds), returns=returns)
 
@@ -380,6 +384,9 @@ class Engine:
             ownership=ownership,
             weights=self.config.owner_weights,
         )
+        # Before anything else travels, whose size would hang on them.
+        specs, options = self.layout.specs, self.config
+        check_alike(self.comms, plan=plan, parameters=specs, owners=slices, options=options)
         store = SliceStore(
             self.layout,
             slices,
