@@ -5,7 +5,7 @@ run the module holds stand-ins for weights that are slices on all ranks. What ta
 shape only (`torch.zeros_like`) gets the shape of what lies there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -18,7 +18,15 @@ from lightning_hetero.core.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning_hetero.runtime.weights import SliceStore
 
-__all__ = ["ASKS_FOR_NO_VALUE", "KnownByShape", "StandIn", "with_whole_shapes"]
+__all__ = [
+    "ASKS_FOR_NO_VALUE",
+    "KnownByShape",
+    "StandIn",
+    "hide_again",
+    "hide_values",
+    "show_values",
+    "with_whole_shapes",
+]
 
 
 def _getters(*names: str) -> set[Any]:
@@ -112,6 +120,27 @@ class StandIn(KnownByShape):
         return copy
 
 
+def hide_values(parameter: Any, shape: tuple[int, ...], refusal: str) -> None:
+    """Let a parameter be known by a shape alone; it stays the very tensor that it is."""
+    if not hasattr(parameter, "_whole"):
+        parameter._whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        parameter._refusal = refusal
+    parameter.__class__ = KnownByShape
+
+
+def show_values(parameters: Iterable[Any]) -> None:
+    """Give parameters whose values were hidden their values back."""
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+
+
+def hide_again(parameters: Iterable[Any]) -> None:
+    """Hide the values of those parameters whose values were hidden before."""
+    for parameter in parameters:
+        if hasattr(parameter, "_whole"):
+            parameter.__class__ = KnownByShape
+
+
 @contextmanager
 def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
     """Let a store's slices answer with the shapes of the whole parameters in this context.
@@ -119,18 +148,14 @@ def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
     They stay the very tensors that they are, so that an optimizer made of them holds the slices.
     """
     for name, master in store.masters.items():
-        known: Any = master
-        known._whole = torch.empty(store.specs[name].shape, dtype=master.dtype, device="meta")
-        known._refusal = (
+        hide_values(
+            master,
+            store.specs[name].shape,
             f"Values of parameter {name} are used in configure_optimizers, where every rank has "
             "only its slice of it. Take what you need of them in the module's __init__ or setup, "
-            "before they are cut."
+            "before they are cut.",
         )
-        known.__class__ = KnownByShape
     try:
         yield
     finally:
-        for master in store.masters.values():
-            known = master
-            known.__class__ = nn.Parameter
-            del known._whole, known._refusal
+        show_values(store.masters.values())

@@ -151,7 +151,7 @@ class Propagation:
         run = self._microbatch_run(index, watch)
         self._lists.begin()
         try:
-            with self._context.boundary.running(run):
+            with self._run.weights.in_step(), self._context.boundary.running(run):
                 output = step(microbatch)
         except StageEnd as end:
             self._context.logs.drop_microbatch()

@@ -23,7 +23,7 @@ from lightning_hetero.runtime.exchange import (
     split_works,
     wait_for_all,
 )
-from lightning_hetero.runtime.known_by_shape import ASKS_FOR_NO_VALUE
+from lightning_hetero.runtime.known_by_shape import ASKS_FOR_NO_VALUE, show_values
 from lightning_hetero.runtime.trace import traced
 from lightning_hetero.runtime.weights import ComputeWeights, SliceStore, narrow_rows
 
@@ -57,8 +57,10 @@ def _mark(weights: Iterable[Any], wait: Callable[[], None]) -> None:
 
 def _unmark(weights: Iterable[Any]) -> None:
     for weight in weights:
-        weight.__class__ = nn.Parameter
-        del weight._wait
+        # Or weight and pull would hold each other until Python looks for such cycles.
+        vars(weight).pop("_wait", None)
+        if type(weight) is _Arriving:
+            show_values([weight])
 
 
 @dataclass

@@ -19,10 +19,12 @@ from math import gcd
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.known_by_shape import KnownByShape, hide_again, show_values
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.tp_collectives import TPGroup
 from lightning_hetero.runtime.tp_forward import RegionForward, ShardedForward
@@ -75,6 +77,9 @@ class TensorParallel:
                 self._wrap(item.module, forward)
         for name, module in regions.items():
             self._wrap(module, RegionForward(self.stage, self.layout, name, module))
+        parts = {id(part) for layer in layout.layers for part in layer.modules()}
+        others = [item.module for item in sharding.modules if id(item.module) not in parts]
+        self._handles = [i for module in (*layout.layers, *others) for i in _show_inside(module)]
 
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._wrapped.append((module, module.__dict__.get("forward")))
@@ -87,6 +92,8 @@ class TensorParallel:
             if own is not None:
                 module.forward = own
         self._wrapped.clear()
+        for handle in self._handles:
+            handle.remove()
 
     def enter_plan(self, plan: ParallelPlan, comms: Communicators) -> None:
         """Take this rank's place in a plan; collective where the plan has new groups.
@@ -118,6 +125,26 @@ class TensorParallel:
                     f"{name} can't be cut into. Degrees that work for this model: "
                     f"{', '.join(able)}."
                 )
+
+
+def _show_inside(module: nn.Module) -> list[RemovableHandle]:
+    """Show the values of weights inside a module while it computes, where they are hidden."""
+    were_hidden = False
+
+    def show(*_: Any) -> None:
+        nonlocal were_hidden
+        hidden = [item for item in module.parameters() if isinstance(item, KnownByShape)]
+        were_hidden = bool(hidden)
+        show_values(hidden)
+
+    def hide(*_: Any) -> None:
+        if were_hidden:
+            hide_again(module.parameters())
+
+    return [
+        module.register_forward_pre_hook(show),
+        module.register_forward_hook(hide, always_call=True),
+    ]
 
 
 def _largest_degree(

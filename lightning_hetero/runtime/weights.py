@@ -15,10 +15,17 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.runtime.known_by_shape import hide_values, show_values
 from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["ComputeWeights", "SliceStore", "narrow_rows", "own_interval"]
+
+_OF_CUT = (
+    "A step uses parameter {name} outside of its module, but tensor parallelism has cut it among "
+    "ranks. Compute what needs it inside the module, leave it out of the tensor-parallel plan, or "
+    "use a plan with degree 1."
+)
 
 
 def narrow_rows(tensor: Tensor, spec: ParameterSpec, start: int, stop: int) -> Tensor:
@@ -64,6 +71,7 @@ class SliceStore:
         self.intervals = {name: own_interval(slices[name], global_rank) for name in self.specs}
         self.dtype = dtype
         self.masters: dict[str, nn.Parameter] = {}
+        self._stubs: dict[str, nn.Parameter] = {}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a parameter."""
@@ -99,6 +107,13 @@ class SliceStore:
         start, stop = self.intervals[name]
         return stop > start
 
+    def stub(self, name: str, dtype: torch.dtype) -> nn.Parameter:
+        """Return what stands for a parameter where its values are unknown; made once."""
+        kind = dtype if self.masters[name].is_floating_point() else self.masters[name].dtype
+        if name not in self._stubs:
+            self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
+        return self._stubs[name]
+
     def register(self, name: str) -> None:
         """Put this rank's slice into the parameter's slots."""
         for slot in self.layout.slots[name]:
@@ -113,6 +128,7 @@ class SliceStore:
         ]
         for name in changed:
             flag = self.masters[name].requires_grad
+            self._stubs.pop(name, None)
             self.specs[name] = replace(self.specs[name], requires_grad=flag)
         return bool(changed)
 
@@ -143,11 +159,14 @@ class ComputeWeights:
             holding = table.holding(name, store.global_rank)
             if holding is not None:
                 self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
-            elif spec.layer is None:
-                kind = (
-                    dtype if store.masters[name].is_floating_point() else store.masters[name].dtype
-                )
-                self._stubs[name] = _make_stub(spec, kind, store.device)
+            else:
+                self._stubs[name] = store.stub(name, dtype)
+        self._cut = {
+            name: shard
+            for name, shard in self.shards.items()
+            if tuple(shard.shape) != store.specs[name].shape
+        }
+        """What tensor parallelism has cut; its modules compute with it."""
         self._homes = {name: master.data for name, master in store.masters.items()}
 
     def _hold(
@@ -215,6 +234,16 @@ class ComputeWeights:
             for name in (*self.shards, *self._stubs):
                 self._store.register(name)
 
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Hide what is cut from the user's step; the modules that compute with it show it."""
+        for name, shard in self._cut.items():
+            hide_values(shard, self._store.specs[name].shape, _OF_CUT.format(name=name))
+        try:
+            yield
+        finally:
+            show_values(self._cut.values())
+
     def take_back(self) -> None:
         """Put slices whose data somebody replaced back where they were, with their new values."""
         for name, home in self._homes.items():
@@ -240,12 +269,18 @@ class ComputeWeights:
 
 def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return a parameter of the full shape whose values nobody can read, in no memory."""
+    place, behind = f"It belongs to layer {spec.layer}, which another stage computes.", ""
+    if spec.layer is None:
+        place = (
+            "It lies outside the layers, and this stage doesn't hold it. In stages such a "
+            "parameter may make the first layer's input, and from the first iteration on, what "
+            "the last stage computes."
+        )
+        behind = " or behind them"
     origin = Origin(
         f"parameter {spec.name}",
-        "It lies outside the layers, and this stage doesn't hold it. In stages such a parameter "
-        "may make the first layer's input, and from the first iteration on, what the last stage "
-        "computes. Compute what needs it inside the layers or behind them, or use a plan whose "
-        "pipelines have one stage.",
+        f"{place} Compute what needs it inside the layers{behind}, or use "
+        "a plan whose pipelines have one stage.",
     )
     unknown = Unknown.of(spec.shape, dtype, device, origin)
     return nn.Parameter(unknown, requires_grad=spec.requires_grad and dtype.is_floating_point)

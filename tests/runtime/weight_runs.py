@@ -12,6 +12,8 @@ from lightning_hetero.core.errors import HeteroError
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
+TP_PLAN = {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCase:
@@ -46,7 +48,9 @@ def penalise(rank: int, case: WeightCase) -> list[float] | str:
     torch.manual_seed(0)
     module, options, batch_size = Penalised(case), quiet(devices=1, max_steps=4), 8
     if case.plan is not None:
-        strategy = HeteroStrategy(ParallelPlan.from_dict(case.plan), ownership=case.ownership)
+        strategy = HeteroStrategy(
+            ParallelPlan.from_dict(case.plan), ownership=case.ownership, tp_plan=TP_PLAN
+        )
         options |= {"strategy": strategy, "devices": 2}
         batch_size //= len(case.plan["pipelines"])
     try:
