@@ -5,8 +5,8 @@ models record outputs of its submodules while they are asked to. Code behind the
 them, on the last stage. So after each layer what it left is noted, place by place, and whoever
 skips the layer puts it there. Tensors travel beside the hidden state, and their gradients back.
 
-A tensor travels if it is smaller than the hidden state. In the place of a larger one comes an
-unknown tensor; what can't be pickled stays where it is.
+A tensor travels if it is smaller than the hidden state. In the place of a larger one, and of what
+can't be pickled, comes an unknown tensor.
 """
 
 import io
@@ -26,8 +26,8 @@ from lightning_hetero.runtime.unknown import Origin, Unknown
 __all__ = ["Handover", "LayerLeavings"]
 
 _REMEDY = (
-    "Another stage computes it, and it is too large to travel beside the hidden state. Leave less, "
-    "such as a mean, or use a plan whose pipelines have one stage."
+    "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
+    "data. Leave less, such as a mean, or use a plan whose pipelines have one stage."
 )
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -98,9 +98,7 @@ class LayerLeavings:
         left = []
         for space in before:
             for name, change in space.changes():
-                data = _dump(change, handover.tensors)
-                if data is not None:
-                    left.append((space.name, name, data))
+                left.append((space.name, name, _dump(change, handover.tensors)))
         handover.left.append(pickle.dumps(left))
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
 
@@ -116,7 +114,11 @@ class LayerLeavings:
         for where, name, data in pickle.loads(handover.left[index]):
             space = spaces[where]
             origin = Origin(f"what layer {index} leaves in {name!r}", _REMEDY)
-            space.seen(name).apply(_load(data, handover.tensors, origin), space.names, name)
+            if data is None:
+                change = "put", Unknown.of((), torch.float32, torch.device("cpu"), origin)
+            else:
+                change = _load(data, handover.tensors, origin)
+            space.seen(name).apply(change, space.names, name)
 
     def refuse_pieces(self, index: int, before: Sequence[_Space]) -> None:
         """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""

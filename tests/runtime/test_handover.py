@@ -45,3 +45,8 @@ def test_routers_logits_of_all_layers_reach_the_loss(
     pool: ProcessPool, plan: dict[str, Any], world_size: int
 ) -> None:
     check(pool, ["mixtral", "qwen3_moe", "olmoe"], plan, world_size, 2)
+
+
+def test_routers_logits_travel_between_groups_that_share_layers(pool: ProcessPool) -> None:
+    shared = plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 3)))
+    check(pool, ["mixtral"], shared, 4, 2)
