@@ -66,21 +66,32 @@ class StageBoundary:
         self._run: MicrobatchRun | None = None
         self._again: MicrobatchRun | None = None
         """The micro-batch whose backward runs."""
-        self._is_chain = False
-        """Whether the last micro-batch that one stage ran called the layers as a chain."""
         self._enter_stage = enter_stage
         self._leave_stage = leave_stage
         self._cuts_tokens = cuts_tokens
+        self._compiled = {
+            index: layer._compiled_call_impl
+            for index, layer in enumerate(self._layers)
+            if layer._compiled_call_impl is not None
+        }
+        """The compiled calls of layers of which the user called `compile`."""
         for index, layer in enumerate(self._layers):
-            forward = layer.forward
+            forward = self._compiled.get(index, layer.forward)
             if wrap_layer is not None:
                 forward = wrap_layer(index, forward)
-            layer.forward = _LayerForward(self, index, forward)
+            wrapped = _LayerForward(self, index, forward)
+            if index in self._compiled:
+                layer._compiled_call_impl = wrapped  # What it does must not be compiled itself.
+            else:
+                layer.forward = wrapped
 
     def remove(self) -> None:
         """Give the layers their own forward back."""
-        for layer in self._layers:
-            del layer.forward
+        for index, layer in enumerate(self._layers):
+            if index in self._compiled:
+                layer._compiled_call_impl = self._compiled[index]
+            else:
+                del layer.forward
 
     @contextmanager
     def running(self, run: MicrobatchRun) -> Iterator[None]:
@@ -88,10 +99,8 @@ class StageBoundary:
         self._run = run
         run.with_gradients = torch.is_grad_enabled()
         seed_everything(seed_of(*run.seed))
-        if self._is_free(run) and not self._is_chain:
-            # What isn't called may be read all the same.
-            for index in range(run.num_layers):
-                run.before_layer(index)
+        if not self._layers:
+            run.before_layer(0)
         if self._is_free(run) or run.is_last_stage:
             run.watch()
         try:
@@ -100,7 +109,6 @@ class StageBoundary:
         finally:
             run.end_watch()
             self._run = None
-            self._is_chain = run.is_chain
 
     def check_finished(self, run: MicrobatchRun) -> None:
         """Refuse a step that has ended without all layers of a stage.

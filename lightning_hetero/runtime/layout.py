@@ -99,12 +99,12 @@ class ModelLayout:
                 "the repeated blocks in one nn.ModuleList, or name it: "
                 'HeteroStrategy(layers="model.blocks").'
             )
-        kind = type(self.layers[0])
-        if kind.forward is nn.Module.forward:
+        entry = self.layers[0]
+        if getattr(entry.forward, "__func__", None) is nn.Module.forward:
             raise ModelError(
                 f"The plan cuts the model into stages, but {self.layers_name} lists entries of "
-                f"{kind.__name__}, which are never called as a whole. Make each one module with a "
-                "forward, or use a plan whose pipelines have one stage."
+                f"{type(entry).__name__}, which are never called as a whole. Make each one module "
+                "with a forward, or use a plan whose pipelines have one stage."
             )
 
 

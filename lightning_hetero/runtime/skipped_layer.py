@@ -104,7 +104,8 @@ class SkippedLayer:
         output = self._outputs.get(key) or self._outputs.get((key, shapes))
         if output is None:
             call = _Call(forward, given, len(args), hidden=hidden, index=self._index)
-            with preserved_random_state(), torch.no_grad():
+            uncompiled = torch.compiler.set_stance("force_eager")
+            with preserved_random_state(), torch.no_grad(), uncompiled:
                 output = self._observe(call, key)
             if key not in self._restless:
                 has_other_forms = any(isinstance(item, _Made) for item in tree_leaves(output))

@@ -283,6 +283,21 @@ def train_compiled(rank: int, case: Case) -> tuple[Outcome, int]:
     return outcome, counters["stats"]["unique_graphs"]
 
 
+def train_compiled_by_hand(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
+    """Train a case whose layers the user has compiled; returns also how many graphs there were."""
+    torch._dynamo.reset()
+    counters.clear()
+    L.seed_everything(SEED, verbose=False)
+    module = MODULES[case.model](case)
+    layers = next(item for item in module.modules() if isinstance(item, nn.ModuleList))
+    for index, layer in enumerate(layers):
+        if how == "compile":
+            layer.compile(backend="eager")
+        else:
+            layers[index] = torch.compile(layer, backend="eager")
+    return fit(module, case), counters["stats"]["unique_graphs"]
+
+
 def fit(module: Recorded, case: Case) -> Outcome:
     watch = Watch()
     trainer = L.Trainer(
@@ -368,5 +383,6 @@ __all__ = [
     "stage",
     "train",
     "train_compiled",
+    "train_compiled_by_hand",
     "train_seeded",
 ]

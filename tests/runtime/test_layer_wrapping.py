@@ -16,7 +16,15 @@ from lightning_hetero.runtime.layer_wrapping import LayerOptions
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import HuggingFaceCase
 from tests.runtime.huggingface_runs import train as train_hugging_face
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train, train_compiled
+from tests.runtime.runs import (
+    Case,
+    pipeline,
+    plan_of,
+    stage,
+    train,
+    train_compiled,
+    train_compiled_by_hand,
+)
 from tests.runtime.test_huggingface_parity import THREE, TWO_AND_ONE, assert_same
 from tests.runtime.test_parity import assert_same_training
 from tests.toy import CONTEXT, GPT, VOCABULARY
@@ -142,6 +150,21 @@ def test_compiled_layers_train_alike_in_stages_and_under_degrees(pool: ProcessPo
     expected = pool.run(train, 1, case.on_single_device())[0]
     for outcome, num_compiled in pool.run(train_compiled, 4, case, timeout_s=280.0):
         assert num_compiled > 0
+        assert_same_training(outcome, expected)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["compile", "torch.compile"])
+def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
+    pool: ProcessPool, how: str
+) -> None:
+    # More layers than dynamo compiles one by one.
+    plan = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 12)), pipeline(stage(1, 0, 12)))
+    case = Case(plan=plan, world_size=3, num_layers=12, num_microbatches=2, optimizer="sgd")
+    expected, _ = pool.run(train_compiled_by_hand, 1, case.on_single_device(), how)[0]
+    outcomes = pool.run(train_compiled_by_hand, 3, case, how)
+    assert [num_graphs for _, num_graphs in outcomes] == [1, 1, 1]
+    for outcome, _ in outcomes:
         assert_same_training(outcome, expected)
 
 
