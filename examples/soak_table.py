@@ -59,12 +59,14 @@ def tell(faults: Sequence[Fault], events: Sequence[Event]) -> str:
     costs = {fault.kind: Cost() for fault in sorted(faults, key=lambda fault: fault.kind)}
     for fault in faults:
         costs[fault.kind].faults += 1
-    trained = [event for event in events if event["event"] == "trained"]
+    trained, started = (
+        [event for event in events if event["event"] == kind] for kind in ("trained", "started")
+    )
     pairs = list(pairwise(trained))
     usual_s = median(after["at_s"] - before["at_s"] for before, after in pairs)
     for before, after in pairs:
         pause_s = after["at_s"] - before["at_s"] - usual_s
-        starts = [e for e in events if e["event"] == "started" and _between(e, before, after)]
+        starts = [event for event in started if _between(event, before, after)]
         fault = _cause(faults, before["at_s"], after["at_s"])
         if fault is None or not (starts or pause_s > PAUSE_S):
             continue
