@@ -1,5 +1,6 @@
 """What a drill has shown: were all steps trained as undisturbed, and what did the faults cost."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,7 +78,9 @@ def tell(faults: Sequence[Fault], events: Sequence[Event]) -> str:
     rows = [_row(kind, cost) for kind, cost in costs.items()]
     rows.append(_row("all", _sum(list(costs.values()))))
     head = ("fault", "faults", "recoveries", "steps again", "s without training", "each", "longest")
-    return "\n".join(_format(row) for row in (head, *rows))
+    moments = Counter(fault.moment for fault in faults)
+    when = ", ".join(f"{count} in {moment}" for moment, count in sorted(moments.items()))
+    return "\n".join([*(_format(row) for row in (head, *rows)), f"faults came: {when}"])
 
 
 def _between(event: Event, before: Event, after: Event) -> bool:
