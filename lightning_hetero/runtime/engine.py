@@ -147,7 +147,7 @@ class Engine:
         Raises:
             StepError, BatchError, ModelError: Step, batch or model break the contract.
         """
-        self._plans.begin(key.stage)
+        self._plans.begin(key.stage, key.epoch)
         run = self._run
         propagation = self._propagation(batch, key, training=True)
         self.buffers.begin()
@@ -180,12 +180,12 @@ class Engine:
             )
         self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
-        self._plans.learn_roles(agreed.reports, key.stage)
+        self._plans.learn_roles(agreed.reports, key.stage, key.epoch)
         return loss.value, self._records(propagation, agreed)
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> Records:
         """Run one iteration forward only; returns what its steps left behind."""
-        self._plans.begin(key.stage)
+        self._plans.begin(key.stage, key.epoch)
         propagation = self._propagation(batch, key, training=False)
         with self.clock.iteration():
             with preserved_random_state(), self.logs.recording(), self._weights_in_module():
@@ -198,7 +198,7 @@ class Engine:
             with self.clock.waiting():
                 agreed = agreement.finish()
         self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
-        self._plans.learn_roles(agreed.reports, key.stage)
+        self._plans.learn_roles(agreed.reports, key.stage, key.epoch)
         return self._records(propagation, agreed)
 
     def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:

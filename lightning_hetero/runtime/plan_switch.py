@@ -1,8 +1,8 @@
 """Change from one plan to another: slices stay with their owners, everything else is made anew.
 
-Also what a run learns about parameters outside the layers. In the first iteration of each kind
-(training, validation, test, prediction) both ends of a pipeline hold them. What is used at one end
-only, in all kinds so far, is held there only from then on.
+Also what a run learns about parameters outside the layers. In an epoch's first iteration of each
+kind (training, validation, test, prediction) both ends of a pipeline hold them. What was used at
+one end only, in all that was seen so far, is held there only until the next epoch.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ class PlanSwitch:
         self._tensor_parallel = tensor_parallel
         self._roles: dict[str, set[OuterRole]] = {}
         """Where outer parameters were used so far."""
-        self._known_kinds: set[int] = set()
-        """The kinds of iterations in which that was watched."""
+        self._watched: dict[int, int] = {}
+        """The last epoch in which that was watched, for each kind of iteration."""
         self._specs = self._with_roles(known=False)
         self.run = self._make_run(plan, share_memory=True)
         """The plan that runs, made ready."""
@@ -102,18 +102,18 @@ class PlanSwitch:
         """
         changed = self._store.follow_freezing()
         if changed:
-            self._specs = self._with_roles(known=bool(self._known_kinds))
+            self._specs = self._with_roles(known=bool(self._watched))
             self._replace(self.run.plan, share_memory=self.run.share_memory)
         return changed
 
-    def begin(self, kind: int) -> None:
-        """Make ready for an iteration of a kind: what it reads is watched if it is the first."""
-        is_watched = kind not in self._known_kinds and self.run.plan.max_stages > 1
+    def begin(self, kind: int, epoch: int) -> None:
+        """Make ready for an iteration: what it reads is watched if it is the first of its kind."""
+        is_watched = self._watched.get(kind) != epoch and self.run.plan.max_stages > 1
         if is_watched:
             self._hold(self._with_roles(known=False))
         self.run.is_watched = is_watched
 
-    def learn_roles(self, reports: Sequence[Report], kind: int) -> None:
+    def learn_roles(self, reports: Sequence[Report], kind: int, epoch: int) -> None:
         """Hold outer weights only where iterations that were watched have used them.
 
         Every rank sees the same reports, so all ranks make the same tables.
@@ -127,7 +127,7 @@ class PlanSwitch:
                 for rank in pipeline.stages[stage_index].ranks:
                     for name in reports[rank].reads:
                         self._roles.setdefault(name, set()).add(role)
-        self._known_kinds.add(kind)
+        self._watched[kind] = epoch
         self._hold(self._with_roles(known=True))
 
     def _with_roles(self, *, known: bool) -> tuple[ParameterSpec, ...]:

@@ -55,7 +55,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if names:
             written = written_by(func, args, kwargs or {})
             reaches_others = any(not self._names_in(item) for item in written)
-            if self.uses_all or reaches_others or _LOOKS_AT_VALUES.intersection(func.tags):
+            if self.uses_all or reaches_others or _looks_at_values(func, args):
                 self._reads |= names
             self._mark(_tensors(made), names)
         return made
@@ -74,6 +74,13 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(storage)
             key = storage._cdata
             self._names[key] = self._names.get(key, frozenset()) | names
+
+
+def _looks_at_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether what an operation makes is no tensor, or its shape depends on values."""
+    if func._schema.name == "aten::index":
+        return any(item.dtype is torch.bool for item in _tensors(args[1]))
+    return not _LOOKS_AT_VALUES.isdisjoint(func.tags)
 
 
 def _tensors(value: Any) -> list[Tensor]:

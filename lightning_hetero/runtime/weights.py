@@ -273,8 +273,8 @@ def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) ->
     if spec.layer is None:
         place = (
             "It lies outside the layers, and this stage doesn't hold it. In stages such a "
-            "parameter may make the first layer's input, and from the first iteration on, what "
-            "the last stage computes."
+            "parameter may make the first layer's input and, from an epoch's first iteration on, "
+            "what the last stage computes."
         )
         behind = " or behind them"
     origin = Origin(

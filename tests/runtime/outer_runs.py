@@ -51,7 +51,12 @@ class OuterModule(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch
-        return F.cross_entropy(self(ids, batch_idx).flatten(0, 1), ids.flatten())
+        loss = F.cross_entropy(self(ids, batch_idx).flatten(0, 1), ids.flatten())
+        if self.kind == "loss from the second epoch" and self.current_epoch:
+            loss = loss + self.embed.weight.square().mean()
+        if self.kind == "loss from the second step" and self.global_step:
+            loss = loss + self.embed.weight.square().mean()
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         (ids,) = batch

@@ -17,6 +17,7 @@ KINDS = [
     "heads by batch",
     "read in layers",
     "looked at",
+    "loss from the second epoch",
 ]
 
 
@@ -40,3 +41,9 @@ def test_a_middle_stage_refuses_by_name_what_it_does_not_hold(
         )
         for text in (refusals[0], refusals[2]):
             assert f"parameter {name}" in text
+
+
+def test_a_use_that_begins_within_an_epoch_is_refused_by_name(pool: ProcessPool) -> None:
+    kind = "loss from the second step"
+    for found in pool.run(run_kinds, 2, [kind], TWO, True):
+        assert "What the step returns needs parameter embed.weight" in found[kind]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.dist
         {"arguments": "table, hidden", "table": "parameter"},
         {"arguments": "keywords", "returned": "unused"},
         {"outer": "mask before layers"},
+        {"outer": "later loss"},
         {"outer": "embedding added behind", "arguments": "table, hidden"},
         {"outer": "embedding in layers", "frozen": "embedding"},
         {"collected": "gates on layers", "plan": "three stages"},
@@ -44,7 +45,6 @@ ELSEWHERE = "needs what layer 0 computes"
         ({"collected": "first hidden state"}, "returns needs the output of layer 0"),
         ({"collected": "hook"}, f"What the step returns {ELSEWHERE}"),
         ({"collected": "logged hook"}, f"What is logged as 'hooked' {ELSEWHERE}"),
-        ({"outer": "later loss"}, "needs parameter model.embed.weight"),
         (
             {"outer": "embedding in layers", "plan": "three stages"},
             "takes parameter model.embed.weight",
@@ -61,7 +61,7 @@ def test_what_a_stage_can_not_know_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "features", [{"between": "relu_"}, {"collected": "hook"}, {"outer": "later loss"}]
+    "features", [{"between": "relu_"}, {"collected": "hook"}, {"returned": "used"}]
 )
 def test_one_stage_knows_all(pool: ProcessPool, features: dict[str, Any]) -> None:
     verdict = judge(pool, replace(Recipe(), plan="alone", **features))
