@@ -33,6 +33,7 @@ from lightning_hetero.callbacks.training_state import (
     restore,
     restore_random_state,
 )
+from lightning_hetero.callbacks.trial import Trial
 from lightning_hetero.checkpoint import (
     CheckpointContent,
     CheckpointId,
@@ -145,6 +146,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._leases: tuple[Lease, ...] = ()
         self._last_step = 0
         self._recovered: Recovered | None = None
+        self._trial = Trial()
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
         self._set_up_at_s = 0.0
@@ -181,6 +183,12 @@ class LayerwiseCheckpoint(Checkpoint):
         self._start = begin_run(joined.tiers, recovered=recovered, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step
+            self._trial.begin(
+                recovered,
+                joined.tiers,
+                self._transport,
+                is_first_of_node=trainer.local_rank == 0,
+            )
             fetched_s = time.time()
             restore(trainer, owned, recovered)
             self._report(trainer, recovered, self._last_finished(), (start_s, fetched_s))
@@ -267,9 +275,16 @@ class LayerwiseCheckpoint(Checkpoint):
     # -- steps ----------------------------------------------------------------------------------
 
     @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._trial.see_batch(trainer, batch)
+
+    @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        self._trial.see_gradients(optimizer)
         self._wait_for_snapshot()
 
     @override
@@ -289,6 +304,7 @@ class LayerwiseCheckpoint(Checkpoint):
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
+        self._trial.see_step(trainer, outputs)
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         leaving, self._leaving = self._leaving, None
@@ -311,13 +327,15 @@ class LayerwiseCheckpoint(Checkpoint):
         for lease in self._leases:
             lease.raise_if_lost()
         owned = OwnedState(trainer)
+        metadata = dump_metadata(trainer, owned)
+        metadata["lightning_hetero"]["steps"] = self._trial.history(trainer)
         content = CheckpointContent(
             id=replace(self._start, step=trainer.global_step),
             global_rank=trainer.global_rank,
             world_size=trainer.world_size,
             num_layers=owned.num_layers,
             slices=owned.contents(),
-            metadata=dump_metadata(trainer, owned),
+            metadata=metadata,
             rank_metadata=dump_random_state(),
             plan=owned.plan,
         )
@@ -347,6 +365,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        self._trial.see_exception(trainer, exception)
         # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
         self._writer = None
         self._release_leases()

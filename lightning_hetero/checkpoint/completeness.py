@@ -20,6 +20,7 @@ from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = [
+    "QUARANTINED",
     "PartCopy",
     "StoreParts",
     "checkpoints_in",
@@ -28,6 +29,9 @@ __all__ = [
     "parts_in",
     "read_manifest",
 ]
+
+QUARANTINED = "quarantined"
+"""File of a checkpoint that isn't to be trusted in the place where it lies."""
 
 _READERS = 16
 
@@ -99,9 +103,13 @@ class _TornError(CheckpointError):
 def look_at_parts(
     store: Store, files: Mapping[str, int], wanted: Collection[CheckpointId]
 ) -> StoreParts:
-    """Read the manifests of checkpoints, and compare them with the sizes of a store's files."""
+    """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
+
+    What is in quarantine counts as nothing.
+    """
+    trusted = {item for item in wanted if f"{item.folder}/{QUARANTINED}" not in files}
     names = [
-        (id_, part) for id_, parts in parts_in(files).items() if id_ in wanted for part in parts
+        (id_, part) for id_, parts in parts_in(files).items() if id_ in trusted for part in parts
     ]
     copies: list[PartCopy] = []
     broken: list[tuple[CheckpointId, str]] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from lightning_hetero.checkpoint.completeness import (
+    QUARANTINED,
     PartCopy,
     checkpoints_in,
     complete_size,
@@ -145,7 +146,8 @@ def _take_one(tier: Tier, holder: Holder) -> Inventory:
         return Inventory(unreadable=((None, f"{tier}: {error}"),))
     present = checkpoints_in(files)
     found = look_at_parts(tier.store, files, present)
-    finished = {item for item in present if f"{item.folder}/{CONFIRMED}" in files}
+    marks = (CONFIRMED, QUARANTINED)
+    finished = {item for item in present if any(f"{item.folder}/{mark}" in files for mark in marks)}
     # Files are written before their manifest, each whole or not at all: this was done by no crash.
     finished |= {copy.id for copy in found.copies if copy.missing} | {
         id_ for id_, _ in found.broken
@@ -158,7 +160,15 @@ def _take_one(tier: Tier, holder: Holder) -> Inventory:
         present=tuple((item, holder) for item in present),
         finished=tuple(finished),
         places=((holder, run),),
-        broken=tuple(why for _, why in found.broken),
+        broken=(
+            *(why for _, why in found.broken),
+            *(
+                f"{item} in {tier} failed on probation after a recovery and is put aside; delete "
+                f"{item.folder}/{QUARANTINED} there to use it all the same"
+                for item in present
+                if f"{item.folder}/{QUARANTINED}" in files
+            ),
+        ),
         unreadable=found.unreadable,
     )
 

@@ -43,8 +43,8 @@ WEIGHT = "weight"
 _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
-_BARE_NAME = re.compile(r"(?!confirmed$)[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""Nothing that leads out of the checkpoint's folder, nor what says that it is complete."""
+_BARE_NAME = re.compile(r"(?!(?:confirmed|quarantined|acquitted)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""Nothing that leads out of the checkpoint's folder, nor what says whether it is good."""
 
 
 @total_ordering

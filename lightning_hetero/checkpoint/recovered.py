@@ -28,6 +28,8 @@ class RecoveryReport:
     """Newer checkpoints that couldn't be used, and why."""
     attempt: int
     """Attempt number for the checkpoints that this run saves."""
+    place: str = ""
+    """The fastest tier that has any of it, on any node."""
 
     def __str__(self) -> str:
         sources = ", ".join(

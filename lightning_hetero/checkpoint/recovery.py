@@ -232,6 +232,9 @@ def _recover_from(
             failures=tuple(failures),
             skipped=tuple(skipped),
             attempt=choice.attempt,
+            place=min(
+                held.holder.kind for held in session.inventory.held if held.id == checkpoint
+            ).name.lower(),
         ),
     )
 

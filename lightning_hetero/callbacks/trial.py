@@ -1,0 +1,207 @@
+"""The first steps after a recovery are on probation; what fails is put aside for the next start.
+
+No judgement lives here; see `checkpoint.probation`. This class gathers what steps were like, on all
+ranks alike, keeps it for the checkpoints, and carries a verdict out.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.checkpoint import Recovered, Tier, TierKind, Transport
+from lightning_hetero.checkpoint.probation import (
+    MAX_TRIES,
+    FailedTry,
+    Probation,
+    StepFacts,
+    failed_alike,
+)
+from lightning_hetero.checkpoint.quarantine import acquit, put_in_quarantine, read_failed_tries
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.runtime.finiteness import NonfiniteGradients
+from lightning_hetero.strategy import HeteroStrategy
+
+__all__ = ["Trial"]
+
+_NUM_REMEMBERED = 256
+_NUM_VALUES = 8
+
+
+@dataclass
+class _Tried:
+    """What this start of a run has recovered."""
+
+    recovered: Recovered
+    tiers: Sequence[Tier]
+    """Those in which this rank says so if it fails."""
+    probation: Probation
+    failed: list[FailedTry] = field(default_factory=list)
+
+
+class Trial:
+    """What `LayerwiseCheckpoint` knows of steps; called by all ranks alike."""
+
+    def __init__(self) -> None:
+        self._tried: _Tried | None = None
+        self._facts: deque[StepFacts] = deque(maxlen=_NUM_REMEMBERED)
+        self._pending: list[tuple[int, Tensor | None, Tensor | None]] = []
+        """Steps whose numbers still lie on the device; norms squared, of this rank's slices."""
+        self._square: Tensor | None = None
+        self._batch: Any = None
+
+    def begin(
+        self,
+        recovered: Recovered,
+        tiers: Sequence[Tier],
+        transport: Transport,
+        *,
+        is_first_of_node: bool,
+    ) -> None:
+        """Put a recovered state on probation. Communicates."""
+        rank = transport.global_rank
+        looked = [
+            tier
+            for tier in tiers
+            if (rank == 0 if tier.kind is TierKind.REMOTE else is_first_of_node)
+        ]
+        own = read_failed_tries(looked, recovered.id.run)
+        texts = b"\n".join(item.encode() for item in own)
+        lines = {line for data in transport.all_gather(texts) for line in data.splitlines()}
+        failed = [FailedTry.decode(line) for line in sorted(lines)]
+        known = [
+            StepFacts(*item) for item in recovered.metadata["lightning_hetero"].get("steps", [])
+        ]
+        self._facts.extend(known)
+        probation = Probation(recovered.id.step, known, failed)
+        self._tried = _Tried(recovered, looked, probation, failed)
+
+    def history(self, trainer: pl.Trainer) -> list[list[Any]]:
+        """Return what the last steps were like, for the checkpoint. Communicates."""
+        self._settle(trainer)
+        return [[f.step, f.loss, f.gradient_norm] for f in self._facts]
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def see_batch(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Remember on what a step on probation trains."""
+        self._batch = batch if self._covers(trainer.global_step + 1) else None
+
+    def see_gradients(self, optimizer: Optimizer) -> None:
+        """Take the size of this rank's gradients, before they are clipped."""
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and not parameter.grad.is_sparse
+        ]
+        if gradients:
+            square = torch.nn.utils.get_total_norm(gradients).detach().float() ** 2
+            self._square = square if self._square is None else self._square + square
+
+    def see_step(self, trainer: pl.Trainer, outputs: Tensor | Mapping[str, Any] | None) -> None:
+        """Judge a step that has ended, if it is on probation. Communicates then.
+
+        Raises:
+            CheckpointError: The recovered state can't be trusted, or the step's data is at fault;
+                on all ranks.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        known_loss = loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        self._pending.append((trainer.global_step, known_loss, self._square))
+        self._square = None
+        if len(self._pending) >= _NUM_REMEMBERED:
+            self._settle(trainer)
+        if self._covers(trainer.global_step) and not _left_out(trainer):
+            self._settle(trainer)
+            try:
+                self._judge(trainer, self._facts[-1])
+            except CheckpointError:
+                # A restart must find what was put aside, and it begins when the first rank ends.
+                trainer.strategy.barrier("what failed is put aside")
+                raise
+
+    def see_exception(self, trainer: pl.Trainer, exception: BaseException) -> None:
+        """Condemn what was recovered if the strategy has refused its gradients."""
+        strategy, step = trainer.strategy, trainer.global_step + 1
+        if isinstance(exception, CheckpointError) or not self._covers(step):
+            return
+        engine = strategy._engine if isinstance(strategy, HeteroStrategy) else None
+        if engine is not None and not engine.gradients_are_finite:
+            try:
+                self._judge(trainer, StepFacts(step, None, float("nan")))
+            except CheckpointError as verdict:
+                exception.add_note(str(verdict))
+
+    def _covers(self, step: int) -> bool:
+        return self._tried is not None and self._tried.probation.covers(step)
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Turn what lies on the device into numbers, summed over all ranks."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        device = trainer.strategy.root_device
+        zero = torch.zeros((), device=device)
+        squares = torch.stack([zero if s is None else s.to(device) for _, _, s in pending])
+        norms = trainer.strategy.reduce(squares, reduce_op="sum").sqrt().tolist()
+        for (step, loss, _), norm in zip(pending, norms, strict=True):
+            self._facts.append(StepFacts(step, None if loss is None else float(loss), norm))
+
+    # -- the verdict ------------------------------------------------------------------------------
+
+    def _judge(self, trainer: pl.Trainer, facts: StepFacts) -> None:
+        tried = self._tried
+        assert tried is not None
+        reason = tried.probation.doubt(facts)
+        if not reason:
+            return
+        recovered = tried.recovered
+        new = FailedTry(
+            recovered.id, recovered.report.place, facts, reason, _describe(trainer, self._batch)
+        )
+        put_in_quarantine(tried.tiers, new)
+        alike = failed_alike(tried.failed, new)
+        if len(alike) >= MAX_TRIES:
+            acquit(tried.tiers, facts.step)
+            raise CheckpointError(
+                f"Step {facts.step} has failed from {len(alike)} copies: "
+                f"{'; '.join(map(str, alike))}. So its data is at fault, not the checkpoints, "
+                f"which count again: {new.samples}. Mend or leave out these samples, then start "
+                "again."
+            )
+        raise CheckpointError(
+            f"What was recovered can't be trusted: {new}. This copy is put aside; start again "
+            f"(torchrun does) to go on from the next one. Tried so far at this step: {len(alike)} "
+            f"of {MAX_TRIES}. It was trained on {new.samples}."
+        )
+
+
+def _left_out(trainer: pl.Trainer) -> bool:
+    """Whether the user wants steps like the last one to be left out."""
+    strategy = trainer.strategy
+    if isinstance(strategy, HeteroStrategy):
+        answer = strategy.engine.config.nonfinite_gradients
+        return answer is NonfiniteGradients.SKIP and not strategy.engine.gradients_are_finite
+    # A scaler finds its scale by overflows.
+    return getattr(trainer.precision_plugin, "scaler", None) is not None
+
+
+def _describe(trainer: pl.Trainer, batch: Any) -> str:
+    """Name a batch so that it can be found."""
+    place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
+    leaves = [item for item in tree_leaves(batch) if isinstance(item, Tensor) and item.numel()]
+    if not leaves:
+        return place
+    first = leaves[0]
+    values = ", ".join(f"{value:g}" for value in first.detach().reshape(-1)[:_NUM_VALUES].tolist())
+    return (
+        f"{place} (rank {trainer.global_rank} has a tensor {tuple(first.shape)} that begins with "
+        f"{values})"
+    )

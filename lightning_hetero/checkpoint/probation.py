@@ -1,0 +1,146 @@
+"""Whether a recovered state is to be trusted: its first steps are held against what is known.
+
+A copy may be corrupt although all its checksums are right, because it was so when it was written.
+Then the first steps show it: the loss is no number, or gradients are far larger than they were.
+What failed is put aside (`quarantine`) and the next copy or the next older checkpoint is taken. A
+step that fails from every one of them isn't the checkpoints' fault: then it is its data's.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["MAX_TRIES", "FailedTry", "Probation", "StepFacts", "failed_alike"]
+
+MAX_TRIES = 3
+"""Failures of one step, each from another copy, that show that its data is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a step was like."""
+
+    step: int
+    """Optimizer steps taken, this one included."""
+    loss: float | None
+    """Its loss, None if unknown."""
+    gradient_norm: float | None
+    """Norm of all gradients before clipping, None if unknown."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing that is known is NaN or infinite."""
+        return all(
+            value is None or math.isfinite(value) for value in (self.loss, self.gradient_norm)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTry:
+    """A copy that failed on probation."""
+
+    checkpoint: CheckpointId
+    place: str
+    """Which tier it came from."""
+    facts: StepFacts
+    reason: str
+    samples: str
+    """What the step was trained on."""
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        facts = [self.facts.step, _text(self.facts.loss), _text(self.facts.gradient_norm)]
+        body = [self.checkpoint.folder, self.place, facts, self.reason, self.samples]
+        return json.dumps(body).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Parse what `encode` returns; CheckpointError if it is torn."""
+        try:
+            folder, place, (step, loss, norm), reason, samples = json.loads(data)
+            facts = StepFacts(int(step), _number(loss), _number(norm))
+            checkpoint = CheckpointId.parse(folder)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"What failed on probation can't be read: {error}") from error
+        if checkpoint is None:
+            raise CheckpointError(f"{folder!r} failed on probation, but is no checkpoint.")
+        return cls(checkpoint, place, facts, reason, samples)
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint} from {self.place}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Probation:
+    """Judges the first steps after a recovery, and those at which other copies failed.
+
+    Args:
+        start: Step of the checkpoint.
+        known: What steps were like before, in any order; of two the later counts.
+        failed: What failed before.
+        num_steps: Steps on probation.
+        tolerance: How many times larger than before gradients may be.
+    """
+
+    start: int
+    known: Iterable[StepFacts] = ()
+    failed: Collection[FailedTry] = ()
+    num_steps: int = 8
+    tolerance: float = 10.0
+    _norms: Mapping[int, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        facts = [*self.known, *(item.facts for item in self.failed)]
+        norms = {f.step: f.gradient_norm for f in facts if f.is_finite and f.gradient_norm}
+        object.__setattr__(self, "_norms", norms)
+
+    def covers(self, step: int) -> bool:
+        """Return whether a step is to be judged."""
+        is_early = self.start < step <= self.start + self.num_steps
+        return is_early or any(item.facts.step == step for item in self.failed)
+
+    def doubt(self, facts: StepFacts) -> str:
+        """Return why the state can't be trusted after a step; "" if nothing speaks against it."""
+        if not facts.is_finite:
+            return (
+                f"step {facts.step} isn't finite: loss {facts.loss}, gradient norm "
+                f"{facts.gradient_norm}"
+            )
+        if facts.gradient_norm is None or not self._norms:
+            return ""
+        # The same step, if a former try got there, says more than what the steps before were like.
+        usual = self._norms.get(facts.step, max(self._norms.values()))
+        if facts.gradient_norm > self.tolerance * usual:
+            return (
+                f"the gradient norm of step {facts.step} is {facts.gradient_norm:.3g}, where "
+                f"{usual:.3g} was the most before"
+            )
+        return ""
+
+
+def failed_alike(failed: Collection[FailedTry], new: FailedTry) -> list[FailedTry]:
+    """Return all tries that weren't finite at the step at which a new one isn't, that included."""
+    if new.facts.is_finite:
+        return [new]
+    step = new.facts.step
+    earlier = {
+        (item.checkpoint, item.place): item
+        for item in failed
+        if item.facts.step == step and not item.facts.is_finite
+    }
+    earlier[new.checkpoint, new.place] = new
+    return list(earlier.values())
+
+
+def _text(value: float | None) -> str | None:
+    # JSON has neither NaN nor infinity.
+    return None if value is None else repr(value)
+
+
+def _number(text: str | None) -> float | None:
+    return None if text is None else float(text)
