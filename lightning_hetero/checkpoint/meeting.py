@@ -138,8 +138,10 @@ class Meeting:
         if self._lost_peer is not None:
             return False
         self.uploads.start_deferred()
-        end = self._uploading.submit(self._uploading.progress.tick)
-        self._learn(self._rounds.finish(end, self._uploading, lambda _: self.uploads.status()))
+        # Once for the uploads, once for what rank 0 does when it learns that they are complete.
+        for _ in range(2):
+            end = self._uploading.submit(self._uploading.progress.tick)
+            self._learn(self._rounds.finish(end, self._uploading, lambda _: self.uploads.status()))
         looking = self._submit(self._look_again, newest)
         statuses = self._rounds.finish(looking, self._storing, lambda seen: seen or {})
         return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))

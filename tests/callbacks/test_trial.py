@@ -1,4 +1,4 @@
-"""A run that recovers what is corrupt, though its checksums are right, goes on from another copy."""
+"""A run that recovers what is corrupt, with checksums that are right, takes another copy."""
 
 import math
 from pathlib import Path
