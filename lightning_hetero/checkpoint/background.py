@@ -25,6 +25,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.count = 0
+        self.is_given_up = False
+        """Whether nobody waits any more."""
 
     def tick(self) -> None:
         """Something moved."""
@@ -40,6 +42,8 @@ class Followed(Generic[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         for item in self._items:
+            if self._progress.is_given_up:
+                raise TimeoutError("This came too late.")
             self._progress.tick()
             yield item
 

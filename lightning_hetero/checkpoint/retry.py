@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_hetero.checkpoint.background import (
+    BackgroundThread,
+    Followed,
+    Patience,
+    Progress,
+)
 from lightning_hetero.checkpoint.blocks import Buffer
 from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
@@ -33,10 +39,14 @@ class RetryPolicy:
     """Pause before the second try, seconds; doubles with each further one, ± half at random."""
     longest_pause_s: float = 20.0
     """Bound of the pause, seconds."""
+    stall_s: float = 300.0
+    """Seconds after which a try in which nothing moves is given up, above 0."""
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_pause_s < 0 or self.longest_pause_s < 0:
             raise ConfigurationError(f"{self} needs attempts of 1 or more and pauses of 0 or more.")
+        if self.stall_s <= 0:
+            raise ConfigurationError(f"{self} needs a stall_s above 0.")
 
     def pause_s(self, failures: int) -> float:
         """Return the pause after that many failures."""
@@ -45,7 +55,10 @@ class RetryPolicy:
 
 
 class RetryingStore:
-    """A store that tries again, unless trying again can't help (missing, forbidden, full)."""
+    """A store that tries again, unless trying again can't help (missing, forbidden, full).
+
+    A try that hangs is left to a thread that nobody waits for.
+    """
 
     def __init__(
         self,
@@ -60,24 +73,39 @@ class RetryingStore:
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write, again from the first chunk after a failure."""
-        self._retry(f"write {name} to", lambda: self._store.write(name, chunks))
+        self._retry(
+            f"write {name} to",
+            lambda progress: self._store.write(name, Followed(chunks, progress)),
+        )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read a byte range."""
-        return self._retry(f"read {name} from", lambda: self._store.read(name, start, stop))
+        return self._retry(f"read {name} from", lambda _: self._store.read(name, start, stop))
 
     def list(self) -> dict[str, int]:
         """List all files."""
-        return self._retry("list", self._store.list)
+        return self._retry("list", lambda _: self._store.list())
 
     def remove(self, names: Collection[str]) -> None:
         """Delete files."""
-        self._retry(f"remove {len(names)} files from", lambda: self._store.remove(names))
+        self._retry(f"remove {len(names)} files from", lambda _: self._store.remove(names))
 
-    def _retry(self, what: str, action: Callable[[], _T]) -> _T:
+    def _try(self, action: Callable[[Progress], _T]) -> _T:
+        thread = BackgroundThread("checkpoint-store")
+        result = thread.submit(action, thread.progress)
+        thread.finish()
+        try:
+            Patience(thread.progress, self._policy.stall_s).wait_for(result)
+        except TimeoutError:
+            # What it still writes must not replace what the next try does.
+            thread.progress.is_given_up = True
+            raise
+        return result.result()
+
+    def _retry(self, what: str, action: Callable[[Progress], _T]) -> _T:
         for failures in range(1, self._policy.attempts + 1):
             try:
-                return action()
+                return self._try(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
                 if isinstance(error, _HOPELESS) or _number_of(error) in _HOPELESS_NUMBERS:

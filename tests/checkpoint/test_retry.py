@@ -1,4 +1,5 @@
 import errno
+import threading
 
 import pytest
 
@@ -65,3 +66,48 @@ def test_hopeless_errors_are_raised_at_once(error: OSError) -> None:
 def test_a_policy_without_attempts_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="attempts"):
         RetryPolicy(attempts=0)
+
+
+class Hangs:
+    """Doesn't answer the first time, until it is let go."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.left = 1
+        self.let_go = threading.Event()
+
+    def __call__(self, verb: str, name: str) -> None:
+        if verb == self.at and self.left:
+            self.left -= 1
+            assert self.let_go.wait(20)
+
+
+@pytest.mark.parametrize("verb", ["write", "read", "list", "remove"])
+def test_a_try_that_hangs_is_given_up_and_comes_too_late(verb: str) -> None:
+    inner, hangs = MemoryStore(), Hangs(verb)
+    inner.write("x", [b"old"])
+    policy = RetryPolicy(attempts=2, first_pause_s=0.0, stall_s=0.5)
+    store = RetryingStore(FaultyStore(inner, hangs), policy)
+    if verb == "write":
+        store.write("x", [b"ne", b"w"])
+    elif verb == "read":
+        assert store.read("x") == b"old"
+    elif verb == "list":
+        assert store.list() == {"x": 3}
+    else:
+        store.remove(["x"])
+    hangs.let_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint-store":
+            thread.join(20)
+    assert inner.files == {"write": {"x": b"new"}, "remove": {}}.get(verb, {"x": b"old"})
+
+
+def test_what_never_answers_is_an_error_in_the_end() -> None:
+    hangs = Hangs("read")
+    hangs.left = 2
+    policy = RetryPolicy(attempts=2, first_pause_s=0.0, stall_s=0.05)
+    store = RetryingStore(FaultyStore(MemoryStore(), hangs), policy)
+    with pytest.raises(CheckpointError, match=r"in 2 attempts.*Nothing has moved"):
+        store.read("x")
+    hangs.let_go.set()
