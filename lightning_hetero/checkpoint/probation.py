@@ -93,11 +93,15 @@ class Probation:
     num_steps: int = 8
     tolerance: float = 10.0
     _norms: Mapping[int, float] = field(init=False)
+    _worst_loss: float = field(init=False)
 
     def __post_init__(self) -> None:
-        facts = [*self.known, *(item.facts for item in self.failed)]
-        norms = {f.step: f.gradient_norm for f in facts if f.is_finite and f.gradient_norm}
+        known = [*self.known, *(item.facts for item in self.failed)]
+        facts = [item for item in known if item.is_finite]
+        norms = {item.step: item.gradient_norm for item in facts if item.gradient_norm}
+        losses = [item.loss for item in facts if item.loss is not None]
         object.__setattr__(self, "_norms", norms)
+        object.__setattr__(self, "_worst_loss", max(losses, default=-math.inf))
 
     def covers(self, step: int) -> bool:
         """Return whether a step is to be judged."""
@@ -112,6 +116,9 @@ class Probation:
                 f"{facts.gradient_norm}"
             )
         if facts.gradient_norm is None or not self._norms:
+            return ""
+        if facts.loss is not None and facts.loss <= self._worst_loss:
+            # Gradients also grow where layers thaw, but what is corrupt predicts worse than ever.
             return ""
         # The same step, if a former try got there, says more than what the steps before were like.
         usual = self._norms.get(facts.step, max(self._norms.values()))

@@ -14,7 +14,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, places
-from lightning_hetero.checkpoint import FsspecStore, RetryPolicy, lease
+from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, lease
 from lightning_hetero.checkpoint.lease import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import Leg, export, fit
@@ -153,6 +153,27 @@ def test_a_failed_run_goes_on_from_memory_unless_its_folder_was_deleted(
         assert fails.steps == steps
         if steps == 4:
             shutil.rmtree(tmp_path / "run")
+
+
+def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    write = LocalStore.write
+
+    def full(self: LocalStore, name: str, chunks: Any) -> None:
+        if str(self).endswith("/run") and name.endswith(".safetensors"):
+            raise OSError(28, "No space left on device")
+        write(self, name, chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "write", full)
+        with pytest.raises(CheckpointError, match=r"No lasting place.*No space left"):
+            train(tmp_path / "run", 4, shared_memory=True)
+    assert list((tmp_path / "shm").rglob("*.safetensors"))
+    assert len(train(tmp_path / "run", 6, shared_memory=True)) == 2
+    assert not list((tmp_path / "shm").rglob("*.safetensors"))
 
 
 def test_memory_alone_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
