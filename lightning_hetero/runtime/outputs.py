@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
@@ -128,7 +129,8 @@ class StepRecord:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing that other ranks would miss."""
-        return not self.appended and (self.output is None or self.output == {})
+        is_nothing = isinstance(self.output, Mapping) and not self.output
+        return not self.appended and (self.output is None or is_nothing)
 
     def moved(self, device: torch.device) -> "StepRecord":
         """Return it with tensors of their own memory on a device."""
@@ -188,8 +190,8 @@ def join(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
         return Unjoined(items)
     if isinstance(first, _Number):
         return _join_numbers(items)
-    if isinstance(first, Tensor):
-        return _join_tensors(items, sizes)
+    if isinstance(first, Tensor | np.ndarray):
+        return _join_rows(items, sizes)
     if isinstance(first, Mapping):
         return _join_mappings(items, sizes)
     if isinstance(first, tuple | list):
@@ -219,16 +221,21 @@ def _join_numbers(items: Sequence[_Number]) -> Any:
     return total.to(first.value.dtype) if isinstance(first.value, Tensor) else float(total)
 
 
-def _join_tensors(items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]]) -> Any:
+def _join_rows(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
+    """Join tensors or arrays along dim 0, if that is over samples or tokens."""
+    are_tensors = isinstance(items[0], Tensor)
     if any(item.ndim == 0 or item.shape[1:] != items[0].shape[1:] for item in items):
-        same = all(torch.equal(item, items[0]) for item in items)
+        are_equal: Callable[[Any, Any], bool] = torch.equal if are_tensors else np.array_equal
+        same = all(are_equal(item, items[0]) for item in items)
         return items[0] if same else Unjoined(items)
     lengths = [len(item) for item in items]
     # Lengths that differ are a choice of samples; the same one everywhere may be anything.
     are_rows = len(set(lengths)) > 1 or any(
         _has_rows(lengths, counts) for counts in zip(*sizes, strict=True)
     )
-    return torch.cat(list(items)) if are_rows else Unjoined(items)
+    if not are_rows:
+        return Unjoined(items)
+    return torch.cat(list(items)) if are_tensors else np.concatenate(items)
 
 
 def _has_rows(lengths: Sequence[int], counts: Sequence[int]) -> bool:
@@ -267,6 +274,8 @@ def _join_plain(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
     first = items[0]
     if type(first) is int and all(item in size for item, size in zip(items, sizes, strict=True)):
         return sum(items)
-    if all(item is first or item == first for item in items):
-        return first
-    return Unjoined(items)
+    try:
+        same = all(item is first or bool(item == first) for item in items)
+    except (TypeError, ValueError):  # What compares element by element.
+        same = False
+    return first if same else Unjoined(items)

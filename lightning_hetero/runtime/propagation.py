@@ -177,6 +177,7 @@ class Propagation:
         rest = output if loss is None else _without_loss(output)
         appended = self._lists.take(behind_layers=True)
         self.records.append(StepRecord.of(rest, appended, microbatch, watch.reductions))
+        watch.reductions.restore({})  # It holds what a step has made.
         if loss is None:
             return
         self._keep_loss(loss, judged, weight)

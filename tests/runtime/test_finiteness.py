@@ -59,6 +59,32 @@ def test_an_iteration_without_any_target_has_gradients_of_zero(
             same(found, expected)
 
 
+class RandomlyEmpty(MaskedMean):
+    """Leaves out rows at random, all but one of an iteration at most."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        drawn = (ids.sum(1) * 37 + 11 * self.current_epoch + 5 * batch_idx) % 10
+        is_first = labels[:, -2] != -100
+        kept = torch.where(((drawn < 3) | is_first)[:, None], labels, -100)
+        return super().training_step((ids, kept), batch_idx)
+
+    num_target_tokens = None  # type: ignore[assignment]  # The loss alone knows what it left out.
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_hundred_iterations_with_targets_left_out_at_random_stay_those_of_one_device(
+    pool: ProcessPool, plan: str
+) -> None:
+    epochs = 50
+    expected = pool.run(fit, 1, RandomlyEmpty, None, 0, None, epochs)[0]
+    for found in pool.run(fit, 2, RandomlyEmpty, PLANS[plan], 0, None, epochs):
+        assert all(np.isfinite(value).all() for value in found["weights"].values())
+        same(found, expected)
+
+
 @pytest.mark.dist
 def test_gradients_that_are_not_finite_end_the_run_on_every_rank_naming_where(
     pool: ProcessPool,

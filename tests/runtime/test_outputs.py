@@ -64,6 +64,7 @@ STEPS: dict[str, Any] = {
     "extremes": lambda x: [x.max(), x.amin()],
     "sizes": lambda x: {"n": len(x), "batch_idx": 17, "name": "x"},
     "nothing": lambda _: None,
+    "arrays": lambda x: x.numpy(),
     "texts": lambda x: [f"{float(row[0])}" for row in x],
     "named": lambda x: Pair(x, x.mean()),
     "dataclass": lambda x: Answer(x, x.mean()),
