@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.metrics import StepMetrics
 from lightning_hetero.runtime.reductions import (
+    CONSTANT,
     Count,
     Kind,
     Reduction,
@@ -63,6 +65,8 @@ class LogEntry:
     """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
     reduction: str = "mean"
     """How values of several micro-batches become one: mean, sum, min or max."""
+    doubt: Literal["", "mixed", "guessed"] = field(default="", compare=False)
+    """What may be wrong with that: several means in one value, or nothing is known of it."""
 
 
 def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
@@ -81,8 +85,8 @@ class _Logged:
     value: Tensor
     weight: Tensor
     batch_size: int
-    ratios: Sequence[Tensor]
-    """See `ratio_of`."""
+    range: Sequence[Tensor]
+    """In what micro-batches must agree: `ratio_of` what is mixed, or the value that is guessed."""
 
 
 class StepLogs:
@@ -180,14 +184,20 @@ class StepLogs:
         for entry, (value, batch_size) in self._pending.items():
             seen = getattr(value, "metric_state", value)
             check_known(seen, f"What is logged as {entry.name!r} needs")
-            known = None if entry.metric is not None else reductions.of(value)
+            known = CONSTANT if entry.metric is not None else reductions.of(value)
             own, others = weight, tuple[Count, ...]()
             if known is not None and known.kind is Kind.MEAN:
                 own, others = as_weight(known.count, self._device), known.others
+            reduction = _reduction_of(entry, known)
+            is_known = known is not None and known.kind is not Kind.UNKNOWN
+            is_guessed = not is_known and reduction == "mean"
+            doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
-            logged = _Logged(number.reshape(()), own, batch_size, ratio_of(others, own))
-            reduced = replace(entry, reduction=_reduction_of(entry, known))
+            number = number.reshape(())
+            spread = [number] if is_guessed else ratio_of(others, own)
+            logged = _Logged(number, own, batch_size, spread)
+            reduced = replace(entry, reduction=reduction, doubt=doubt)
             self._values.setdefault(reduced, []).append(logged)
         self._pending.clear()
 
@@ -197,7 +207,7 @@ class StepLogs:
         return tuple(self._values)
 
     def as_row(self, entries: Sequence[LogEntry]) -> Tensor:
-        """Return (value, weight, batch size, least and largest ratio) of each entry as float64.
+        """Return (value, weight, batch size, least and largest of its range) of entries, float64.
 
         The weight is 0 for an entry not logged, the batch size 0 for one logged without it.
         """
@@ -211,8 +221,8 @@ class StepLogs:
                 row[first] = _reduce(entry.reduction, values, weights)
                 row[first + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
                 row[first + 2] = sum(item.batch_size for item in logged)
-                ratios = [ratio for item in logged for ratio in item.ratios]
-                row[first + 3], row[first + 4] = ends_of(ratios, self._device)
+                spread = [number for item in logged for number in item.range]
+                row[first + 3], row[first + 4] = ends_of(spread, self._device)
         return row
 
     def replay(self, entries: Sequence[LogEntry], rows: Tensor, batch_size: int) -> None:
@@ -240,9 +250,21 @@ class StepLogs:
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
                 logged = weights > 0
-                check_ratios(least[logged], largest[logged], f"{entry.name!r} that is logged")
+                _check_range(entry, least[logged], largest[logged])
                 value = _reduce(entry.reduction, values[logged], weights[logged]).float()
             self._original_log(entry.name, value, **options)
+
+
+def _check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
+    """Refuse what is mixed and differs between micro-batches; warn of what is guessed and does."""
+    if entry.doubt == "mixed":
+        check_ratios(least, largest, f"{entry.name!r} that is logged")
+    elif entry.doubt == "guessed" and least.numel() and float(least.min()) < float(largest.max()):
+        rank_zero_warn(
+            f"What is logged as {entry.name!r} isn't known to be a mean, sum or extreme over "
+            "samples, so the values of micro-batches are averaged by target tokens, which may not "
+            "be what one device has. Log a mean or sum, or a torchmetrics metric."
+        )
 
 
 def check_same(values: Tensor) -> Tensor:

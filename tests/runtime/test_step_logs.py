@@ -1,5 +1,6 @@
 """What is logged in micro-batches becomes one value, the same on every rank."""
 
+import warnings
 from typing import Any, ClassVar
 
 import lightning as L
@@ -11,6 +12,8 @@ from lightning_hetero.runtime.reductions import Reductions
 from lightning_hetero.runtime.step_logs import LogEntry, StepLogs
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import PLANS, TinyModule, fit_each
+
+pytestmark = pytest.mark.filterwarnings("ignore:What is logged as")
 
 
 class Module(L.LightningModule):
@@ -202,3 +205,14 @@ def test_what_hooks_log_for_an_epoch_is_the_same_on_all_ranks_or_refused(
         assert reduced["metrics"]["value"] == 1.0
         assert "A hook logs a value that differs between ranks: [" in differing
         assert "A hook logs a value that differs between ranks: [0.0, 1.0]" in called
+
+
+def test_a_value_of_which_nothing_is_known_is_warned_of_where_it_differs() -> None:
+    with pytest.warns(UserWarning, match="What is logged as 'x' isn't known to be a mean"):
+        replayed([[(1, {"x": 1.0})], [(1, {"x": 2.0})]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replayed([[(1, {"x": 1.0}), (1, {"x": 1.0})], [(3, {"x": 1.0})]])
+        replayed(
+            [[(1, {"x": (1.0, {"reduce_fx": "max"})}), (1, {"x": (2.0, {"reduce_fx": "max"})})]]
+        )
