@@ -183,10 +183,11 @@ class StageBoundary:
         hidden = hidden_output(output, index)
         check_known(hidden, f"Layer {index} computes with")
         run.keep_hidden(hidden)
+        rest = _rest_of(output, (*args, *kwargs.values()))
         if cuts:
-            self._leavings.refuse_pieces(index, before)
+            self._leavings.refuse_pieces(index, before, rest)
         if not run.is_last_stage and len(run.handed_on.left) == index:
-            self._leavings.note(before, hidden, run.handed_on)
+            self._leavings.note(before, hidden, rest, run.handed_on)
         return output
 
     def _check_call(self, run: MicrobatchRun, index: int, given: dict[int | str, Any]) -> None:
@@ -312,8 +313,8 @@ class StageBoundary:
         shape, dtype = handover.forms[index]
         made = torch.empty(shape, dtype=dtype, device=hidden.device)
         output = self._skipped[index](forward, args, kwargs, hidden, made)
-        self._leavings.restore(index, before, handover)
-        return output
+        rest = self._leavings.restore(index, before, _rest_of(output), handover)
+        return (output[0], *rest) if rest else output
 
 
 class _LayerForward:
@@ -326,6 +327,13 @@ class _LayerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._boundary.call(self._index, self._forward, args, kwargs)
+
+
+def _rest_of(output: Any, given: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Return what a layer returned besides the hidden state; None in place of what it was given."""
+    if not isinstance(output, tuple | list):
+        return ()
+    return tuple(None if any(item is i for i in given) else item for item in output[1:])
 
 
 def _hidden_of(

@@ -1,9 +1,10 @@
 """Carry what layers leave beside their outputs to the stages behind: losses, router logits.
 
-A layer may leave tensors on its modules, as attributes, in lists or in dicts, and Hugging Face
-models record outputs of its submodules while they are asked to. Code behind the layers then reads
-them, on the last stage. So after each layer what it left is noted, place by place, and whoever
-skips the layer puts it there. Tensors travel beside the hidden state, and their gradients back.
+A layer may return tensors besides the hidden state and leave some on its modules, as attributes, in
+lists or in dicts, and Hugging Face models record outputs of its submodules while they are asked to.
+Later layers, and code behind them on the last stage, then read them. So after each layer what it
+left is noted, place by place, and whoever skips the layer puts it there. Tensors travel beside the
+hidden state, and their gradients back.
 
 A tensor travels if it is smaller than the hidden state. In the place of a larger one, and of what
 can't be pickled, comes an unknown tensor.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.unknown import Origin, Unknown
@@ -29,7 +30,11 @@ _REMEDY = (
     "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
     "data. Leave less, such as a mean, or use a plan whose pipelines have one stage."
 )
+_REST = "the rest of its output"
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+
+Rest = tuple[Any, ...]
+"""What a layer returns besides the hidden state."""
 
 
 class _Space(NamedTuple):
@@ -86,31 +91,40 @@ class LayerLeavings:
         """Return what is there before layer `index` runs or is skipped."""
         return [_space(name, names) for name, names in self._spaces(index)]
 
-    def note(self, before: Sequence[_Space], hidden: Tensor, handover: Handover) -> None:
+    def note(
+        self, before: Sequence[_Space], hidden: Tensor, rest: Rest, handover: Handover
+    ) -> None:
         """Add what a layer has left since `before`, and its tensors, to what is handed on.
 
         Args:
             before: What `look` returned before it ran.
             hidden: The layer's hidden state; what isn't smaller stays.
+            rest: What it returned besides; None where that is an argument.
             handover: Changed in place.
         """
         handover.tensors[:1] = [hidden]
-        left = []
-        for space in before:
-            for name, change in space.changes():
-                left.append((space.name, name, _dump(change, handover.tensors)))
+        left = [
+            (space.name, name, _dump(change, handover.tensors))
+            for space in (*before, _rest_space(rest))
+            for name, change in space.changes()
+        ]
         handover.left.append(pickle.dumps(left))
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
 
-    def restore(self, index: int, before: Sequence[_Space], handover: Handover) -> None:
+    def restore(self, index: int, before: Sequence[_Space], rest: Rest, handover: Handover) -> Rest:
         """Put what layer `index` left on another stage in its places.
 
         Args:
             index: The layer's.
             before: What `look` returned before it was skipped.
+            rest: What skipping it returned besides the hidden state.
             handover: What the stage before handed on.
+
+        Returns:
+            `rest` with the tensors that the layer returned in place of unknown ones.
         """
-        spaces = {space.name: space for space in before}
+        returned = _rest_space(())
+        spaces = {space.name: space for space in (*before, returned)}
         for where, name, data in pickle.loads(handover.left[index]):
             space = spaces[where]
             origin = Origin(f"what layer {index} leaves in {name!r}", _REMEDY)
@@ -119,10 +133,11 @@ class LayerLeavings:
             else:
                 change = _load(data, handover.tensors, origin)
             space.seen(name).apply(change, space.names, name)
+        return _filled(rest, returned.names.get(_REST))
 
-    def refuse_pieces(self, index: int, before: Sequence[_Space]) -> None:
+    def refuse_pieces(self, index: int, before: Sequence[_Space], rest: Rest) -> None:
         """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""
-        for space in before:
+        for space in (*before, _rest_space(rest)):
             for name, change in space.changes():
                 if any(
                     isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(change)
@@ -159,6 +174,27 @@ def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:
         if type(value) in (list, dict) and key not in _INTERNAL
     }
     return _Space(name, names, dict(names), inside)
+
+
+def _rest_space(rest: Rest) -> _Space:
+    names = {_REST: rest} if any(isinstance(item, Tensor) for item in tree_leaves(rest)) else {}
+    return _Space(("", _REST), names, {}, {})
+
+
+def _filled(rest: Rest, returned: Any) -> Rest:
+    items, form = tree_flatten(rest)
+    others, other_form = tree_flatten(returned)
+    if form != other_form:
+        return rest
+    pairs = zip(items, others, strict=True)
+    filled: Rest = tree_unflatten(
+        [b if isinstance(a, Unknown) and _is_known(b) else a for a, b in pairs], form
+    )
+    return filled
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Unknown)
 
 
 def _dump(value: Any, sides: list[Tensor]) -> bytes | None:

@@ -28,8 +28,14 @@ class Layer(nn.Module):
         self.kind, self.index = kind, index
         self.found: dict[str, list[Tensor]] = {}
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Tensor, rest: Any = None) -> Any:
         y = torch.tanh(self.linear(x)) * scale
+        if self.kind == "returned":
+            return y, {"loss": y.square().mean(), "rows": len(y)}
+        if self.kind == "handed on":
+            # The first layer makes what all of them use, as T5's do.
+            rest = y[:, :, :2] if rest is None else rest
+            return y * rest.sum(-1, keepdim=True), rest
         if self.kind == "pool":
             # Half the tokens behind the first layer, and all of them again behind the second.
             return [y[:, ::2], y.repeat_interleave(2, 1), y][self.index]
@@ -62,9 +68,13 @@ class Net(nn.Module):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "dtype"):
             x = self.embed(x).float()
             scale = torch.linspace(0.5, 1.5, NUM_TOKENS)[:, None]
+            rest: Any = None
             for layer in self.layers:
                 # What a layer gets besides the hidden state may depend on its shape.
-                x = layer(x, scale[: x.shape[1]])
+                output = layer(x, scale[: x.shape[1]], rest)
+                x, rest = output if isinstance(output, tuple) else (output, None)
+                if self.kind == "returned":
+                    self.found["losses"].append(rest["loss"] * rest["rows"])
         return self.head(x.float()).mean(1)
 
     def auxiliary(self) -> Any:
@@ -75,7 +85,7 @@ class Net(nn.Module):
             assert [layer.seen["index"] for layer in self.layers] == [0, 1, 2]
             scale = sum(layer.seen["mean"] for layer in self.layers)
             return sum(self.found["losses"]) * (2 + scale)
-        return 0.0
+        return sum(self.found["losses"]) if self.kind == "returned" else 0.0
 
 
 class Module(L.LightningModule):

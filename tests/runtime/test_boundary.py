@@ -155,7 +155,7 @@ def test_extra_outputs_that_nothing_uses_are_their_layers_business() -> None:
 class TakesRest(nn.Module):
     """Layers that also take what the layer before returned besides the hidden state."""
 
-    def __init__(self, *, learned: bool) -> None:
+    def __init__(self, *, learned: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
         self.layers = nn.ModuleList([TakingLayer(learned=learned) for _ in range(3)])
@@ -168,17 +168,17 @@ class TakesRest(nn.Module):
 
 
 class TakingLayer(nn.Module):
-    def __init__(self, *, learned: bool) -> None:
+    def __init__(self, *, learned: int) -> None:
         super().__init__()
         self.linear, self.learned = nn.Linear(4, 4), learned
 
     def forward(self, hidden: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
         made = self.linear(hidden)
-        return hidden + made * rest, made[:, :1] if self.learned else rest
+        return hidden + made * rest, made[:, : self.learned] if self.learned else rest
 
 
 def test_what_layers_hand_on_is_that_of_the_microbatch() -> None:
-    model = TakesRest(learned=False)
+    model = TakesRest(learned=0)
     boundary = StageBoundary(model.layers)
     for num_samples in (5, 2):
         x = torch.randn(num_samples, 3)
@@ -187,14 +187,14 @@ def test_what_layers_hand_on_is_that_of_the_microbatch() -> None:
 
 
 @torch.inference_mode()
-def test_what_layers_compute_for_layers_behind_is_refused_in_another_stage() -> None:
-    model, x = TakesRest(learned=True), torch.randn(5, 3)
+def test_what_layers_compute_for_layers_behind_travels_unless_it_is_large() -> None:
+    model, x = TakesRest(learned=1), torch.randn(5, 3)
     boundary = StageBoundary(model.layers)
-    assert through_stages(model, boundary, lambda: model(x), [0, 3]).shape == (5, 2)
-    run = run_of(range(1, 3), torch.randn(5, 4))
-    with pytest.raises(ModelError, match="Layer 1 takes output 1 of layer 0"):  # noqa: SIM117
-        with boundary.running(run):
-            model(x)
+    whole = through_stages(model, boundary, lambda: model(x), [0, 3])
+    assert torch.equal(through_stages(model, boundary, lambda: model(x), [0, 1, 2, 3]), whole)
+    large = TakesRest(learned=4)
+    with pytest.raises(ModelError, match="Layer 1 takes output 1 of layer 0"):
+        through_stages(large, StageBoundary(large.layers), lambda: large(x), [0, 1, 3])
 
 
 def test_extra_outputs_of_a_whole_model_are_its_own_business() -> None:

@@ -33,11 +33,11 @@ def test_layers_may_change_shape_and_dtype_of_the_hidden_state(
 
 
 @pytest.mark.parametrize(("plan", "world_size"), [(TWO, 2), (THREE, 3)])
-def test_losses_that_layers_leave_on_themselves_train_in_stages(
+def test_losses_that_layers_leave_or_return_train_in_stages(
     pool: ProcessPool, plan: dict[str, Any], world_size: int
 ) -> None:
     # They aren't means over samples, so the oracle sees the same micro-batches.
-    check(pool, ["attribute", "list"], plan, world_size, 2)
+    check(pool, ["attribute", "list", "returned", "handed on"], plan, world_size, 2)
 
 
 @pytest.mark.parametrize(("plan", "world_size"), [(TWO, 2), (THREE, 3)])

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.dist
     [
         {"arguments": "table, hidden", "table": "parameter"},
         {"arguments": "keywords", "returned": "unused"},
+        {"returned": "used", "plan": "three stages"},
         {"outer": "mask before layers"},
         {"outer": "later loss"},
         {"outer": "embedding added behind", "arguments": "table, hidden"},
@@ -40,7 +41,6 @@ ELSEWHERE = "needs what layer 0 computes"
     [
         ({"between": "relu_"}, "something in place between layer 0 and layer 1"),
         ({"between": "scaled"}, "something between layer 0 and layer 1"),
-        ({"returned": "used"}, "What the step returns needs output 1 of layer 0"),
         ({"collected": "sum of hidden states"}, "returns needs the output of layer 0"),
         ({"collected": "first hidden state"}, "returns needs the output of layer 0"),
         ({"collected": "hook"}, f"What the step returns {ELSEWHERE}"),

@@ -42,9 +42,9 @@ def handed_over(x: Tensor) -> tuple[list[Leaves], list[Leaves], Handover]:
     for index, layer in enumerate(ran):
         before = theirs.look(index)
         x = layer(x)
-        theirs.note(before, x, handover)
+        theirs.note(before, x, (), handover)
     for index in range(2):
-        ours.restore(index, ours.look(index), handover)
+        ours.restore(index, ours.look(index), (), handover)
     return ran, skipped, handover
 
 
@@ -83,7 +83,7 @@ def test_pieces_of_a_sequence_may_not_be_left() -> None:
     layer = Leaves([])
     leavings = LayerLeavings([layer])
     before = leavings.look(0)
-    leavings.refuse_pieces(0, before)
+    leavings.refuse_pieces(0, before, ())
     layer(torch.randn(3, 2))
     with pytest.raises(ModelError, match=r"Layer 0 leaves tensors in 'shared'.*sequence_parallel"):
-        leavings.refuse_pieces(0, before)
+        leavings.refuse_pieces(0, before, ())
