@@ -252,10 +252,9 @@ class SlicesStrategy(ProcessesStrategy):
         if self._engine is None:
             return
         engine, self._engine = self._engine, None
-        engine.remove()
         if not self._failed:
             engine.buffers.share()
-            engine.weights.release()
+        engine.remove()
         if self._whole_after_run and not self._failed:
             spread_whole(engine.store, engine.comms)
         elif self.world_size > 1:

@@ -119,7 +119,7 @@ def test_a_use_of_values_behind_a_run_is_refused_by_name_with_the_remedy(
 
 def make_whole(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    module, trainer = ToyModule(OPTIONS), trainer_of(TWO, 2)
+    module, trainer = ToyModule(ToyOptions(optimizer="sgd")), trainer_of(TWO, 2)
     trainer.fit(module, loader(32, 4))
     state = trainer.strategy.whole_state_dict()
     assert bool(state) == (rank == 0)
@@ -129,7 +129,10 @@ def make_whole(rank: int) -> dict[str, Any]:
     with pytest.raises(ConfigurationError, match="some ranks only"):
         trainer.validate(module, loader(8, 4), verbose=False)
     torch.manual_seed(0)
-    again, trainer = ToyModule(OPTIONS), trainer_of(TWO, 2, whole_after_run=True)
+    again, trainer = (
+        ToyModule(ToyOptions(optimizer="sgd")),
+        trainer_of(TWO, 2, whole_after_run=True),
+    )
     trainer.fit(again, loader(32, 4))
     whole = {name: value.numpy() for name, value in again.state_dict().items()}
     for name, value in state.items():

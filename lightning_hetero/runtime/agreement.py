@@ -149,6 +149,7 @@ class Agreement:
         if entries != self._entries:
             self._entries = entries
             sums = _Gather(self._sums_of(entries), self._comms.values, self._comms).wait()
+        del self._sums_of  # It holds the iteration, and that holds the plan's weights.
         return Agreed(
             reports=reports,
             entries=entries,

@@ -339,7 +339,8 @@ class Engine:
         return self._plans.follow_freezing()
 
     def remove(self) -> None:
-        """Give the module and its layers their own methods back."""
+        """Give the module and its layers their own methods back, and let the weights go."""
+        self._plans.close()
         self.logs.remove()
         self.boundary.remove()
         if self._calls is not None:

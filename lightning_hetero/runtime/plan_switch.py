@@ -147,6 +147,11 @@ class PlanSwitch:
             self._specs = specs
             self._replace(self.run.plan, share_memory=self.run.share_memory)
 
+    def close(self) -> None:
+        """Let the plan's weights go, whoever still holds this; slices stay where they are."""
+        self.run.weights.release()
+        del self.run
+
     def _replace(self, plan: ParallelPlan, *, share_memory: bool) -> None:
         with torch.inference_mode(mode=False):  # What is made for validation may train later.
             self.run.weights.release()

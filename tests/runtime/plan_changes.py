@@ -59,6 +59,8 @@ class Left:
 class ChangesPlan(L.Callback):
     """Asks for another plan after every iteration, and freezes or thaws a parameter now and then.
 
+    What is alive is looked at in training only, also behind a validation.
+
     Args:
         look_every: Iterations between two looks at the process's memory.
         freeze_every: Iterations between a change of what is frozen; 0 for never.
@@ -102,13 +104,14 @@ def change_often(rank: int, num_changes: int, freeze_every: int) -> Left:
     trainer = L.Trainer(
         strategy=HeteroStrategy(plan=ParallelPlan.from_dict(PLANS[0])),
         callbacks=[changes],
-        **quiet(devices=2, max_steps=num_changes, limit_val_batches=0),
+        **quiet(devices=2, max_steps=num_changes, val_check_interval=min(num_changes, 7)),
+        limit_val_batches=1 if freeze_every else 0,
     )
     module = ToyModule(OPTIONS)
     # A cycle would be there until Python looks for it, and one through torch for ever.
     gc.disable()
     try:
-        trainer.fit(module, loader(8 * num_changes, 4))
+        trainer.fit(module, loader(8 * num_changes, 4), loader(8, 4, seed=1))
     finally:
         gc.enable()
     gc.collect()
