@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: install train test test-fast check format bench clean
+.PHONY: install train test test-fast fuzz check format bench clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,9 @@ test: install
 
 test-fast: install
 	$(PYTEST) -m "not slow"
+
+fuzz: install
+	$(BIN)/python -m tests.fuzz --minutes 5 --seed 1000
 
 check: install
 	$(BIN)/ruff format --check .

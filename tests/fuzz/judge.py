@@ -13,6 +13,24 @@ EQUAL, REFUSED, DEFECT = "equal", "refused", "defect"
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """How far rounding may take runs apart."""
+
+    loss: float = 1e-4
+    weight: float = 1e-3
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Tolerance":
+        """Return that of a recipe: where layers round to bfloat16, its 8 bits count."""
+        return cls(loss=1e-3, weight=2e-2) if recipe.shape == "half precision" else cls()
+
+    def close(self, found: object, wanted: object, *, is_loss: bool = True) -> bool:
+        """Return whether two arrays are alike but for rounding."""
+        relative = self.loss if is_loss else self.weight
+        return bool(np.allclose(found, wanted, rtol=relative, atol=relative / 100))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What became of a case."""
 
@@ -51,7 +69,7 @@ def _wrong_refusal(recipe: Recipe, expected: Outcome, outcomes: list[Outcome]) -
         return f"no rank says why: {outcomes[0].refused}"
     for outcome in outcomes:
         begins = expected.losses[: len(outcome.losses)]
-        if not np.allclose(outcome.losses, begins, rtol=1e-4, atol=1e-6):
+        if not Tolerance.of(recipe).close(outcome.losses, begins):
             return f"losses {outcome.losses} are not {begins}, and then: {outcome.refused}"
     late = recipe.outer in ("later loss", "decoded in validation") or recipe.changes_later
     if "train" in outcomes[0].seen and not late:
@@ -60,25 +78,26 @@ def _wrong_refusal(recipe: Recipe, expected: Outcome, outcomes: list[Outcome]) -
 
 
 def _difference(recipe: Recipe, expected: Outcome, outcomes: list[Outcome]) -> str | None:
+    tolerance = Tolerance.of(recipe)
     for rank, outcome in enumerate(outcomes):
-        if not np.allclose(outcome.losses, expected.losses, rtol=1e-4, atol=1e-6):
+        if not tolerance.close(outcome.losses, expected.losses):
             return f"losses of rank {rank}: {outcome.losses}, not {expected.losses}"
         if outcome.metrics.keys() != expected.metrics.keys():
             return f"metrics of rank {rank}: {outcome.metrics}, not {expected.metrics}"
         for name, value in expected.metrics.items():
-            if not np.allclose(outcome.metrics[name], value, rtol=1e-4, atol=1e-6):
+            if not tolerance.close(outcome.metrics[name], value):
                 return f"{name} of rank {rank}: {outcome.metrics[name]}, not {value}"
-    return _different_state(expected, outcomes[0]) or _different_predictions(
+    return _different_state(tolerance, expected, outcomes[0]) or _different_predictions(
         recipe, expected, outcomes
     )
 
 
-def _different_state(expected: Outcome, outcome: Outcome) -> str | None:
+def _different_state(tolerance: Tolerance, expected: Outcome, outcome: Outcome) -> str | None:
     if outcome.state.keys() != expected.state.keys():
         return f"names in the checkpoint: {outcome.state.keys() ^ expected.state.keys()} differ"
     for name, value in expected.state.items():
         found = outcome.state[name]
-        if found.shape != value.shape or not np.allclose(found, value, rtol=1e-3, atol=1e-5):
+        if found.shape != value.shape or not tolerance.close(found, value, is_loss=False):
             return f"{name} in the checkpoint is {found.ravel()[:4]}, not {value.ravel()[:4]}"
     return None
 
@@ -97,4 +116,5 @@ def _different_predictions(
     together = np.concatenate(found) if found else np.zeros(0)
     if together.shape != wanted.shape:
         return f"predictions are of shape {together.shape}, not {wanted.shape}"
-    return None if np.allclose(together, wanted, rtol=1e-3, atol=1e-5) else "predictions differ"
+    close = Tolerance.of(recipe).close(together, wanted, is_loss=False)
+    return None if close else "predictions differ"
