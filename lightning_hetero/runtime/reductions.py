@@ -103,6 +103,8 @@ class Reductions:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Reduction]] = {}
+        self._stacked: dict[int, Tensor] = {}
+        """Tensors whose dim 0 counts what was stacked, not samples."""
 
     def of(self, value: Any) -> Reduction | None:
         """Return what is known of a tensor or number; None if it is no reduction."""
@@ -145,6 +147,8 @@ class Reductions:
         if name in _FACTORIES or (known and all(item is CONSTANT for item in known)):
             return CONSTANT
         if all(item is None or item is CONSTANT for item in known):
+            if self._is_of_stacked(name, tensors, args, kwargs, result):
+                return None
             return _reduce(name, tensors, known, args, kwargs, result) if tensors else None
         if UNKNOWN in known:
             return UNKNOWN
@@ -158,6 +162,22 @@ class Reductions:
         if name in _JOINING:
             return _fold([item or UNKNOWN for item in known])
         return self._combine(name, args, kwargs)
+
+    def _is_of_stacked(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Tensor,
+    ) -> bool:
+        """Return whether a function keeps the samples apart because dim 0 of its input is none."""
+        if name == "stack" and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
+            self._stacked[id(result)] = result
+        if len(tensors) != 1 or id(tensors[0]) not in self._stacked:
+            return False
+        dims = _dims(args, kwargs, tensors[0].ndim)
+        return dims is not None and 1 not in dims
 
     def _combine(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction:
         pair = (*args, *kwargs.values())[:2]

@@ -112,19 +112,31 @@ class LossWatch(TorchFunctionMode):
         inputs: Any = args[0] if args else kwargs.get("input")
         if func not in _LOSSES:
             self.reductions.follow(func, args, kwargs, result)
-        elif self.reductions.of(inputs) not in (None, CONSTANT):
-            self.reductions.keep(result, UNKNOWN)
-        elif kwargs.get("reduction", "mean") == "sum":
-            self.reductions.keep(result, Reduction(Kind.SUM, value=result.detach()))
-        elif func in _CLASSIFICATION:
-            self._see_classification(Classification.of(args, kwargs), result)
-        elif kwargs.get("reduction", "mean") == "mean":
-            self._keep(result, inputs.numel(), inputs.numel())
+        else:
+            self._see_loss(func, args, kwargs, result)
+            if self.reductions.of(inputs) not in (None, CONSTANT):
+                # Its targets are the best guess that there is of what it averages over.
+                self.reductions.keep(result, UNKNOWN)
         return result
 
     def forget(self) -> None:
         """Begin anew."""
         self.num_targets, self.size = None, 0
+
+    def _see_loss(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Tensor,
+    ) -> None:
+        inputs: Any = args[0] if args else kwargs.get("input")
+        if kwargs.get("reduction", "mean") == "sum":
+            self.reductions.keep(result, Reduction(Kind.SUM, value=result.detach()))
+        elif func in _CLASSIFICATION:
+            self._see_classification(Classification.of(args, kwargs), result)
+        elif kwargs.get("reduction", "mean") == "mean":
+            self._keep(result, inputs.numel(), inputs.numel())
 
     def _see_classification(self, call: Classification, result: Tensor) -> None:
         target = call.target

@@ -38,6 +38,7 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "with an eps": (lambda x: (each(x) * MASK).sum() / (MASK.sum() + 1e-8), 4),
     "of two means": (lambda x: (each(x) * MASK).mean() / MASK.mean(), 4),
     "cross entropy": (lambda x: F.cross_entropy(x, LABELS), 4),
+    "of a sum of layers": (lambda x: F.cross_entropy(torch.stack([x, -x]).sum(0), LABELS), 4),
     "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
     "with a penalty": (lambda x: F.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(), 4),
     "begun by zero": (lambda x: torch.tensor(0.0) + sum([F.cross_entropy(x, LABELS)]), 4),
