@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from lightning_hetero.checkpoint.background import BackgroundThread, Progress
 from lightning_hetero.checkpoint.blocks import Buffer, first_corrupt_block
 from lightning_hetero.checkpoint.inventory import Holder
 from lightning_hetero.checkpoint.manifest import PartManifest
 from lightning_hetero.checkpoint.recovery_plan import Fetch, FileRange, Source
+from lightning_hetero.checkpoint.rounds import Rounds
 from lightning_hetero.checkpoint.tiers import Tier
 from lightning_hetero.checkpoint.transport import Transport
 
@@ -22,6 +24,8 @@ _LOCAL_READERS = 2
 _REMOTE_READERS = 8
 """One connection to an object store carries much less than the link."""
 _READ_AHEAD = 2
+_STALL_S = 300.0
+"""Seconds after which sources that give nothing more are given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class Fetcher:
         self._tier_of = tier_of
         self._manifests = manifests
         self._deliver = deliver
+        self._late: set[Fetch] = set()
         self.bytes_by_source: dict[Source, int] = defaultdict(int)
 
     def run(self, fetches: Sequence[Fetch]) -> list[Failure]:
@@ -54,25 +59,48 @@ class Fetcher:
         rank = self._transport.global_rank
         own = [f for f in fetches if f.receiver == rank and f.reader == rank]
         peers = [f for f in fetches if f.receiver != f.reader and rank in (f.receiver, f.reader)]
-        with (
-            ThreadPoolExecutor(_LOCAL_READERS) as local,
-            ThreadPoolExecutor(_REMOTE_READERS) as remote,
-            ThreadPoolExecutor(1) as ahead,
-        ):
-            results = [
-                (remote if fetch.source is Source.REMOTE else local).submit(self._fetch, fetch)
-                for fetch in own
-            ]
-            failures = self._exchange(peers, ahead)
-            failures += [failure for result in results if (failure := result.result())]
+        pools = [ThreadPoolExecutor(n) for n in (_LOCAL_READERS, _REMOTE_READERS, 1)]
+        local, remote, ahead = pools
+        results = {
+            fetch: (remote if fetch.source is Source.REMOTE else local).submit(self._fetch, fetch)
+            for fetch in own
+        }
+        failures = self._exchange(peers, ahead)
+        failures += self._await_own(results)
+        for pool in pools:
+            # A read that hangs is left to its thread.
+            pool.shutdown(wait=False, cancel_futures=True)
         done = {failure.range for failure in failures}
         for fetch in fetches:
             if fetch.receiver == rank and fetch.range not in done:
                 self.bytes_by_source[fetch.source] += fetch.range.stop - fetch.range.start
         return failures
 
+    def _await_own(self, results: Mapping[Fetch, "Future[Failure | None]"]) -> list[Failure]:
+        """Wait until all ranks have read what they read for themselves, however slowly."""
+        thread = BackgroundThread("checkpoint-fetch")
+
+        def collect() -> None:
+            for result in results.values():
+                result.result()
+                thread.progress.tick()
+
+        rounds = Rounds(self._transport, Progress(), _STALL_S)
+        rounds.finish(thread.submit(collect), thread, lambda _: {})
+        thread.finish()
+        late = f"didn't answer for {_STALL_S:g} s"
+        self._late |= {fetch for fetch, result in results.items() if not result.done()}
+        outcomes = [
+            Failure(fetch.range, fetch.holder, late) if fetch in self._late else result.result()
+            for fetch, result in results.items()
+        ]
+        return [failure for failure in outcomes if failure is not None]
+
     def _fetch(self, fetch: Fetch) -> Failure | None:
         data, why = self._read(fetch)
+        if fetch in self._late:
+            # By now another source has given it, and what became of it may be in use.
+            why = "this came too late"
         return Failure(fetch.range, fetch.holder, why) if why else self._accept(fetch, data)
 
     def _exchange(self, peers: Sequence[Fetch], ahead: ThreadPoolExecutor) -> list[Failure]:

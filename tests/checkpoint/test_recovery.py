@@ -22,11 +22,14 @@ from lightning_hetero.checkpoint import (
     SliceNeed,
     Source,
     Store,
+    Throttle,
+    ThrottledStore,
     Tier,
     TierKind,
     Transport,
     WriterOptions,
     begin_run,
+    fetching,
     recover,
 )
 from lightning_hetero.checkpoint.inspection import look
@@ -530,3 +533,53 @@ def test_readers_beside_a_writer_that_keeps_one_checkpoint_always_find_one(tmp_p
             look(tiers)
         is_over.set()
         writing.result()
+
+
+def recover_with(
+    nodes: Nodes, needs: list[list[SliceNeed]], slow: list[Tier], *, timeout_s: float = 30.0
+) -> list[Recovered | None]:
+    """Recover on two nodes, the second of which reaches its places in another way."""
+
+    def action(rank: int, transport: Transport) -> Recovered | None:
+        tiers = nodes.tiers("a") if rank == 0 else slow
+        return recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+
+    return run_ranks(2, action, timeout_s=timeout_s)
+
+
+def test_a_rank_that_reads_slowly_is_waited_for_while_bytes_come() -> None:
+    plan, size = ParallelPlan.even(world_size=2, num_layers=4), 2
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+    nodes.lose("b")
+    assert nodes.remote is not None
+    remote = ThrottledStore(nodes.remote, Throttle(20_000.0))
+    slow = [*nodes.tiers("b")[:2], Tier(kind=TierKind.REMOTE, store=remote)]
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    # It takes longer than one rank waits for another in an exchange.
+    for rank, result in enumerate(recover_with(nodes, needs, slow, timeout_s=0.7)):
+        assert_is_state(result, needs[rank], 2)
+
+
+def test_a_source_that_hangs_is_given_up_and_another_one_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetching, "_STALL_S", 0.5)
+    plan, size = ParallelPlan.even(world_size=2, num_layers=4), 2
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(2, plan, size))
+    let_go = threading.Event()
+
+    def before(verb: str, name: str) -> None:
+        if verb == "read" and name.endswith("weights.safetensors"):
+            assert let_go.wait(30)
+
+    own = nodes.tiers("b")
+    hanging = Tier(kind=TierKind.MEMORY, store=FaultyStore(own[0].store, before))
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    results = recover_with(nodes, needs, [hanging, *own[1:]])
+    let_go.set()
+    for rank, result in enumerate(results):
+        assert_is_state(result, needs[rank], 2)
+    assert results[1] is not None
+    assert any("didn't answer" in text for text in results[1].report.failures)
