@@ -4,6 +4,7 @@ Tensors of samples are joined along dim 0, numbers as `reductions` says. What ne
 `Unjoined`, which refuses to be used: nobody can say what one device would have there.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.core.plan import ParallelPlan
@@ -33,6 +34,7 @@ __all__ = [
 Path = tuple[Any, ...]
 """Where a list is in a module: the attribute, then the index or key in it."""
 
+_MANY_BYTES = 64 << 20
 _KNOWN = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
 
 
@@ -167,11 +169,24 @@ def records_of(
     if not shared or comms.world_size == 1:
         return {} if place is None else {place.pipeline_index: own}
     speaks = place is not None and place.tp_rank == 0
+    _warn_of_size(own)
     everyone = comms.gather_objects([item.moved(cpu) for item in own] if speaks else [])
     return {
         index: [item.moved(device) for item in everyone[pipeline.stages[-1].ranks[0]]]
         for index, pipeline in enumerate(plan.pipelines)
     }
+
+
+def _warn_of_size(records: Sequence[StepRecord]) -> None:
+    leaves = [leaf for item in records for leaf in tree_leaves((item.output, item.appended))]
+    size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    if size > _MANY_BYTES:
+        warnings.warn(
+            f"What steps return and append takes {size / 2**20:.0f} MiB in an iteration, and goes "
+            "to all ranks. Return what hooks need only, or give HeteroStrategy(share_outputs=False)"
+            ": then only ranks with last stages have it.",
+            stacklevel=2,
+        )
 
 
 def join_outputs(records: Sequence[StepRecord]) -> Any:

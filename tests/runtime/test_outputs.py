@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime import outputs
 from lightning_hetero.runtime.microbatches import cut_batch
 from lightning_hetero.runtime.outputs import StepRecord, join_outputs
 from lightning_hetero.runtime.targets import LossWatch
@@ -105,9 +106,9 @@ def test_what_cannot_be_joined_refuses_to_be_used(step: Any) -> None:
 
 
 def test_a_model_output_stays_one() -> None:
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    found = joined(lambda x: outputs.CausalLMOutput(logits=x, loss=x.mean()), 2)
-    assert isinstance(found, outputs.CausalLMOutput)
+    known = pytest.importorskip("transformers.modeling_outputs")
+    found = joined(lambda x: known.CausalLMOutput(logits=x, loss=x.mean()), 2)
+    assert isinstance(found, known.CausalLMOutput)
     assert torch.equal(found.logits, ROWS)
     assert float(found.loss) == 5.5
 
@@ -181,6 +182,32 @@ def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool, 
         assert len(found["seen"]) == len(expected["seen"])
         for one, other in zip(found["seen"], expected["seen"], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class Returning(TinyModule):
+    validates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0]).argmax(-1)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(None if outputs is None else len(outputs))
+
+
+@pytest.mark.dist
+def test_outputs_stay_on_last_stages_where_the_user_spares_the_traffic(pool: ProcessPool) -> None:
+    results = pool.run(fit_each, 2, [Returning], STAGES, {"share_outputs": False})
+    assert [found["seen"] for (found,) in results] == [[None] * 4, [4] * 4]
+
+
+def test_what_is_large_to_share_is_warned_of() -> None:
+    records = [StepRecord(torch.zeros(1, dtype=torch.float64).expand(9 << 20), {}, (1, 1))]
+    with pytest.warns(UserWarning, match=r"takes 72 MiB in an iteration.*share_outputs=False"):
+        outputs._warn_of_size(records)
 
 
 @pytest.mark.dist
