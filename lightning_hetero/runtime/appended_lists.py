@@ -5,16 +5,17 @@ micro-batch at a time. What they append is taken out again, put together like wh
 `outputs`), and appended on every rank, one item a batch.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.outputs import Path, StepRecord, Unjoined, join
 
-__all__ = ["AppendedLists", "extend_lists"]
+__all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
 
 
 @dataclass
@@ -25,11 +26,31 @@ class AppendedLists:
     _lengths: dict[Path, int] = field(default_factory=dict)
     _at_layers: dict[Path, int] | None = None
     """What had grown when the stage's first layer was reached."""
+    _numbers: dict[str, Any] = field(default_factory=dict)
+    counted: set[str] = field(default_factory=set)
+    """Numbers of the module that steps changed, or added to in place."""
 
     def begin(self) -> None:
         """Look at the lists before a step."""
         self._lengths = {path: len(items) for path, items in self._lists()}
         self._at_layers = None
+        self._numbers = dict(self._look_at_numbers())
+
+    def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self.module).items():
+            if name.startswith("_"):
+                continue
+            if type(value) in (int, float):
+                yield name, value
+            elif isinstance(value, Tensor) and not value.is_inference():
+                yield name, (id(value), value._version)
+
+    def _changed(self) -> Iterator[str]:
+        for name, value in self._look_at_numbers():
+            before = self._numbers.get(name, value)
+            # A tensor that took another one's place was no sum of them.
+            if value != before and (not isinstance(value, tuple) or value[0] == before[0]):
+                yield name
 
     def pass_layer(self, index: int, layers: range) -> None:
         """Look at the lists before a layer of a stage, and behind the model's last one.
@@ -65,6 +86,7 @@ class AppendedLists:
         """
         if not behind_layers:
             self._check_layers()
+        self.counted.update(self._changed())
         grown, taken = self.grown(), {}
         for path, items in list(self._lists()):
             if path in grown:
@@ -80,6 +102,17 @@ class AppendedLists:
                     yield from (((name, index), item) for index, item in enumerate(value))
             elif isinstance(value, dict) and not name.startswith("_"):
                 yield from (((name, k), v) for k, v in list(value.items()) if type(v) is list)
+
+
+def warn_of_numbers(names: Collection[str]) -> None:
+    """Say that numbers which steps keep on the module aren't what one device has."""
+    if names:
+        warnings.warn(
+            f"A step changes {', '.join(sorted(names))} of the module. It does so in each "
+            "micro-batch, on the ranks that run this part of it, so what hooks read there isn't "
+            "what one device has. Log it, return it, or append it to a list of the module.",
+            stacklevel=2,
+        )
 
 
 def extend_lists(module: nn.Module, records: Sequence[StepRecord]) -> None:

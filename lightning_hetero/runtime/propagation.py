@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.appended_lists import AppendedLists
+from lightning_hetero.runtime.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.boundary import StageBoundary
 from lightning_hetero.runtime.buffers import BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
@@ -144,6 +144,8 @@ class Propagation:
                     self._context.buffers.look()
         if self.training:
             self._nonfinite = has_nonfinite(self._run.push.gradients(), self._context.device)
+        if len(self.microbatches) > 1 or len(self._run.plan.ranks) > 1:
+            warn_of_numbers(self._lists.counted)
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch = self.microbatches[index]

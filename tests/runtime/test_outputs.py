@@ -1,5 +1,6 @@
 """What steps return and append is what one device has, on every rank."""
 
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,8 @@ from lightning_hetero.runtime.microbatches import cut_batch
 from lightning_hetero.runtime.outputs import StepRecord, join_outputs
 from lightning_hetero.runtime.targets import LossWatch
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import PLANS, STAGES, TinyModule, fit_each, same
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.step_cases import PLANS, STAGES, TinyModule, fit, fit_each, same
 
 
 class Pair(NamedTuple):
@@ -159,6 +161,34 @@ class Collecting(TinyModule):
         self.log("predicted", torch.cat([item["pred"] for item in self.hooked]).float().mean())
         self.outputs.clear()
         self.hooked.clear()
+
+
+class Counting(TinyModule):
+    """Keeps numbers for hooks, and a tensor for the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.total, self.last = 0, torch.zeros(()), torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.last = super().training_step(batch, batch_idx)
+        self.total += self.last.detach()
+        return self.last
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_numbers_that_steps_keep_on_the_module_are_warned_of_where_a_batch_is_cut(
+    num_microbatches: int,
+) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 3)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(0, Counting, plan, options={"num_microbatches": num_microbatches})
+    found = {str(w.message)[:45] for w in caught if "A step changes" in str(w.message)}
+    assert found == (
+        {"A step changes steps, total of the module. It"} if num_microbatches > 1 else set()
+    )
 
 
 class CollectsInLayers(TinyModule):
