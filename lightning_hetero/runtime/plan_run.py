@@ -138,13 +138,13 @@ class GradientCounter:
 
     def _count(self, unit: int, name: str) -> None:
         if self._active:
-            if name not in self._left[unit]:
+            if not self._left[unit]:
                 raise StepError(
                     f"The gradient of {name} comes in several parts and was sent after the first, "
                     "as under torch.utils.checkpoint with use_reentrant=True. Use "
                     "use_reentrant=False."
                 )
-            self._left[unit].remove(name)
+            self._left[unit].discard(name)
             if not self._left[unit]:
                 self._push.unit_ready(unit)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning as L
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -75,6 +76,32 @@ def train_in_place(rank: int, case: Case) -> Outcome:
     return fit(module, case)
 
 
+class SharingBlock(nn.Module):
+    """Computes the same in two older checkpoints, so that a gradient comes in two parts."""
+
+    def __init__(self, linear: nn.Linear, *, owns: bool) -> None:
+        super().__init__()
+        self.own = linear if owns else nn.Linear(linear.in_features, linear.out_features)
+        self.used = [linear]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + torch.tanh(checkpoint(self.used[0].forward, self.own(x), use_reentrant=True))
+        return x
+
+
+def train_sharing(rank: int, case: Case, whose: str) -> Outcome:
+    """Train blocks whose parameters get their gradients in parts."""
+    L.seed_everything(SEED, verbose=False)
+    module = RowsModule(case)
+    width, owns = case.width, whose == "each block's"
+    module.model.shared = nn.Linear(width, width)
+    for index in range(case.num_layers):
+        linear = nn.Linear(width, width) if owns else module.model.shared
+        module.model.blocks[index] = SharingBlock(linear, owns=owns)
+    return fit(module, case)
+
+
 def train_checkpointed(rank: int, case: Case, hows: tuple[str, ...]) -> dict[str, Outcome]:
     """Train a case once for each way of checkpointing."""
     outcomes = {}
@@ -98,4 +125,5 @@ __all__ = [
     "train_checkpointed",
     "train_checkpointed_llama",
     "train_in_place",
+    "train_sharing",
 ]

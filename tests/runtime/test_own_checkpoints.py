@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.processes import ProcessPool
+from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.checkpoint_runs import (
     refused_checkpoints,
     train_checkpointed,
     train_checkpointed_llama,
     train_in_place,
+    train_sharing,
 )
 from tests.runtime.huggingface_runs import HuggingFaceCase
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage
@@ -81,3 +82,14 @@ def test_layers_may_change_their_input_in_place(pool: ProcessPool) -> None:
     expected = pool.run(train_in_place, 1, case.on_single_device())[0]
     for outcome in pool.run(train_in_place, 3, case):
         assert_same_training(outcome, expected)
+
+
+def test_gradients_that_older_checkpoints_make_in_parts_are_whole_or_refused(
+    pool: ProcessPool,
+) -> None:
+    case = replace(ONE_STAGE, optimizer="sgd", clip_val=0.1)
+    expected = pool.run(train_sharing, 1, case.on_single_device(), "the model's")[0]
+    for outcome in pool.run(train_sharing, 2, case, "the model's"):
+        assert_same_training(outcome, expected)
+    with pytest.raises(ProcessFailed, match="comes in several parts"):
+        pool.run(train_sharing, 2, case, "each block's")
