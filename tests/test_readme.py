@@ -48,3 +48,85 @@ def test_every_file_that_the_readme_names_exists() -> None:
 
 def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len(README.splitlines()) <= 180
+
+
+PROOFS: dict[str, tuple[str, ...]] = {
+    "any module with a list of like layers": (
+        "runtime/test_parity.py::test_any_plan_trains_as_a_single_device_does",
+        "runtime/test_free_layers.py::test_plans_with_one_stage_train_what_is_no_chain",
+        "runtime/test_free_layers.py::test_stages_refuse_what_is_no_chain",
+        "runtime/test_right_or_refused.py::test_what_a_stage_can_not_know_is_refused_by_name",
+    ),
+    "layers that change the hidden state's shape": (
+        "runtime/test_handover.py::test_layers_may_change_shape_and_dtype_of_the_hidden_state",
+        "runtime/test_handover.py::test_losses_that_layers_leave_or_return_train_in_stages",
+        "runtime/test_handover.py::test_routers_logits_of_all_layers_reach_the_loss",
+        "runtime/test_right_or_refused.py::test_what_stages_can_know_trains_as_on_one_device",
+        "runtime/test_right_or_refused.py::test_what_a_stage_can_not_know_is_refused_by_name",
+    ),
+    "weights outside the layers at both ends": (
+        "runtime/test_outer_parameters.py::test_what_any_step_reads_is_there",
+        "runtime/test_outer_parameters.py::test_a_middle_stage_refuses_by_name_what_it_does_not_hold",
+        "runtime/test_weights_in_steps.py::test_a_penalty_on_weights_counts_once_where_pipelines_have_one_stage",
+        "runtime/test_weights_in_steps.py::test_weights_that_a_stage_does_not_hold_are_refused_by_name",
+    ),
+    "losses that are means or sums": (
+        "runtime/test_loss_weights.py::test_losses_and_logs_are_recognised_for_what_they_are",
+        "runtime/test_loss_weights.py::test_what_is_not_recognised_can_be_declared_and_is_warned_of",
+        "runtime/test_finiteness.py::test_a_microbatch_without_targets_adds_exactly_nothing",
+    ),
+    "what steps return": (
+        "runtime/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
+        "runtime/test_metrics.py::test_metrics_are_those_of_one_device",
+    ),
+    "`torch.utils.checkpoint` in the model": (
+        "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
+        "runtime/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
+        "test_strategy.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
+    ),
+    "`configure_optimizers` by name or whole shape": (
+        "runtime/test_known_by_shape.py::test_optimizers_configured_by_size_train_as_on_a_single_device",
+        "runtime/test_known_by_shape.py::test_values_are_refused_by_name",
+    ),
+    "buffers from the rank that computes": (
+        "runtime/test_buffers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
+        "runtime/test_buffers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_or_accepted_on_every_rank",
+    ),
+    "fit, validate, test, predict": (
+        "test_lightning_features.py::test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank",
+    ),
+    "`32-true`, `bf16-mixed`": (
+        "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
+    ),
+    "consolidated checkpoints": (
+        "test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",
+        "test_sliced.py::test_a_trainer_goes_on_behind_a_run_as_on_a_single_device",
+        "test_sliced.py::test_a_use_of_values_behind_a_run_is_refused_by_name_with_the_remedy",
+    ),
+    "ordinary data loaders": ("data/test_dealing.py::",),
+    "tensor parallelism in a stage": (
+        "runtime/test_tensor_parallel.py::test_any_small_plan_with_degrees_trains_as_a_single_device_does",
+    ),
+    "Hugging Face models": (
+        "runtime/test_huggingface_parity.py::",
+        "models/huggingface/test_training.py::",
+    ),
+    "plans that change from one iteration": (
+        "runtime/test_change_plan.py::test_losses_and_weights_do_not_depend_on_changes_of_plan",
+        "callbacks/test_elastic.py::test_nodes_come_and_go_and_the_loss_curve_stays",
+    ),
+    "gloo": ("runtime/test_gpu.py::",),
+}
+"""Tests behind each line of the table of what works and what doesn't, by the line's first words."""
+
+
+def test_each_line_of_what_works_has_tests() -> None:
+    table = README.split("| works | doesn't |")[1].split("\n\n")[0]
+    lines = [line.removeprefix("| ") for line in table.splitlines()[2:]]
+    assert len(lines) == len(PROOFS)
+    for line, (words, proofs) in zip(lines, PROOFS.items(), strict=True):
+        assert line.startswith(words)
+        for proof in proofs:
+            file, _, name = proof.partition("::")
+            text = (ROOT / "tests" / file).read_text("utf-8")
+            assert f"def {name or 'test_'}" in text, proof
