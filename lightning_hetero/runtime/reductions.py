@@ -135,7 +135,12 @@ class Reductions:
         """Look at a call of a torch function."""
         name = getattr(func, "__name__", "").strip("_")
         if isinstance(result, Tensor):
-            self.keep(result, self._judge(name, args, kwargs, result))
+            try:
+                judged = self._judge(name, args, kwargs, result)
+            except (TypeError, ValueError, IndexError):
+                # Arguments take forms that no rule expects, which is no reason to end a step.
+                judged = UNKNOWN
+            self.keep(result, judged)
         elif isinstance(result, float) and name in ("item", "float"):
             self.keep(result, self.of(args[0]))
 
@@ -174,7 +179,7 @@ class Reductions:
         """Return whether a function keeps the samples apart because dim 0 of its input is none."""
         if name == "stack" and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
             self._stacked[id(result)] = result
-        if len(tensors) != 1 or id(tensors[0]) not in self._stacked:
+        if name not in _WITH_DIMS or len(tensors) != 1 or id(tensors[0]) not in self._stacked:
             return False
         dims = _dims(args, kwargs, tensors[0].ndim)
         return dims is not None and 1 not in dims

@@ -112,3 +112,4 @@ def test_means_over_other_targets_go_together_only_if_their_shares_stay() -> Non
 
 def test_indices_of_any_kind_are_no_reductions() -> None:
     assert judged(lambda x: x[..., None][:, 1:2].sum(-1).mean()) == (Kind.MEAN, 6)
+    assert judged(lambda x: torch.stack([x, x])[..., 0][0].mean()) == (Kind.MEAN, 6)
