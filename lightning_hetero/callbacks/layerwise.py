@@ -70,8 +70,9 @@ class LayerwiseCheckpoint(Checkpoint):
     """Save every n optimizer steps, layer by layer and slice by slice; resume by itself.
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
-    holds, also where a `ckpt_path` is given, which is for the first start. Delete the folders to
-    start anew. Works under `HeteroStrategy`, for any plan before and after, and on a single device.
+    holds, also where a `ckpt_path` is given, which is for the first start. Delete the folders, on
+    all nodes, to start anew. One job at a time may use them. Works under `HeteroStrategy`, for any
+    plan before and after, and on a single device.
 
     Args:
         path_or_url: A folder or URL that all nodes reach, such as "s3://bucket/run"; None keeps
@@ -118,10 +119,10 @@ class LayerwiseCheckpoint(Checkpoint):
             raise ConfigurationError(
                 f"every_n_train_steps is {every_n_train_steps}; it must be 1 or more."
             )
+        # Wherever the process goes, folders stay where they are now.
+        place = path_or_url and (local_folder(path_or_url) or path_or_url)
         self.places = Places(
-            path_or_url=None
-            if path_or_url is None
-            else str(local_folder(path_or_url) or path_or_url),
+            path_or_url=None if place is None else str(place),
             local_dir=None if local_dir is None else str(Path(local_dir).absolute()),
             shared_memory=shared_memory,
             keep=keep,

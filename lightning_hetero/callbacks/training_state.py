@@ -137,9 +137,16 @@ def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
 
 def _loops(trainer: pl.Trainer) -> dict[str, Any]:
     loops: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
-    if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    if batches.is_last_batch:
         # Wound forward to the end of this epoch, a loader would make the next one an empty one.
         loops["fit_loop"]["state_dict"].pop("combined_loader", None)
+    if batches.current.completed < batches.current.processed:
+        # An epoch runs. Lightning doesn't count that it began where training was resumed at the end
+        # of the one before, and resumed from such a count it is an epoch behind ever after.
+        for epochs in loops["fit_loop"]["epoch_progress"].values():
+            epochs["ready"] = epochs["started"] = epochs["processed"] + 1
+            epochs["completed"] = epochs["processed"]
     return loops
 
 

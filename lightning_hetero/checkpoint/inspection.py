@@ -67,6 +67,11 @@ def look(tiers: Sequence[Tier], *, step: int | None = None) -> View:
 
 
 def _look_at(inventory: Inventory, tiers: Sequence[Tier], step: int | None) -> View:
+    closed = [why for item, why in inventory.unreadable if item is None]
+    if closed:
+        raise CheckpointError(
+            f"Can't look into {'; '.join(closed)}. Leave it out to look at the others alone."
+        )
     known = sorted({held.id for held in inventory.held}, reverse=True)
     complete = complete_checkpoints(inventory)
     if step is None:

@@ -87,6 +87,8 @@ class Lease:
             return
         if not self._shared:
             raise OccupiedError(self._describe(owner))
+        wait_s = _BEATS_TO_WAIT * self._beat_s
+        _log.warning("%s Looking for %.0f s whether it lives.", self._describe(owner), wait_s)
         for _ in range(2 * _BEATS_TO_WAIT):
             self._ended.wait(self._beat_s / 2)
             found = self._read()

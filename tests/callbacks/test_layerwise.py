@@ -116,6 +116,29 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path, num_steps: int) ->
     assert begun + train(tmp_path / "run", 6) == train(tmp_path / "whole", 6)
 
 
+class Epochs(L.Callback):
+    """Notes which epoch samplers are told in each step; fails before one."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self.fails_at = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.fails_at:
+            (checkpoint,) = (c for c in trainer.callbacks if isinstance(c, LayerwiseCheckpoint))
+            checkpoint._writer.close()
+            raise RuntimeError("on purpose")
+        self.found.append(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def test_epochs_are_counted_on_however_often_a_run_resumes_where_one_ends(tmp_path: Path) -> None:
+    epochs = Epochs()
+    for epochs.fails_at in (2, 4, 7, 8):
+        with pytest.raises(RuntimeError, match="on purpose"):
+            train(tmp_path, 12, epochs, every=1)
+    assert epochs.found == [step // 2 for step in range(8)]
+
+
 class Stops(L.Callback):
     """Ends training as EarlyStopping does."""
 

@@ -1,5 +1,6 @@
 """`lightning-hetero checkpoint` on folders that were really written."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,35 @@ def test_what_is_not_there_is_one_line_and_code_2(
     code, text = run(capsys, "export", *folders, "--step", "9", "--output", "x")
     assert code == 2
     assert "[3, 2, 1]" in text
+
+
+def test_a_place_that_cannot_be_read_is_said(
+    folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    closed = str(tmp_path / "file")
+    code, text = run(capsys, "list", *folders, closed)
+    assert (code, "Not a directory" in text) == (0, True)
+    for action in ("inspect", "verify"):
+        code, text = run(capsys, action, *folders, closed)
+        assert (code, "Leave it out" in text) == (2, True)
+    code, text = run(capsys, "prune", closed, "--keep", "1")
+    assert (code, "Not a directory" in text) == (2, True)
+
+
+def test_two_runs_in_a_folder_are_told_apart_and_pruned_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = ParallelPlan.even(world_size=1, num_layers=4)
+    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(tmp_path), keep=9)])
+    for run_id, step in (("a", 5), ("a", 9), ("b", 1), ("b", 2)):
+        content = contents(step, alone, 1)[0]
+        content = replace(content, id=replace(content.id, run=run_id))
+        writer.save(content).wait_until_confirmed(20)
+    writer.close()
+    run(capsys, "prune", str(tmp_path), "--keep", "1")
+    rows = [line.split() for line in run(capsys, "list", str(tmp_path))[1].splitlines()]
+    assert rows[0][-1] == "run"
+    assert [(row[0], row[-1]) for row in rows[1:]] == [("2", "b"), ("9", "a")]
+    assert run(capsys, "inspect", str(tmp_path))[1].startswith("step 2,")
+    assert run(capsys, "inspect", str(tmp_path), "--step", "9")[1].startswith("step 9,")
