@@ -12,7 +12,7 @@ from lightning_hetero.checkpoint.inspection import describe_plan, list_checkpoin
 from lightning_hetero.checkpoint.inventory import format_bitmap
 from lightning_hetero.checkpoint.retry import open_store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind, prune
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["add_arguments", "run_checkpoint"]
 
@@ -86,5 +86,8 @@ def _verify(tiers: Sequence[Tier], step: int | None) -> int:
 def _prune(tier: Tier, keep: int) -> None:
     if keep < 1:
         raise ConfigurationError(f"--keep is {keep}; it must be 1 or more.")
-    gone = prune(tier.store, keep=keep, shared=True)
+    try:
+        gone = prune(tier.store, keep=keep, shared=True)
+    except OSError as error:
+        raise CheckpointError(f"Can't prune {tier.store}: {error}.") from error
     print(f"deleted {len(gone)} checkpoints" + "".join(f"\n  {item}" for item in gone))
