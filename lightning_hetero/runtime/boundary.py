@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_hetero.core.errors import ModelError, StepError
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.hidden_state import hidden_output, hidden_place, named_arguments
+from lightning_hetero.runtime.layer_calls import check_finished, check_order, note_checkpoint
 from lightning_hetero.runtime.microbatch_run import MicrobatchRun, StageEnd
 from lightning_hetero.runtime.random_state import seed_everything, seed_of
 from lightning_hetero.runtime.side_tensors import LayerLeavings
 from lightning_hetero.runtime.skipped_layer import SkippedLayer
-from lightning_hetero.runtime.stage_input import StageInput, is_checkpointed_reentrantly
+from lightning_hetero.runtime.stage_input import StageInput
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StageBoundary"]
@@ -114,16 +115,10 @@ class StageBoundary:
         """Refuse a step that has ended without all layers of a stage.
 
         Raises:
-            StepError: It called none.
-            ModelError: It called some.
+            StepError, ModelError: See `layer_calls.check_finished`.
         """
-        if run.finished or self._is_free(run):
-            return
-        if not run.called:
-            raise StepError(
-                "The step returned without calling the model's layers. Call the model once in it."
-            )
-        raise _no_chain(f"The step ends with layer {run.called[-1]} of {run.num_layers}")
+        if not self._is_free(run):
+            check_finished(run)
 
     def _is_free(self, run: MicrobatchRun) -> bool:
         """Whether layers are called as the user likes."""
@@ -147,11 +142,11 @@ class StageBoundary:
             if self._again is None:
                 return forward(*args, **kwargs)
             return self._call_again(self._again, index, forward, args, kwargs)
-        _note_checkpoint(run, index)
+        note_checkpoint(run, index)
         if self._is_free(run):
             return self._call_freely(run, index, forward, args, kwargs)
         run.pause_watch()
-        _check_order(run, index)
+        check_order(run, index)
         if run.has_stages:
             self._check_call(run, index, named_arguments(args, kwargs))
         if index < run.layers.start:
@@ -343,38 +338,3 @@ def _hidden_of(
     place = run.hidden_places.get(index)
     hidden: Tensor = given[hidden_place(given, None, index) if place is None else place]
     return hidden
-
-
-def _note_checkpoint(run: MicrobatchRun, index: int) -> None:
-    """Note, or refuse in stages, that autograd doesn't see a layer for the time being."""
-    if run.with_gradients and not torch.is_grad_enabled() and is_checkpointed_reentrantly():
-        run.is_reentrant = True
-        if run.has_stages:
-            raise ModelError(
-                f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
-                "hides from a stage what it computes. Use use_reentrant=False, or leave the "
-                "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
-            )
-
-
-def _check_order(run: MicrobatchRun, index: int) -> None:
-    """Note that a layer is called; each is called once, in order."""
-    if run.finished and index == 0:
-        raise StepError(
-            "The step calls the model twice. Stages carry one pass of each micro-batch: call the "
-            "model once, for instance on the concatenation of both inputs, or use a plan whose "
-            "pipelines have one stage."
-        )
-    if index != len(run.called):
-        behind = f"behind layer {run.called[-1]}" if run.called else "first"
-        raise _no_chain(f"Layer {index} is called {behind}")
-    run.called.append(index)
-
-
-def _no_chain(what: str) -> ModelError:
-    return ModelError(
-        f"{what}, but stages and tensor parallelism need a chain: all layers of the list, each "
-        "called once, in order. For layers that are reused, chosen or left out use a plan whose "
-        "pipelines have one stage, or name the list that is a chain: "
-        'HeteroStrategy(layers="model.blocks").'
-    )

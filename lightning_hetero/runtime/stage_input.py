@@ -4,16 +4,14 @@ The layer may change it in place, as it might change what the layer before it re
 that checkpoints its own layers runs the layer again in backward, on the same hidden state.
 """
 
-import traceback
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetero.core.errors import ModelError
 
-__all__ = ["StageInput", "is_checkpointed_reentrantly"]
+__all__ = ["StageInput"]
 
 
 class StageInput:
@@ -60,9 +58,3 @@ class _WithoutCopy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """Hand the gradient on."""
         return gradients[0]
-
-
-def is_checkpointed_reentrantly() -> bool:
-    """Whether this is called inside of `torch.utils.checkpoint` with use_reentrant=True."""
-    forward = CheckpointFunction.forward.__code__
-    return any(frame.f_code is forward for frame, _ in traceback.walk_stack(None))
