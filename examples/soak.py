@@ -30,7 +30,7 @@ from soak_table import Fault, compare, tell
 
 PATIENCE_S = 300.0
 """After which a run that trains no step counts as hung."""
-MOMENTS = {"training": 6, "upload": 2, "recovery": 2}
+MOMENTS = {"training": 4, "upload": 2, "recovery": 4}
 """When faults come, and how often."""
 
 
