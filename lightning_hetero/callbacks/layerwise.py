@@ -272,6 +272,7 @@ class LayerwiseCheckpoint(Checkpoint):
             if _has_finished_epoch(trainer):
                 # That of the next epoch would have been drawn now.
                 torch.empty((), dtype=torch.int64).random_()
+                _begin_next_epoch(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -375,6 +376,16 @@ class LayerwiseCheckpoint(Checkpoint):
         leases, self._leases = self._leases, ()
         for lease in leases:
             lease.release()
+
+
+def _begin_next_epoch(trainer: pl.Trainer) -> None:
+    """Let Lightning count the epoch that begins where a run goes on from the end of one.
+
+    It would take it for the rest of the one before, so what is saved in it would look complete,
+    and a second restart would begin it anew.
+    """
+    if trainer.num_training_batches != float("inf"):
+        trainer.fit_loop.reset_restart_stage()
 
 
 def _has_finished_epoch(trainer: pl.Trainer) -> bool:

@@ -315,3 +315,50 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     trainer = L.Trainer(strategy="ddp", callbacks=[checkpoint], **settings)
     with pytest.raises(ConfigurationError, match="how DDPStrategy spreads a model"):
         trainer.fit(ToyModule(ToyOptions()), loader(8, 4))
+
+
+class Ends(L.Callback):
+    """Ends a run as a crash does, once the checkpoint of a step is safe; notes its steps."""
+
+    def __init__(self, checkpoint: LayerwiseCheckpoint, until: int) -> None:
+        self.checkpoint, self.until = checkpoint, until
+        self.steps: dict[int, tuple[int, float]] = {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.until:
+            assert self.checkpoint.saved is not None
+            self.checkpoint.saved.wait_until_confirmed(60)
+            raise KeyError("a crash")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.steps[trainer.global_step] = (trainer.current_epoch, float(outputs["loss"]))
+
+
+def test_a_run_that_counts_epochs_restarts_at_the_end_of_one_and_again_in_the_next(
+    tmp_path: Path,
+) -> None:
+    def train(folder: str, until: int) -> Ends:
+        L.seed_everything(3, verbose=False)
+        checkpoint = LayerwiseCheckpoint(local_dir=tmp_path / folder, every_n_train_steps=1)
+        ends = Ends(checkpoint, until)
+        options = {"max_steps": -1, "max_epochs": 3, "strategy": "hetero", "devices": 1}
+        trainer = L.Trainer(
+            **{**quiet(**options), "enable_checkpointing": True}, callbacks=[checkpoint, ends]
+        )
+        data = StatefulDataLoader(TokenRows(20), batch_size=4, shuffle=True)
+        try:
+            trainer.fit(ToyModule(ToyOptions()), data)
+        except KeyError:
+            assert until > 0
+        return ends
+
+    whole = train("whole", -1).steps
+    assert [epoch for epoch, _ in whole.values()] == [0] * 5 + [1] * 5 + [2] * 5
+    begun = {}
+    for until in (5, 7, 8, 10, -1):
+        steps = train("legs", until).steps
+        assert not steps.keys() & begun.keys()
+        begun |= steps
+    assert begun.keys() == whole.keys()
+    for step, (epoch, loss) in whole.items():
+        assert begun[step] == (epoch, pytest.approx(loss, rel=1e-6)), f"step {step}"
