@@ -180,7 +180,12 @@ class SkippedLayer:
             state[name] = buffer.clone() if on_zeros else Unknown.like(buffer, origin)
         before = self._leavings.look(self._index)
         try:
-            with _Tracking() as made, _reparametrize_module(self._layer, state):
+            # A layer that was compiled would never be so again if that met the tracking.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                _Tracking() as made,
+                _reparametrize_module(self._layer, state),
+            ):
                 output = call.run(on_zeros=on_zeros)
         finally:
             self._leavings.undo(before)

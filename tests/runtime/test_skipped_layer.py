@@ -181,3 +181,21 @@ def test_tuples_come_in_the_form_of_each_call() -> None:
 def test_a_layer_that_is_skipped_may_change_its_own_input() -> None:
     model = Model("own input")
     assert in_stages(model, StageBoundary(model.layers), torch.randn(5, 3)).shape == (5, 2)
+
+
+def test_a_compiled_layer_is_looked_at_uncompiled_and_compiled_later() -> None:
+    model, graphs = Model(), []
+
+    def capture(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    first = model.layers[0]
+    first.forward = torch.compile(first.forward, backend=capture)
+    boundary = StageBoundary(model.layers)
+    hidden = torch.randn(5, 4)
+    boundary._skipped[0](first.forward._forward, (hidden, None), {}, hidden)
+    assert not graphs
+    first(hidden)
+    assert graphs
