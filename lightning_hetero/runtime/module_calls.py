@@ -48,6 +48,6 @@ class ModuleCalls:
             raise StepError(
                 f"{type(module).__name__} is called outside of a step, for instance in a hook, "
                 "where every rank has only its slices of the parameters. Call it in "
-                "validation_step, test_step or predict_step, or after the run, when parameters "
-                "are whole again."
+                "validation_step, test_step or predict_step, or after a run with "
+                "HeteroStrategy(whole_after_run=True)."
             )
