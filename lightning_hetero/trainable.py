@@ -48,8 +48,8 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
             )
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigurationError(
-            "ModelPruning masks whole parameters, but each rank has slices of them. Leave it out and "
-            "prune after a run with HeteroStrategy(whole_after_run=True)."
+            "ModelPruning masks whole parameters, but each rank has slices of them. Leave it out, "
+            "and prune after a run with HeteroStrategy(whole_after_run=True)."
         )
 
 
