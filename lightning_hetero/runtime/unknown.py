@@ -127,6 +127,10 @@ class Unknown(Tensor):
         """Refuse to give values."""
         self.refuse("NumPy needs")
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be saved or sent."""
+        self.refuse("Saving needs")
+
     def __format__(self, format_spec: str) -> str:
         """Refuse to print a value; without a format, say what it is."""
         return self.refuse("Printing needs") if format_spec else repr(self)

@@ -1,5 +1,6 @@
 """What a stage can't know has a shape and no values, and nothing goes on with made-up ones."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_what_takes_only_the_shape_is_known() -> None:
         lambda x: torch.zeros(2, 3).copy_(x),
         lambda x: torch.zeros(4).__setitem__(0, x.sum()),
         lambda x: torch.poisson(x),
+        lambda x: pickle.dumps({"x": x}),
     ],
 )
 def test_what_needs_values_is_refused_by_name(read: Callable[[Tensor], Any]) -> None:
