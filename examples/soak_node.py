@@ -118,10 +118,10 @@ class UnreliableStore(LocalFileSystem):
         self._answer()
         return super().cat_file(*args, **options)
 
-    def find(self, *args: Any, **options: Any) -> Any:
-        """List files."""
+    def ls(self, *args: Any, **options: Any) -> Any:
+        """List a folder."""
         self._answer()
-        return super().find(*args, **options)
+        return super().ls(*args, **options)
 
     def mv(self, *args: Any, **options: Any) -> Any:
         """Move a file."""
