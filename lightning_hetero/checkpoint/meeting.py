@@ -62,6 +62,16 @@ class Job:
     """Whether nobody else has taken over to say what becomes of `uploaded`."""
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a checkpoint."""
+
+    is_complete: bool
+    """Whether the own tiers had all parts between them."""
+    sound: frozenset[TierKind]
+    """The kinds of tiers that had all parts."""
+
+
 class Meeting:
     """Brings one rank's parts into all tiers; one thread calls it, alike on all ranks.
 
@@ -101,8 +111,8 @@ class Meeting:
         self._rounds = Rounds(transport, self.progress, options.stall_s)
         self._stored: Future[Any] | None = None
         self._lost_peer: Exception | None = None
-        self._earlier: dict[CheckpointId, bool] = {}
-        """Checkpoints that may still be in own tiers, and whether all parts were."""
+        self._earlier: dict[CheckpointId, _Outcome] = {}
+        """Checkpoints that may still be in own tiers, and what became of them."""
 
     def write(self, job: Job) -> None:
         """Write one checkpoint.
@@ -168,7 +178,7 @@ class Meeting:
         uploads_itself = self.uploads.offer(part, job.uploaded, statuses)
         job.needs_upload = uploads_itself
         busy = _busy_in(statuses) | {id_}
-        superseded = self._supersede(id_, busy, is_complete=is_complete)
+        superseded = self._supersede(id_, busy, _Outcome(is_complete, frozenset(sound)))
 
         def settle() -> None:
             if self._is_first_of_node:
@@ -241,17 +251,29 @@ class Meeting:
         return not everyones
 
     def _supersede(
-        self, checkpoint: CheckpointId, busy: Collection[CheckpointId], *, is_complete: bool
-    ) -> set[CheckpointId]:
-        """Return which earlier checkpoints are of no use unless a tier has them from all ranks."""
-        useless = {id_ for id_, complete in self._earlier.items() if is_complete or not complete}
+        self, checkpoint: CheckpointId, busy: Collection[CheckpointId], outcome: _Outcome
+    ) -> dict[TierKind, set[CheckpointId]]:
+        """Return which earlier checkpoints are of no use to each kind of tier.
+
+        They are where not all parts are in tiers of the kind, unless all parts are in tiers of any
+        kind and this checkpoint's aren't.
+        """
+        useless = {
+            id_: earlier
+            for id_, earlier in self._earlier.items()
+            if outcome.is_complete or not earlier.is_complete
+        }
         self._earlier = {
-            id_: complete
-            for id_, complete in self._earlier.items()
+            id_: earlier
+            for id_, earlier in self._earlier.items()
             if id_ not in useless or id_ in busy
         }
-        self._earlier[checkpoint] = is_complete
-        return useless
+        self._earlier[checkpoint] = outcome
+        # Not by what a tier has noted as confirmed: that may have failed on one node alone.
+        return {
+            kind: {id_ for id_, earlier in useless.items() if kind not in earlier.sound}
+            for kind in self._own.kinds
+        }
 
     def _judge(self, waited_s: float) -> None:
         """Make it an error that all lasting tiers have failed for so long."""

@@ -107,7 +107,7 @@ class OwnTiers:
         sound: Collection[TierKind],
         *,
         busy: Collection[CheckpointId],
-        superseded: Collection[CheckpointId],
+        superseded: Mapping[TierKind, Collection[CheckpointId]],
     ) -> None:
         """Note a checkpoint in the tiers that have it from all ranks, delete what is old there."""
         for tier in self.tiers:
@@ -116,7 +116,13 @@ class OwnTiers:
                 keep = tier.keep if tier.kind in sound else None
                 if keep is not None:
                     confirm(tier.store, checkpoint)
-                prune(tier.store, keep=keep, shared=False, busy=busy, superseded=superseded)
+                prune(
+                    tier.store,
+                    keep=keep,
+                    shared=False,
+                    busy=busy,
+                    superseded=superseded[tier.kind],
+                )
             except Exception as error:
                 # What isn't deleted now is deleted another time.
                 _log.warning("Couldn't tidy up %s: %s", tier, error)

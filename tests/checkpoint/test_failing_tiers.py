@@ -105,12 +105,12 @@ def try_failures(seed: int) -> None:
     assert had, "nothing was ever saved"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [100, 107])
 def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) -> None:
     try_failures(seed)
 
 
 @pytest.mark.slow
 def test_it_has_one_in_many_orders_of_failures() -> None:
-    for seed in range(100, 108):
+    for seed in range(8):
         try_failures(seed)
