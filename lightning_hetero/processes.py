@@ -5,6 +5,7 @@ processes. Every wait for another rank can end in `PeerError`, which names the r
 """
 
 import os
+import uuid
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -18,13 +19,14 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from typing_extensions import override
 
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.failure import FailureDetector
+from lightning_hetero.runtime.hook_logs import HookLogs
 from lightning_hetero.runtime.meeting import connect_store
-from lightning_hetero.runtime.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE, check_same
+from lightning_hetero.runtime.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 
 __all__ = ["ProcessesStrategy"]
 
@@ -57,6 +59,7 @@ class ProcessesStrategy(ParallelStrategy):
         self._store: Store | None = None
         self._communicators: Communicators | None = None
         self._detector: FailureDetector | None = None
+        self._hook_logs: HookLogs | None = None
 
     is_distributed = True
     """Lightning reads it before it injects samplers and reduces logged values."""
@@ -141,6 +144,15 @@ class ProcessesStrategy(ParallelStrategy):
             )
         self._detector.start()
 
+    def _compare_hooks(self) -> None:
+        """Compare from now on what hooks log; collective."""
+        if self.world_size > 1:
+            # A name of its own, since another Trainer of these processes may have used the store.
+            store = PrefixStore(
+                f"hook logs {self.broadcast(uuid.uuid4().hex)}", self._connect_store()
+            )
+            self._hook_logs = HookLogs(store, global_rank=self.global_rank, timeout=self._timeout)
+
     def _connect_store(self) -> Store:
         if self._store is None:
             environment = self.cluster_environment
@@ -192,8 +204,10 @@ class ProcessesStrategy(ParallelStrategy):
         """Reduce a tensor over all ranks; `mean`, `sum` and other names of `ReduceOp`."""
         if self.world_size == 1 or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
-        if group == SAME_EVERYWHERE:
-            return self._same_everywhere(tensor)
+        if isinstance(group, str) and self._hook_logs is not None:
+            logged = group.removeprefix(SAME_EVERYWHERE)
+            with self._watching():
+                return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         is_mean = name in ("mean", "avg")
         operation = (
@@ -207,13 +221,6 @@ class ProcessesStrategy(ParallelStrategy):
         with self._watching():
             dist.all_reduce(tensor, op=operation, group=group)
         return tensor / self.world_size if is_mean else tensor
-
-    def _same_everywhere(self, tensor: Tensor) -> Tensor:
-        values = torch.empty(self.world_size, 1, dtype=torch.float64)
-        own = tensor.detach().to("cpu", torch.float64).reshape(1)
-        with self._watching():
-            dist.all_gather(list(values.unbind(0)), own, group=self._control)
-            return check_same(values[:, 0]).to(tensor)
 
     @override
     def barrier(self, name: str | None = None) -> None:

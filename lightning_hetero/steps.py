@@ -61,6 +61,7 @@ class StepsStrategy(SlicesStrategy):
 
     def _attach_logs(self, trainer: Any) -> None:
         """Let callbacks log as the module does now; Lightning gave them what was there before."""
+        self._compare_hooks()
         for callback in trainer.callbacks:
             callback.log = self._module.log
 

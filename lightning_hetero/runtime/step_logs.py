@@ -34,16 +34,14 @@ from lightning_hetero.runtime.reductions import (
 )
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "LogEntry", "StepLogs", "check_same"]
+__all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "LogEntry", "StepLogs"]
 
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 
-SAME_EVERYWHERE = "same everywhere"
-"""Given as `sync_dist_group`: the strategy checks that all ranks have the same value."""
+SAME_EVERYWHERE = "same everywhere: "
+"""Begins a `sync_dist_group`, before the name: the strategy checks that ranks have one value."""
 
-_TOLERANCE = 1e-5
-"""Relative; unequal devices round differently."""
 _NUM_COLUMNS = 5
 _KNOWN = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
 
@@ -142,7 +140,7 @@ class StepLogs:
         checks = not (options.get("sync_dist") or options.get("rank_zero_only"))
         is_metric = isinstance(options["value"], nn.Module)
         if checks and not is_metric and self._is_of_epoch(options):
-            options.update(sync_dist=True, sync_dist_group=SAME_EVERYWHERE)
+            options.update(sync_dist=True, sync_dist_group=SAME_EVERYWHERE + options["name"])
         self._original_log(**options)
 
     def _is_of_epoch(self, options: dict[str, Any]) -> bool:
@@ -265,23 +263,6 @@ def _check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
             "samples, so the values of micro-batches are averaged by target tokens, which may not "
             "be what one device has. Log a mean or sum, or a torchmetrics metric."
         )
-
-
-def check_same(values: Tensor) -> Tensor:
-    """Return the first of all ranks' values, (num_ranks,), if they are the same.
-
-    Raises:
-        StepError: They aren't; on every rank.
-    """
-    first = values[0]
-    if not torch.allclose(values, first, rtol=_TOLERANCE, atol=1e-12, equal_nan=True):
-        raise StepError(
-            f"A hook logs a value that differs between ranks: {values.tolist()[:8]}. In a hook a "
-            "rank has what all ranks have only from what steps return, log or append to lists of "
-            "the module, and from metrics. Log in the step, or say in `self.log` what to do with "
-            "different values: sync_dist=True reduces them, rank_zero_only=True takes rank 0's."
-        )
-    return first
 
 
 def _check_names(entries: Sequence[LogEntry]) -> None:
