@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
-from lightning_hetero.checkpoint import CheckpointWriter
+from lightning_hetero.checkpoint.uploads import Uploads
 from lightning_hetero.runtime.failure import AgreedExit
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -35,13 +35,13 @@ class TellsOneAfterTheOther(Callback):
 
 def leave(rank: int, folder: Path) -> bool:
     """Train until all leave; return whether this rank's part was in the remote store by then."""
-    upload = CheckpointWriter._upload_part
+    upload = Uploads.upload
 
     def upload_slowly(*args: Any) -> None:
         time.sleep(2.0)
         upload(*args)
 
-    CheckpointWriter._upload_part = upload_slowly
+    Uploads.upload = upload_slowly
     torch.manual_seed(0)
     checkpoint = LayerwiseCheckpoint(
         folder / "remote", every_n_train_steps=100, local_dir=folder / f"disk{rank}"
@@ -58,7 +58,7 @@ def leave(rank: int, folder: Path) -> bool:
         assert saved is not None
         return saved._remote.done() and saved._remote.result()
     finally:
-        CheckpointWriter._upload_part = upload
+        Uploads.upload = upload
     raise AssertionError("nobody left")
 
 
