@@ -18,16 +18,19 @@ class Tolerance:
 
     loss: float = 1e-4
     weight: float = 1e-3
+    zero: float = 0.01
+    """How far off zero a number may be, as a share of the others."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Tolerance":
         """Return that of a recipe: where layers round to bfloat16, its 8 bits count."""
-        return cls(loss=1e-3, weight=2e-2) if recipe.shape == "half precision" else cls()
+        halved = recipe.shape == "half precision"
+        return cls(loss=1e-3, weight=2e-2, zero=1.0) if halved else cls()
 
     def close(self, found: object, wanted: object, *, is_loss: bool = True) -> bool:
         """Return whether two arrays are alike but for rounding."""
         relative = self.loss if is_loss else self.weight
-        return bool(np.allclose(found, wanted, rtol=relative, atol=relative / 100))
+        return bool(np.allclose(found, wanted, rtol=relative, atol=relative * self.zero))
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,11 @@ class Model(nn.Module):
 
     def _run(self, index: int, x: Tensor) -> Any:
         mode = self.recipe.checkpointed
+        call = self._call_two if mode == "pairs of layers" else self._call
         if mode == "nothing" or not self.training:
-            return self._call(index, x)
+            return call(index, x)
         if mode == "pairs of layers":
-            return checkpoint(self._call_two, index, x, use_reentrant=False)
+            return checkpoint(call, index, x, use_reentrant=False)
         return checkpoint(self._call, index, x, use_reentrant=mode == "layers, reentrant")
 
     def _call_two(self, index: int, x: Tensor) -> Any:
