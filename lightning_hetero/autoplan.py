@@ -182,7 +182,9 @@ def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
 
 def _holds_everything(job: _Job, facts: RunFacts) -> bool:
     """Return whether a device holds the whole model and a whole batch, by the roofline."""
-    cost = RooflineCost(job.cluster, job.model, layout=job.states)
+    # One micro-batch is no sum.
+    states = replace(job.states, summed_bytes=job.states.gradient_bytes)
+    cost = RooflineCost(job.cluster, job.model, layout=states)
     name = job.cluster.nodes[0].device
     shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
     batch = (job.sequence_length,) * job.batch_size

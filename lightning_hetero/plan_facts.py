@@ -110,6 +110,8 @@ class RunFacts:
     """What to plan with instead of the device's own memory."""
     propagation_bytes: int = 4
     """Bytes of a value of weights and gradients on their way."""
+    summed_bytes: int = 4
+    """Bytes of a value of gradients that are summed over micro-batches."""
     master_bytes: int = 4
     """Bytes of a value of master weights and optimizer states."""
     data: Callable[[], DataFacts] | None = None
@@ -131,6 +133,7 @@ class RunFacts:
         return StateLayout(
             weight_bytes=self.propagation_bytes,
             gradient_bytes=math.ceil(self.propagation_bytes * share),
+            summed_bytes=math.ceil(self.summed_bytes * share),
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
         )
 

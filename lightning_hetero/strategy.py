@@ -332,6 +332,7 @@ class HeteroStrategy(StepsStrategy):
             slowdown=self.slowdown,
             memory_bytes=self.memory_bytes,
             propagation_bytes=precision.propagation_dtype.itemsize,
+            summed_bytes=4 if self._engine_options["fp32_gradients"] else 2,
             master_bytes=master.itemsize,
             data=find_data(trainer),
             num_candidate_plans=self._request.num_candidate_plans,

@@ -168,12 +168,13 @@ def state_bytes(
 ) -> list[float]:
     """Return what each rank needs for weights, gradients and an Adam's states, by global rank.
 
-    A holder keeps weights and gradients in the propagation dtype, an owner its master, the summed
-    gradient and two moments; frozen parameters have neither gradients nor moments.
+    A holder keeps weights in the propagation dtype and sums gradients in fp32 unless it is told
+    otherwise, an owner its master, the gradient of all pipelines and two moments; frozen parameters
+    have neither gradients nor moments.
     """
     used = [0.0] * facts.comms.world_size
     for spec in specs:
-        held_bytes = facts.propagation_bytes * (1 + spec.requires_grad)
+        held_bytes = facts.propagation_bytes + facts.summed_bytes * spec.requires_grad
         owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for holding in holdings_of(spec, plan):
             rows = sum(stop - start for start, stop in holding.intervals)

@@ -73,9 +73,9 @@ def test_each_weight_counts_where_it_is_held_and_its_states_where_it_is_owned():
     found = start(A100S)
     used = state_bytes(PLAN, found.facts, found.specs, found.slices)
     count = sum(spec.numel for spec in found.specs)
-    # Two pipelines hold a 2-byte weight and gradient; one owner keeps four fp32 values.
-    assert sum(used) == count * (2 * (2 + 2) + 4 * 4)
-    whole = count * (2 + 2) + count / 3 * 16
+    # Two pipelines hold a 2-byte weight and sum an fp32 gradient; one owner keeps four such values.
+    assert sum(used) == count * (2 * (2 + 4) + 4 * 4)
+    whole = count * (2 + 4) + count / 3 * 16
     assert used[0] == pytest.approx(whole, rel=0.05)
     assert used[1] < used[2] < used[0]
 

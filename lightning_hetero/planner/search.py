@@ -286,7 +286,7 @@ class _Search:
 def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:
     cluster, model = cost.cluster, cost.model
     room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
-    states = model.num_params * (cost.layout.weight_bytes + cost.layout.gradient_bytes)
+    states = model.num_params * (cost.layout.weight_bytes + cost.layout.summed_bytes)
     states += model.num_params * cost.layout.owned_bytes
     return (
         f"{model.name} fits nowhere: its weights, gradients and optimizer states take "

@@ -57,7 +57,9 @@ class StateLayout:
     weight_bytes: int = 2
     """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
     gradient_bytes: int = 2
-    """Gradients a holder accumulates, bytes per parameter; this is what a push moves."""
+    """Gradients on their way to their owners, bytes per parameter; this is what a push moves."""
+    summed_bytes: int = 4
+    """Gradients that a holder sums over its micro-batches, bytes per parameter."""
     owned_bytes: int = 16
     """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
     sharded: bool = True
@@ -219,7 +221,7 @@ class CostModel(ABC):
         found = self._fixed.get(key)
         if found is None:
             layout = self.layout
-            held = self.num_stage_params(shape) * (layout.weight_bytes + layout.gradient_bytes)
+            held = self.num_stage_params(shape) * (layout.weight_bytes + layout.summed_bytes)
             owned = self.num_owned_params(shape, num_pipelines) * layout.owned_bytes
             found = self._fixed[key] = held + owned
         return found
