@@ -26,7 +26,7 @@ from lightning_hetero.runtime.step_logs import LogEntry
 __all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of", "header_of"]
 
 _NUM_INTEGERS = 7
-_BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4}
+_BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8}
 _MAX_KNOWN = 64
 
 

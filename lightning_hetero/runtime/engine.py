@@ -167,8 +167,9 @@ class Engine:
                 agreed = agreement.finish()
         self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
         self.leaving = agreed.leaving
-        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds)
-        if loss.is_guessed and sum(self.num_microbatches) > 1 and self.comms.global_rank == 0:
+        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
+        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
+        if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
         self._keep_gradients(gradients, agreed, loss.scale)
         self.gradients_are_finite = not loss.nonfinite_ranks

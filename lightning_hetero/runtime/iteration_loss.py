@@ -36,17 +36,23 @@ class IterationLoss:
     """Whether some rank didn't know how its losses count."""
 
     @classmethod
-    def of(cls, totals: Tensor, kinds: Set[Kind]) -> "IterationLoss":
+    def of(cls, totals: Tensor, kinds: Set[Kind], *, is_cut: bool) -> "IterationLoss":
         """Return what the ranks' totals make, (num_ranks, NUM_TOTALS) or more.
+
+        Args:
+            totals: What each rank says.
+            kinds: What losses were, of all ranks.
+            is_cut: Whether the iteration may have several micro-batches.
 
         Raises:
             StepError: The losses of micro-batches don't go together.
         """
-        if Kind.SUM in kinds and len(kinds) > 1:
+        if is_cut and (Kind.MIXED in kinds or (Kind.SUM in kinds and len(kinds) > 1)):
             raise StepError(
-                "The loss is a sum over samples in one micro-batch and something else in another, "
-                "so no plan gives what one device would. Return the same kind of loss in every "
-                'step, or say what it is: HeteroStrategy(loss_reduction="mean") or "sum".'
+                "The loss is a sum over samples and something else, in one micro-batch or from one "
+                "to another, so no weight of micro-batches gives what one device would. Return a "
+                "sum or a mean, or say what it is: "
+                'HeteroStrategy(loss_reduction="mean") or "sum".'
             )
         check_ratios(totals[:, 2], totals[:, 3], "loss")
         loss, weight = totals[:, :2].sum(0)

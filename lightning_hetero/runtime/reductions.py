@@ -42,6 +42,7 @@ class Kind(StrEnum):
     MIN = "min"
     CONSTANT = "constant"
     UNKNOWN = "unknown"
+    MIXED = "a sum and something else"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Reduction:
 
 CONSTANT = Reduction(Kind.CONSTANT)
 UNKNOWN = Reduction(Kind.UNKNOWN)
+_MIXED = Reduction(Kind.MIXED)
 
 NO_RATIO = (float("inf"), -float("inf"))
 """The least and the largest of no ratios."""
@@ -155,7 +157,7 @@ class Reductions:
             if self._is_of_stacked(name, tensors, args, kwargs, result):
                 return None
             return _reduce(name, tensors, known, args, kwargs, result) if tensors else None
-        if UNKNOWN in known:
+        if UNKNOWN in known and not any(item and item.kind is Kind.SUM for item in known):
             return UNKNOWN
         first = known[0]
         if len(tensors) == 1 and first is not None:
@@ -272,7 +274,12 @@ def _add(left: Reduction, right: Reduction) -> Reduction:
     if right.kind is Kind.CONSTANT:
         small = not isinstance(right.value, Tensor) and abs(right.value) <= _SMALL
         keeps = left.kind is not Kind.SUM or (small and right is not CONSTANT)
-        return left if keeps else UNKNOWN
+        return left if keeps else _MIXED
+    if (left.kind is Kind.SUM) is not (right.kind is Kind.SUM) or Kind.MIXED in (
+        left.kind,
+        right.kind,
+    ):
+        return _MIXED
     if left.kind is not right.kind or left.kind not in _LINEAR:
         return UNKNOWN
     if left.kind is Kind.SUM:
@@ -283,8 +290,10 @@ def _add(left: Reduction, right: Reduction) -> Reduction:
 def _multiply(left: Reduction, right: Reduction) -> Reduction:
     if left.kind is Kind.CONSTANT:
         left, right = right, left
-    if right.kind is not Kind.CONSTANT or left.kind not in (*_LINEAR, Kind.CONSTANT):
+    if right.kind is not Kind.CONSTANT or left.kind not in (*_LINEAR, Kind.MIXED, Kind.CONSTANT):
         return UNKNOWN
+    if right is not CONSTANT and not isinstance(right.value, Tensor) and right.value == 0:
+        return CONSTANT  # It only lets gradients be zeros instead of none.
     # A mean times a whole number may be a sum by hand.
     return UNKNOWN if left.kind is Kind.MEAN and right.count and right.value != 1 else left
 

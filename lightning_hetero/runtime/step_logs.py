@@ -187,7 +187,7 @@ class StepLogs:
             if known is not None and known.kind is Kind.MEAN:
                 own, others = as_weight(known.count, self._device), known.others
             reduction = _reduction_of(entry, known)
-            is_known = known is not None and known.kind is not Kind.UNKNOWN
+            is_known = known is not None and known.kind in (*_KNOWN, Kind.CONSTANT)
             is_guessed = not is_known and reduction == "mean"
             doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
             number = torch.zeros(()) if entry.metric is not None else value

@@ -167,7 +167,7 @@ class LossWeight:
     """How a micro-batch's loss counts in the iteration."""
 
     kind: Kind
-    """MEAN, SUM, or UNKNOWN, which is then taken for a mean."""
+    """MEAN, SUM, UNKNOWN, which is then taken for a mean, or MIXED, which nothing fits."""
     targets: Count
     """What a mean averages over; also the weight of logged numbers of which nothing is known."""
     others: tuple[Count, ...] = ()
@@ -205,9 +205,9 @@ def weigh_loss(
         guessed = Kind.MEAN
     if declared is not None:
         return LossWeight(Kind(declared), by_batch)
-    return LossWeight(
-        Kind.SUM if found is not None and found.kind is Kind.SUM else guessed, by_batch
-    )
+    if found is not None and found.kind in (Kind.SUM, Kind.MIXED):
+        return LossWeight(found.kind, by_batch)
+    return LossWeight(guessed, by_batch)
 
 
 def _count_of_batch(microbatch: object, watch: LossWatch) -> Count | None:

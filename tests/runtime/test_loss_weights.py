@@ -56,6 +56,11 @@ class TwoLosses(TinyModule):
         return super().loss(logits, labels) + logits.square().mean()
 
 
+class SumAndMean(Summed):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + logits.square().mean()
+
+
 class Logging(TinyModule):
     validates = True
 
@@ -98,10 +103,11 @@ def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPo
     expected = pool.run(fit_each, 1, makes, None)[0]
     for plan in PLANS.values():
         declared = pool.run(fit_each, 2, [OpaqueSum], plan, {"loss_reduction": "sum"})
-        warned = pool.run(fit_each, 2, [Opaque, TwoLosses], plan)
+        warned = pool.run(fit_each, 2, [Opaque, TwoLosses, SumAndMean], plan)
         for rank in range(2):
             same(declared[rank][0], expected[0])
             assert "different numbers of targets" in warned[rank][1]
+            assert "The loss is a sum over samples and something else" in warned[rank][2]
         assert [item[0]["warned"] for item in warned] == [True, False]
 
 

@@ -41,6 +41,7 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "of a sum of layers": (lambda x: F.cross_entropy(torch.stack([x, -x]).sum(0), LABELS), 4),
     "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
     "with a penalty": (lambda x: F.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(), 4),
+    "with zeros for gradients": (lambda x: F.cross_entropy(x, LABELS) + 0.0 * x.sum(), 4),
     "begun by zero": (lambda x: torch.tensor(0.0) + sum([F.cross_entropy(x, LABELS)]), 4),
     "a list of them": (
         lambda x: torch.stack([F.cross_entropy(x, LABELS), F.cross_entropy(-x, LABELS)]).mean(),
@@ -62,8 +63,6 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "a product": lambda x: x.mean() * x.sum(),
     "a mean times a count": lambda x: x.mean() * len(x),
     "a sum by a number": lambda x: x.sum() / len(x),
-    "a sum and a mean": lambda x: x.sum() + x.mean(),
-    "a sum and a penalty": lambda x: x.sum() + WEIGHT.square().sum(),
     "statistics of a batch": lambda x: x.std(0).mean(),
     "a nonlinear function of them": lambda x: x.mean(0).square().sum(),
     "samples against each other": lambda x: F.cross_entropy(x @ x.T, torch.arange(6)),
@@ -82,6 +81,21 @@ def test_a_sum_is_known(name: str) -> None:
     found = judged(SUMS[name])
     assert found is not None
     assert found[0] is Kind.SUM
+
+
+MIXED: dict[str, Callable[[Tensor], Any]] = {
+    "a sum and a mean": lambda x: 0.5 * (x.sum() + x.mean()),
+    "a sum and a penalty": lambda x: x.sum() + WEIGHT.square().sum(),
+    "a sum and what nobody knows": lambda x: (x.sum() + x.mean().sqrt()) + x.mean(),
+    "a sum and a value from elsewhere": lambda x: x.sum() + x[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_sum_with_something_else_is_known_to_fit_no_weight(name: str) -> None:
+    found = judged(MIXED[name])
+    assert found is not None
+    assert found[0] is Kind.MIXED
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
