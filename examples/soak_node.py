@@ -139,7 +139,7 @@ class SmallLM(TextLM):
 
     def configure_optimizers(self) -> Any:
         """Keep a state, too, which must come back with the weights."""
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.001, momentum=0.9)
 
 
 class Trained(L.Callback):
