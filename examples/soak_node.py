@@ -139,7 +139,7 @@ class SmallLM(TextLM):
 
     def configure_optimizers(self) -> Any:
         """Return SGD whose learning rate falls: training at a constant one amplifies rounding."""
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.004, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
         return {
             "optimizer": optimizer,
