@@ -70,6 +70,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bert": {**_COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
+WITH_TP_PLAN = [name for name in CONFIGS if name != "bloom"]
+"""Models with a plan for sharding; bloom brings none."""
 
 
 def make_config(name: str, **changes: Any) -> Any:
