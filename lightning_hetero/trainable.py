@@ -19,6 +19,7 @@ WITHOUT_LAYERS = (
     "cut it into stages, keep its repeated blocks in one nn.ModuleList, or name it: "
     'HeteroStrategy(layers="model.blocks").'
 )
+"""What is said of a module without a list of layers."""
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:

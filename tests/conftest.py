@@ -15,15 +15,9 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, and keep together what shares what a module prepares once."""
+    """Begin with files that hold what takes long."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    for item in items:
-        if isinstance(item, pytest.Function):
-            used = item._fixtureinfo.name2fixturedefs.values()
-            if any(found.scope == "module" for fixtures in used for found in fixtures):
-                item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.fixture(autouse=True)

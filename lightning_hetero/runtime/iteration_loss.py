@@ -21,6 +21,7 @@ GUESSED_LOSS = (
     'Say what it is: HeteroStrategy(loss_reduction="mean") or "sum"; for a mean over other targets '
     "let the module have num_target_tokens(batch)."
 )
+"""The warning for a loss that isn't recognised."""
 
 
 @dataclass(frozen=True)

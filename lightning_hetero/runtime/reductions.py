@@ -59,7 +59,9 @@ class Reduction:
 
 
 CONSTANT = Reduction(Kind.CONSTANT)
+"""What doesn't depend on the samples."""
 UNKNOWN = Reduction(Kind.UNKNOWN)
+"""What no rule covers."""
 _MIXED = Reduction(Kind.MIXED)
 
 NO_RATIO = (float("inf"), -float("inf"))

@@ -58,6 +58,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
     },
+    "bert": {**_COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+UNPLANNED_CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -68,14 +71,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
         "pad_token_id": 2,
     },
-    "bert": {**_COMMON, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
-WITH_TP_PLAN = [name for name in CONFIGS if name != "bloom"]
-"""Models with a plan for sharding; bloom brings none."""
+"""Of models without a plan for sharding, or whose attention can't be exchanged."""
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    return transformers.AutoConfig.for_model(name, **{**CONFIGS[name], **changes})
+    return transformers.AutoConfig.for_model(
+        name, **{**(CONFIGS | UNPLANNED_CONFIGS)[name], **changes}
+    )
 
 
 def auto_class(name: str) -> Any:

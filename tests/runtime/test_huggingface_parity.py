@@ -8,6 +8,7 @@ import pytest
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import (
     CONFIGS,
+    UNPLANNED_CONFIGS,
     HuggingFaceCase,
     HuggingFaceOutcome,
     train,
@@ -35,7 +36,7 @@ def assert_same(found: HuggingFaceOutcome, expected: HuggingFaceOutcome, toleran
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("model", [*CONFIGS, *UNPLANNED_CONFIGS])
 def test_a_plan_trains_a_hugging_face_model_as_one_device_does(
     pool: ProcessPool, model: str, plan: str
 ) -> None:

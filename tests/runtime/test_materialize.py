@@ -16,7 +16,7 @@ from lightning_hetero.runtime.layout import ModelLayout
 from lightning_hetero.runtime.materialize import materialize
 from lightning_hetero.runtime.tensor_parallel import TensorParallel
 from lightning_hetero.runtime.weights import SliceStore, narrow_rows
-from tests.runtime.huggingface_runs import CONFIGS, WITH_TP_PLAN, auto_class, make_model
+from tests.runtime.huggingface_runs import CONFIGS, auto_class, make_model
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import GPT
 
@@ -82,7 +82,7 @@ def assert_bitwise_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) 
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("name", WITH_TP_PLAN)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_drawn_weights_do_not_depend_on_the_plan(name: str) -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -184,7 +184,7 @@ def test_what_nothing_sets_is_refused_by_name(kind: str) -> None:
 
 
 @pytest.mark.parametrize("plan_name", PLANS)
-@pytest.mark.parametrize("name", WITH_TP_PLAN)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_each_rank_reads_the_bytes_of_its_slices_of_a_folder(
     name: str, plan_name: str, tmp_path: Any
 ) -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import (
-    WITH_TP_PLAN,
+    CONFIGS,
     HuggingFaceCase,
     HuggingFaceOutcome,
     train,
@@ -48,7 +48,7 @@ def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> 
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", WITH_TP_PLAN)
+@pytest.mark.parametrize("model", CONFIGS)
 def test_unequal_degrees_train_a_hugging_face_model_as_one_device_does(
     pool: ProcessPool, model: str, plan: str
 ) -> None:
