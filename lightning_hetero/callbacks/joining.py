@@ -1,14 +1,14 @@
 """How the ranks of a job come together at the places of their checkpoints: all of them, or none."""
 
 import contextlib
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 
 from lightning_hetero.callbacks.places import Places
 from lightning_hetero.checkpoint import Tier, TierKind, Transport
 from lightning_hetero.checkpoint.lease import Lease
-from lightning_hetero.core.errors import CheckpointError, HeteroError
+from lightning_hetero.checkpoint.rounds import finish_together
+from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Joined", "join"]
 
@@ -33,9 +33,8 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
             be each one's own; all ranks raise it.
     """
     leases: list[Lease] = []
-    tiers: list[Tier] = []
-    node = disk = error = ""
-    try:
+
+    def enter() -> tuple[list[Tier], str, str]:
         tiers = places.tiers()
         node, disk = places.identify_node()
         for tier in tiers:
@@ -44,21 +43,19 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
             if is_own and tier.kind is not TierKind.MEMORY:
                 leases.append(Lease(tier.store, shared=is_shared))
                 leases[-1].take()
-    except (HeteroError, OSError) as caught:
-        error = f"Rank {transport.global_rank}: {caught}"
-    except Exception as caught:
-        # Stores raise their client library's own types.
-        error = f"Rank {transport.global_rank}: {caught!r}"
-    message = json.dumps([node, disk, error]).encode()
-    answers = [json.loads(data) for data in transport.all_gather(message)]
+        return tiers, node, disk
+
+    # Who waits to see whether an owner lives, or for a slow place, is waited for.
+    entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
     with contextlib.ExitStack() as undo:
         for lease in leases:
             undo.callback(lease.release)
-        if errors := [text for _, _, text in answers if text]:
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
             raise CheckpointError(" ".join(errors))
-        _refuse_shared_disks([(name, disk) for name, disk, _ in answers])
+        _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
         undo.pop_all()
-    names = tuple(name for name, _, _ in answers)
+    tiers, node, _ = entering.result()
+    names = tuple(answer["names"][0] for answer in answers)
     return Joined(tiers=tiers, node=node, node_of_rank=names, leases=tuple(leases))
 
 

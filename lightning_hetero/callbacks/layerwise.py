@@ -173,7 +173,8 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.world_size > 1:
             self._transport = GroupTransport(self._timeout)
         owned = OwnedState(trainer)
-        joined = join(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
+        is_first = trainer.local_rank == 0
+        joined = join(self.places, self._transport, is_first_of_node=is_first)
         self._leases, self.node_of_rank = joined.leases, joined.node_of_rank
         seen: dict[str, Any] = {
             "node": joined.node,
@@ -184,16 +185,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._start = begin_run(joined.tiers, recovered=recovered, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step
-            self._trial.begin(
-                recovered,
-                joined.tiers,
-                self._transport,
-                is_first_of_node=trainer.local_rank == 0,
-            )
+            self._trial.begin(recovered, joined.tiers, self._transport, is_first_of_node=is_first)
             fetched_s = time.time()
             restore(trainer, owned, recovered)
             self._report(trainer, recovered, self._last_finished(), (start_s, fetched_s))
-        if trainer.local_rank == 0:
+        if is_first:
             self.places.forget_other_runs(self._start.run)
         self._recovered = recovered
         self._writer = CheckpointWriter(
@@ -324,7 +320,9 @@ class LayerwiseCheckpoint(Checkpoint):
         if is_last and self._last_step != trainer.global_step:
             self._save(trainer).wait_for_snapshot()
 
-    def _save(self, trainer: pl.Trainer, leaving: _Leaving | None = None) -> SavedCheckpoint:
+    def _save(
+        self, trainer: pl.Trainer, leaving: _Leaving | None = None, random_state: Any = None
+    ) -> SavedCheckpoint:
         assert self._writer is not None
         for lease in self._leases:
             lease.raise_if_lost()
@@ -338,7 +336,7 @@ class LayerwiseCheckpoint(Checkpoint):
             num_layers=owned.num_layers,
             slices=owned.contents(),
             metadata=metadata,
-            rank_metadata=dump_random_state(),
+            rank_metadata=random_state or dump_random_state(),
             plan=owned.plan,
         )
         self.saved = self._writer.save(content, leaving=() if leaving is None else leaving.nodes)
@@ -362,6 +360,14 @@ class LayerwiseCheckpoint(Checkpoint):
         if trainer.local_rank == 0:
             self.places.forget_memory()
         self._release_leases()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        recovered, self._recovered = self._recovered, None
+        if recovered is not None and recovered.report.place == "memory":
+            # Nothing was left to train, but the run before may have failed to save its end.
+            self._save(trainer, random_state=recovered.rank_metadata).wait_for_snapshot()
+        self.on_train_end(trainer, pl_module)
 
     @override
     def on_exception(

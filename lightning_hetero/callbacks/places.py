@@ -111,8 +111,10 @@ class Places:
         """Remember a finished step beside the node's checkpoints; costs microseconds."""
         path = self._progress_path
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps([finished.step, finished.at_s, finished.run]))
+            # It is for a line in the log: a place that is full is no reason to end training.
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps([finished.step, finished.at_s, finished.run]))
 
     def last_finished(self) -> FinishedStep | None:
         """Return what an earlier process noted last, None if nothing readable."""

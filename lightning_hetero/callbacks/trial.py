@@ -4,6 +4,7 @@ No judgement lives here; see `checkpoint.probation`. This class gathers what ste
 ranks alike, keeps it for the checkpoints, and carries a verdict out.
 """
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from lightning_hetero.runtime.finiteness import NonfiniteGradients
 from lightning_hetero.strategy import HeteroStrategy
 
 __all__ = ["Trial"]
+
+_log = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 256
 _NUM_VALUES = 8
@@ -166,8 +169,13 @@ class Trial:
         new = FailedTry(
             recovered.id, recovered.report.place, facts, reason, _describe(trainer, self._batch)
         )
-        put_in_quarantine(tried.tiers, new)
         alike = failed_alike(tried.failed, new)
+        is_last = recovered.report.is_last
+        if is_last and facts.is_finite:
+            _log.warning("%s. There is no other copy to go on from, so training goes on.", new)
+            return
+        if not is_last:
+            put_in_quarantine(tried.tiers, new)
         if len(alike) >= MAX_TRIES:
             acquit(tried.tiers, facts.step)
             raise CheckpointError(
@@ -176,10 +184,12 @@ class Trial:
                 f"which count again: {new.samples}. Mend or leave out these samples, then start "
                 "again."
             )
+        then = "This copy is put aside; start again (torchrun does) to go on from the next one."
+        if is_last:
+            then = "There is no other copy to go on from. Look at what the step was trained on."
         raise CheckpointError(
-            f"What was recovered can't be trusted: {new}. This copy is put aside; start again "
-            f"(torchrun does) to go on from the next one. Tried so far at this step: {len(alike)} "
-            f"of {MAX_TRIES}. It was trained on {new.samples}."
+            f"What was recovered can't be trusted: {new}. {then} Tried so far at this step: "
+            f"{len(alike)} of {MAX_TRIES}. It was trained on {new.samples}."
         )
 
 

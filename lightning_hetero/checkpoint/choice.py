@@ -16,6 +16,10 @@ from lightning_hetero.core.errors import CheckpointError
 __all__ = ["Choice", "ChoiceError", "choose", "choose_run"]
 
 
+_UNSEEN_ATTEMPTS = 1000
+"""More starts than a place that can't be read knows of and the others don't."""
+
+
 class ChoiceError(CheckpointError):
     """There is nothing to go on from, and beginning anew may be wrong; the same on all ranks."""
 
@@ -29,7 +33,9 @@ class Choice:
     checkpoints: Mapping[CheckpointId, int]
     """Its complete checkpoints, newest first, with the numbers of their parts."""
     attempt: int
-    """Above that of all there is of the run, incomplete or not."""
+    """Above that of all there is of the run, incomplete or not, and far above where some place
+    can't be read: what is saved from now on is newer than what is there, and never its other half.
+    """
     ignored: tuple[str, ...]
     """Places that hold other runs' checkpoints."""
 
@@ -72,10 +78,12 @@ def choose(
         )
         if newest is None:
             _refuse_to_begin_anew(inventory, run)
+    is_blind = any(checkpoint is None for checkpoint, _ in inventory.unreadable)
+    next_one = _UNSEEN_ATTEMPTS if is_blind else 1
     return Choice(
         run=run,
         checkpoints=own,
-        attempt=1 + max((item.attempt for item in present), default=-1),
+        attempt=next_one + max((item.attempt for item in present), default=-1),
         ignored=tuple(
             sorted(
                 {

@@ -30,6 +30,8 @@ class RecoveryReport:
     """Attempt number for the checkpoints that this run saves."""
     place: str = ""
     """The fastest tier that has any of it, on any node."""
+    is_last: bool = False
+    """Whether the run has nothing else to go on from than what is in that tier."""
 
     def __str__(self) -> str:
         sources = ", ".join(

@@ -25,6 +25,7 @@ from lightning_hetero.checkpoint.fetching import Failure, Fetcher
 from lightning_hetero.checkpoint.inventory import (
     Holder,
     Inventory,
+    complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
@@ -32,6 +33,7 @@ from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, man
 from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
 from lightning_hetero.checkpoint.recovery_plan import FileRange, plan_fetches
 from lightning_hetero.checkpoint.resharding import SliceNeed
+from lightning_hetero.checkpoint.rounds import finish_together
 from lightning_hetero.checkpoint.runs import mark_places, new_run
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
@@ -188,9 +190,17 @@ def _look(session: _Session) -> bool:
     """Take an inventory together; return whether it is another one than before."""
     start_s, before = time.perf_counter(), session.inventory
     node = session.node_of_rank[session.transport.global_rank]
-    report = take_inventory(_to_look_after(session), node=node)
-    reports = session.transport.all_gather(report.encode())
-    session.inventory = Inventory.merge(Inventory.decode(data) for data in reports)
+    tiers = _to_look_after(session)
+    _, reports = finish_together(
+        lambda: take_inventory(tiers, node=node),
+        session.transport,
+        lambda report: {"report": report.encode().decode()},
+    )
+    if errors := [report["error"] for report in reports if "error" in report]:
+        raise CheckpointError(f"Can't look for checkpoints: {' '.join(errors)}")
+    session.inventory = Inventory.merge(
+        Inventory.decode(report["report"].encode()) for report in reports
+    )
     session.seconds["inventory"] = time.perf_counter() - start_s
     return session.inventory != before
 
@@ -218,6 +228,7 @@ def _recover_from(
     session.seconds["fetch"] = time.perf_counter() - start_s
     first = manifests[0]
     slices, metadata, rank_metadata = assembly.finish()
+    kind = min(held.holder.kind for held in session.inventory.held if held.id == checkpoint)
     return Recovered(
         id=checkpoint,
         world_size=world_size,
@@ -232,11 +243,20 @@ def _recover_from(
             failures=tuple(failures),
             skipped=tuple(skipped),
             attempt=choice.attempt,
-            place=min(
-                held.holder.kind for held in session.inventory.held if held.id == checkpoint
-            ).name.lower(),
+            place=kind.name.lower(),
+            is_last=_is_last(session.inventory, checkpoint, kind),
         ),
     )
+
+
+def _is_last(inventory: Inventory, checkpoint: CheckpointId, kind: TierKind) -> bool:
+    """Return whether a run has nothing to go on from without a checkpoint's copy in some tiers."""
+    others = tuple(
+        held
+        for held in inventory.held
+        if held.id.run == checkpoint.run and (held.id, held.holder.kind) != (checkpoint, kind)
+    )
+    return not complete_checkpoints(Inventory(held=others))
 
 
 def _share_manifests(

@@ -9,15 +9,17 @@ itself: all learn of it in the same round, and the transport is as good as befor
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_hetero.checkpoint.background import BackgroundThread, Patience, Progress
 from lightning_hetero.checkpoint.transport import Transport
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "finish_together"]
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
+_STALL_S = 300.0
+_T = TypeVar("_T")
 
 
 class Rounds:
@@ -80,3 +82,14 @@ class Rounds:
             why = f"storage hasn't moved for {self._stall_s:g} s"
             return {**describe(None), "error": f"Rank {self._transport.global_rank}: {why}."}
         return None
+
+
+def finish_together(
+    work: Callable[[], _T], transport: Transport, describe: Callable[[_T], Mapping[str, Any]]
+) -> "tuple[Future[_T], list[dict[str, Any]]]":
+    """Let all ranks do something once, on a thread; as `Rounds.finish`, with what it came to."""
+    thread = BackgroundThread("checkpoint-start")
+    done = thread.submit(work)
+    thread.finish()
+    rounds = Rounds(transport, Progress(), _STALL_S)
+    return done, rounds.finish(done, thread, lambda it: {} if it is None else describe(it))

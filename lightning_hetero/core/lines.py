@@ -16,7 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
-    """Append an entry at once, as a line of its own, whatever is at the end of the file."""
+    """Append an entry at once, as a line of its own, whatever is at the end of the file.
+
+    A disk that takes no more costs the line, with a warning, and not the run.
+    """
     line = json.dumps(entry).encode() + b"\n"
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -25,6 +28,8 @@ def append_line(path: Path, entry: Mapping[str, Any]) -> None:
             line = b"\n" + line
         # One call, so that lines of several processes don't mix.
         os.write(descriptor, line)
+    except OSError as error:
+        _log.warning("%s lacks a line that couldn't be written: %s", path, error)
     finally:
         os.close(descriptor)
 

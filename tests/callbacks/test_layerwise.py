@@ -195,6 +195,10 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
         with pytest.raises(CheckpointError, match=r"No lasting place.*No space left"):
             train(tmp_path / "run", 4, shared_memory=True)
     assert list((tmp_path / "shm").rglob("*.safetensors"))
+    # Nothing is left to train, but to save: the end of the run lies in memory alone.
+    assert train(tmp_path / "run", 4, shared_memory=True) == []
+    assert list((tmp_path / "run").glob("step-000000000004-*"))
+    assert not list((tmp_path / "shm").rglob("*.safetensors"))
     assert len(train(tmp_path / "run", 6, shared_memory=True)) == 2
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
 
@@ -282,7 +286,10 @@ def test_a_second_living_job_in_a_folder_is_refused(
 
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:
     assert len(train(tmp_path, 4)) == 4
+    before = set(tmp_path.rglob("*"))
     assert train(tmp_path, 4) == []
+    # Nor does it keep others from the folder, as long as its process goes on.
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_file_to_resume_from_is_taken_only_while_there_is_no_checkpoint(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What a node kept in shared memory belongs to one user and one run; nodes are told apart."""
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning_hetero.callbacks import places
 from lightning_hetero.callbacks.joining import join
 from lightning_hetero.callbacks.places import FinishedStep, Places
 from lightning_hetero.checkpoint import CheckpointId, LocalStore, Transport
+from lightning_hetero.checkpoint.lease import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
 
@@ -97,16 +99,55 @@ def test_two_machines_of_one_name_are_two_nodes(
     assert one.identify_node() != (name, disk)
 
 
-def test_a_local_folder_that_two_machines_share_is_refused_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine: dict[int, str] = {}
-    monkeypatch.setattr(places, "machine_id", lambda: machine[threading.get_ident()])
+def test_a_local_folder_that_two_machines_share_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    class Machine(Places):
+        def identify_node(self) -> tuple[str, str]:
+            name, disk = super().identify_node()
+            return f"{name}-{self.keep}", disk
 
     def action(rank: int, transport: Transport) -> str:
-        machine[threading.get_ident()] = str(rank)
+        node = Machine(**{**vars(at(None, str(tmp_path))), "keep": rank + 1})
         with pytest.raises(CheckpointError, match="share their local_dir") as caught:
-            join(at(None, str(tmp_path)), transport, is_first_of_node=rank == 0)
+            join(node, transport, is_first_of_node=rank == 0)
         return str(caught.value)
 
     assert len(set(run_ranks(2, action))) == 1
+
+
+def test_whoever_waits_to_see_whether_an_owner_lives_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the time is in which ranks must answer each other."""
+    may_go = threading.Event()
+
+    def take(self: Lease) -> None:
+        assert may_go.wait(60)
+
+    monkeypatch.setattr(Lease, "take", take)
+
+    def action(rank: int, transport: Any) -> int:
+        gather, rounds = transport.all_gather, itertools.count(1)
+
+        def counted(data: bytes) -> list[bytes]:
+            answers: list[bytes] = gather(data)
+            if next(rounds) == 3:
+                may_go.set()
+            return answers
+
+        transport.all_gather = counted
+        return len(join(at(None, str(tmp_path)), transport, is_first_of_node=rank == 0).leases)
+
+    assert run_ranks(2, action) == [1, 0]
+
+
+def test_a_place_that_is_full_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    node = at("s3://bucket/run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        node.note(FinishedStep(step=4, at_s=1.0, run="new"))
+    assert node.last_finished() is None

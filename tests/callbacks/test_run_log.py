@@ -1,4 +1,5 @@
 import json
+import os
 import types
 
 import lightning as L
@@ -113,3 +114,17 @@ def test_a_line_that_a_crash_has_torn_costs_neither_the_rest_nor_what_comes_afte
     path.write_text('{"event": "ended"}\n{"event": "st')
     RunLog("log").write(L.Trainer(**quiet(default_root_dir=tmp_path)), "started")
     assert [event["event"] for event in read_log(path)] == ["ended", "started"]
+
+
+def test_a_disk_that_is_full_costs_a_line_and_not_the_run(tmp_path, monkeypatch, caplog):
+    trainer, log = L.Trainer(**quiet(default_root_dir=tmp_path)), RunLog("log")
+
+    def full(descriptor, line):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        log.write(trainer, "started")
+    log.write(trainer, "ended")
+    assert [event["event"] for event in read_log(tmp_path / "log")] == ["ended"]
+    assert "No space left" in caplog.text

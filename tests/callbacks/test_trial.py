@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import LayerwiseCheckpoint
+from lightning_hetero.checkpoint.probation import Probation
 from lightning_hetero.core.errors import CheckpointError, HeteroError
 from tests.processes import ProcessPool
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
@@ -108,6 +109,21 @@ def test_a_step_that_fails_from_three_copies_ends_the_run_and_names_its_samples(
     gone_on = train(run, 8, is_hetero=is_hetero)
     np.testing.assert_allclose(gone_on, whole[-len(gone_on) :], rtol=1e-5)
     assert not list(run.glob("*/quarantined"))
+
+
+@STRATEGIES
+def test_the_last_copy_there_is_is_never_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_hetero: bool
+) -> None:
+    train(tmp_path, 2, is_hetero=is_hetero)
+    for _ in range(2):
+        with pytest.raises(HeteroError) as caught:
+            train(tmp_path, 6, is_hetero=is_hetero, bad_samples=(13,))
+        notes = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+        assert "There is no other copy to go on from" in "".join(notes)
+    # Nor is it a reason to stop that a step is odd.
+    monkeypatch.setattr(Probation, "doubt", lambda self, facts: f"step {facts.step} is odd")
+    assert len(train(tmp_path, 4, is_hetero=is_hetero)) == 2
 
 
 def train_two(rank: int, folder: Path, num_steps: int, factor: float) -> list[float] | str:

@@ -356,6 +356,32 @@ def test_a_place_that_cannot_be_read_ends_all_ranks_unless_it_holds_nothing_newe
         recover_all(nodes, ["a", "b"], needs, skip_unreadable=True)
 
 
+def test_what_is_saved_while_a_place_cannot_be_read_is_newer_than_what_is_there() -> None:
+    """Else it would be pruned there, or become the other half of what an earlier start saved."""
+    plan, size = PLANS["one device"]
+    nodes = Nodes(["a"])
+    needs = needs_of(0, plan, size)
+    run = replace(begin_run(nodes.tiers("a"), node="a"), step=4)
+    save_all(nodes, ["a"], [replace(contents(4, plan, size)[0], id=run)])
+    local = [dict(store.files) for store in (nodes.memory["a"], nodes.disk["a"])]
+    for attempt in (1, 2):
+        later = replace(contents(8, plan, size)[0], id=replace(run, step=8, attempt=attempt))
+        save_all(nodes, ["a"], [later])
+    nodes.memory["a"].files, nodes.disk["a"].files = local
+
+    def down(called: str, name: str) -> None:
+        raise ConnectionError(f"{name} answered 500")
+
+    remote, nodes.remote = nodes.remote, FaultyStore(nodes.remote, down)
+    recovered = recover_all(nodes, ["a"], [needs], skip_unreadable=True)[0]
+    assert_is_state(recovered, needs, 4)
+    nodes.remote = remote
+    assert recovered is not None
+    again = replace(run, step=6, attempt=recovered.report.attempt)
+    save_all(nodes, ["a"], [replace(contents(6, plan, size)[0], id=again)])
+    assert_is_state(recover_all(nodes, ["a"], [needs])[0], needs, 6)
+
+
 def test_a_new_process_finds_what_an_old_one_left_on_disk(tmp_path: Path) -> None:
     plan, size = PLANS["one device"]
     tiers = [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))]
