@@ -78,7 +78,8 @@ class Places:
     @property
     def memory_dir(self) -> Path | None:
         """Folder in shared memory, None if there is none; another one for other places or users."""
-        if not self.shared_memory or not _SHARED_MEMORY.is_dir():
+        # Some containers have none, or one that nobody may write.
+        if not self.shared_memory or not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
             return None
         endpoint = self.storage_options.get("endpoint_url")
         places = [

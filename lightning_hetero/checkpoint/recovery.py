@@ -161,12 +161,9 @@ def begin_run(
         attempt = choice.attempt
     else:
         run, attempt = recovered.id.run, recovered.report.attempt
-    error = ""
-    try:
-        mark_places(_to_look_after(session), run)
-    except CheckpointError as caught:
-        error = str(caught)
-    errors = [data.decode() for data in session.transport.all_gather(error.encode()) if data]
+    places = _to_look_after(session)
+    _, marks = finish_together(lambda: mark_places(places, run), session.transport, lambda _: {})
+    errors = [mark["error"] for mark in marks if "error" in mark]
     if errors and not skip_unreadable:
         raise CheckpointError(" ".join(errors))
     return CheckpointId(0, attempt, run)

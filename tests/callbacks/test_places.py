@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero.callbacks import places
 from lightning_hetero.callbacks.joining import join
 from lightning_hetero.callbacks.places import FinishedStep, Places
-from lightning_hetero.checkpoint import CheckpointId, LocalStore, Transport
+from lightning_hetero.checkpoint import CheckpointId, LocalStore, TierKind, Transport
 from lightning_hetero.checkpoint.lease import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
@@ -151,3 +151,12 @@ def test_a_place_that_is_full_costs_no_step(
         patch.setattr(Path, "write_text", full)
         node.note(FinishedStep(step=4, at_s=1.0, run="new"))
     assert node.last_finished() is None
+
+
+def test_shared_memory_that_nobody_may_write_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = at(None, str(tmp_path / "disk"))
+    assert len(node.tiers()) == 2
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "shm")
+    assert [tier.kind for tier in node.tiers()] == [TierKind.DISK]
