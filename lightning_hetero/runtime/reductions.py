@@ -158,6 +158,8 @@ class Reductions:
         if all(item is None or item is CONSTANT for item in known):
             if self._is_of_stacked(name, tensors, args, kwargs, result):
                 return None
+            if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
+                return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
             return _reduce(name, tensors, known, args, kwargs, result) if tensors else None
         if UNKNOWN in known and not any(item and item.kind is Kind.SUM for item in known):
             return UNKNOWN

@@ -51,6 +51,8 @@ _ELEMENTWISE = {
 }
 
 
+_OVER_WEIGHTS = {F.mse_loss, F.l1_loss}
+"""Of those, whose mean is over the sum of the weights they are given."""
 _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 
 
@@ -136,7 +138,9 @@ class LossWatch(TorchFunctionMode):
         elif func in _CLASSIFICATION:
             self._see_classification(Classification.of(args, kwargs), result)
         elif kwargs.get("reduction", "mean") == "mean":
-            self._keep(result, inputs.numel(), inputs.numel())
+            weight = kwargs.get("weight") if func in _OVER_WEIGHTS else None
+            targets = inputs.numel() if weight is None else weight.detach().sum()
+            self._keep(result, targets, inputs.numel())
 
     def _see_classification(self, call: Classification, result: Tensor) -> None:
         target = call.target

@@ -21,6 +21,10 @@ def each(x: Tensor) -> Tensor:
     return F.cross_entropy(x, LABELS, reduction="none")
 
 
+def divergence(x: Tensor) -> Tensor:
+    return F.kl_div(x, torch.ones_like(x), reduction="batchmean")
+
+
 def judged(make: Callable[[Tensor], Any]) -> tuple[Kind, float] | None:
     x = torch.randn(6, 4, requires_grad=True)
     with LossWatch() as watch:
@@ -48,6 +52,7 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
         4,
     ),
     "on the way to a log": (lambda x: F.cross_entropy(x, LABELS).detach().item(), 4),
+    "weighted": (lambda x: F.mse_loss(x[:, 0], -x[:, 0], weight=MASK), 4),
     "accuracy": (lambda x: (x.argmax(-1) == LABELS).float().mean(), 6),
 }
 SUMS: dict[str, Callable[[Tensor], Any]] = {
@@ -66,6 +71,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "statistics of a batch": lambda x: x.std(0).mean(),
     "a nonlinear function of them": lambda x: x.mean(0).square().sum(),
     "samples against each other": lambda x: F.cross_entropy(x @ x.T, torch.arange(6)),
+    "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
+    "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
     "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
 }
 
