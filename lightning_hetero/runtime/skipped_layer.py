@@ -100,16 +100,17 @@ class SkippedLayer:
         given = named_arguments(args, kwargs)
         kinds = tuple((place, _kind_of(value)) for place, value in given.items())
         key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), kinds
-        shapes = tuple(item.shape for item in tree_leaves(given) if isinstance(item, Tensor))
-        output = self._outputs.get(key) or self._outputs.get((key, shapes))
+        leaves = tree_leaves(given)
+        sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
+        output = self._outputs.get(key) or self._outputs.get((key, sizes))
         if output is None:
             call = _Call(forward, given, len(args), hidden=hidden, index=self._index)
             uncompiled = torch.compiler.set_stance("force_eager")
             with preserved_random_state(), torch.no_grad(), uncompiled:
                 output = self._observe(call, key)
             if key not in self._restless:
-                has_other_forms = any(isinstance(item, _Made) for item in tree_leaves(output))
-                self._outputs[(key, shapes) if has_other_forms else key] = output
+                has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
+                self._outputs[(key, sizes) if has_sizes else key] = output
         return tree_map(lambda item: self._stand_in(item, given, hidden, made), output)
 
     def _has_hooks(self) -> bool:
@@ -273,6 +274,10 @@ class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         # What is in a cycle is held by nobody.
         return alive() and gc.collect() >= 0 and alive()
+
+
+def _has_size(value: Any) -> bool:
+    return isinstance(value, Tensor) or type(value) is int
 
 
 def _kind_of(value: Any) -> Any:
