@@ -29,6 +29,7 @@ from lightning_hetero.processes import ProcessesStrategy
 from lightning_hetero.runtime.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.engine import Engine
 from lightning_hetero.runtime.known_by_shape import with_whole_shapes
+from lightning_hetero.runtime.own_norms import no_norm_of_slices
 from lightning_hetero.runtime.state import (
     agree_on_groups,
     gather_optimizer_state,
@@ -142,7 +143,9 @@ class SlicesStrategy(ProcessesStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        several = self.world_size > 1
+        with no_norm_of_slices(self.engine.store) if several else nullcontext():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.engine.mark_weights_stale(only_trainable=True)
         return output
 

@@ -68,7 +68,7 @@ class _Place:
 class BufferWatch:
     """The buffers of one module on one rank.
 
-    Called by every rank alike: `begin` before a training iteration, `look` after each action,
+    Called by every rank alike: `begin` before an iteration of any kind, `look` after each action,
     `report` and `settle` around the agreement, `share` where all shall have the same values.
 
     Args:
@@ -96,6 +96,7 @@ class BufferWatch:
             for prefix, part in module.named_modules()
             if isinstance(part, _BatchNorm) and not part.track_running_stats
         }
+        self._begun: set[int] = set()
         self._is_first = True
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
         self._values: dict[str, Tensor] = {}
@@ -119,8 +120,10 @@ class BufferWatch:
 
     # -- an iteration ---------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Remember how the buffers are."""
+    def begin(self, kind: int) -> None:
+        """Remember how the buffers are before an iteration of a kind, such as training."""
+        self._is_first = kind not in self._begun
+        self._begun.add(kind)
         self._counts.clear()
         self._num_looks = 0
         for name, place in self._places.items():
@@ -157,7 +160,6 @@ class BufferWatch:
             if part.training and self._is_first:
                 # Its statistics are those of a micro-batch, although it keeps none.
                 changes.append(BufferChange(name, self._num_looks > 2, True, pipeline_index))
-        self._is_first = False
         self._values.clear()
         return tuple(changes)
 

@@ -29,7 +29,7 @@ from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.agreement import Agreed, Agreement, Report, header_of
 from lightning_hetero.runtime.alike import check_alike
 from lightning_hetero.runtime.boundary import StageBoundary
-from lightning_hetero.runtime.buffers import BufferChange, BufferWatch
+from lightning_hetero.runtime.buffers import BufferWatch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.communicators import Communicators
 from lightning_hetero.runtime.engine_config import EngineConfig
@@ -150,7 +150,6 @@ class Engine:
         self._plans.begin(key.stage, key.epoch)
         run = self._run
         propagation = self._propagation(batch, key, training=True)
-        self.buffers.begin()
         run.weights.clear_gradients(self.config.gradient_dtype(len(propagation.microbatches)))
         with self.clock.iteration():
             with preserved_random_state(), self.logs.recording(), self._weights_in_module():
@@ -198,11 +197,13 @@ class Engine:
                     self._run.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
+        self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
         self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self._plans.learn_roles(agreed.reports, key.stage, key.epoch)
         return self._records(propagation, agreed)
 
     def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
+        self.buffers.begin(key.stage)
         microbatches: list[Any] = []
         first_index = 0
         if isinstance(batch, AssignedBatch):
@@ -255,13 +256,11 @@ class Engine:
             return row if self._speaks() else without_sums(row)
 
         agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
-        changed: tuple[BufferChange, ...] = ()
-        if propagation.training and place is not None:
-            changed = self.buffers.report(self._run.layers, place.pipeline_index)
+        layers = self._run.layers
         report = Report(
             entries=self.logs.entries,
             missing=missing,
-            buffers=changed,
+            buffers=() if place is None else self.buffers.report(layers, place.pipeline_index),
             reads=tuple(sorted(propagation.reads)),
         )
         agreement.begin(report, header, sums_of)

@@ -140,8 +140,7 @@ class Propagation:
                     self._forward(step, action.microbatch_index)
                 else:
                     self._backward(action.microbatch_index)
-                if self.training:
-                    self._context.buffers.look()
+                self._context.buffers.look()
         if self.training:
             self._nonfinite = has_nonfinite(self._run.push.gradients(), self._context.device)
         if len(self.microbatches) > 1 or len(self._run.plan.ranks) > 1:

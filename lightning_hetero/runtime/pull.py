@@ -5,7 +5,7 @@ reads a weight elsewhere in a step, such as a penalty on weights, waits for it t
 `torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with their units.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Message, Piece
 from lightning_hetero.runtime.exchange import (
     ExchangeOptions,
@@ -123,6 +124,10 @@ class Pull:
         self._posted: dict[int, torch.cuda.Event | None] = {}
         """Units under way; on CUDA, the end of their packing and local copies."""
         self._sent: list[tuple[list[dist.Work], list[Tensor]]] = []
+        self._seen: dict[str, tuple[int, int]] = {}
+        """How slices were when the last pull ended."""
+        self._arrived: dict[str, int] = {}
+        """How often each compute weight had been changed in place when it arrived."""
 
     def _prepare(self, messages: Sequence[Message]) -> dict[int, _PullUnit]:
         units = {}
@@ -164,7 +169,13 @@ class Pull:
         self._stale = self._trainable if trainable else self._all
 
     def start(self) -> None:
-        """Post every message of this rank, units ascending, and make the local copies."""
+        """Post every message of this rank, units ascending, and make the local copies.
+
+        Raises:
+            ModelError: A slice has changed that isn't stale.
+        """
+        self._check_unchanged()
+        self._arrived = _versions_of(self._weights.shards)
         if self._stale is None:
             return
         self._weights.take_back()
@@ -174,6 +185,20 @@ class Pull:
                     self._post(index, unit)
                 self._posted[index] = self._options.side_stream.mark()
                 _mark(unit.weights.values(), partial(self.wait_unit, index))
+
+    def _check_unchanged(self) -> None:
+        """Refuse weights that were changed where no pull is due: others would have old ones."""
+        if self._stale is self._all:
+            return
+        for name, before in self._seen.items():
+            master = self._store.masters[name]
+            is_due = self._stale is not None and master.requires_grad
+            if not is_due and before != _mark_of(master):
+                raise ModelError(
+                    f"Parameter {name} was changed between steps, without an optimizer's step on "
+                    "it, as a hook does that averages weights into frozen ones. Let it require "
+                    "gradients and use it under torch.no_grad(): then it travels in each step."
+                )
 
     def _post(self, index: int, unit: _PullUnit) -> None:
         operations, arrivals, buffers = [], [], []
@@ -206,7 +231,9 @@ class Pull:
                 with traced(f"pull.wait {unit}"):
                     self._unpack(*self._arriving.pop(unit))
         assert self._stale is not None
-        _unmark(self._stale[unit].weights.values())
+        weights = self._stale[unit].weights
+        self._arrived |= _versions_of(weights)
+        _unmark(weights.values())
 
     def _unpack(
         self, works: Sequence[dist.Work], arrivals: Sequence[tuple[_Receiving, Tensor]]
@@ -219,11 +246,33 @@ class Pull:
                 target.copy_(part.view(target.shape))
 
     def finish(self) -> None:
-        """Wait for everything that is left, also for what other ranks fetch from here."""
+        """Wait for everything that is left, also for what other ranks fetch from here.
+
+        Raises:
+            ModelError: The step has changed a weight.
+        """
         for unit in tuple(self._posted):
             self.wait_unit(unit)
+        for name, version in _versions_of(self._weights.shards).items():
+            if self._arrived[name] != version:
+                raise ModelError(
+                    f"A step changes parameter {name} in place, which each micro-batch does, and "
+                    "to this rank's copy only. Change it in on_train_batch_end, leave max_norm of "
+                    "embeddings out, or register what isn't optimized as a buffer."
+                )
         for works, _ in self._sent:
             for work in works:
                 work.wait()
         self._sent.clear()
         self._stale = None
+        self._seen = {name: _mark_of(item) for name, item in self._store.masters.items()}
+
+
+def _versions_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
+    with torch._C.DisableTorchFunctionSubclass():  # It asks for no values.
+        return {name: weight._version for name, weight in weights.items()}
+
+
+def _mark_of(master: Tensor) -> tuple[int, int]:
+    """Return what differs after most changes; not after `master.data.mul_(...)`."""
+    return master._version, master.data_ptr()

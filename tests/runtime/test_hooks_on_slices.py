@@ -1,0 +1,118 @@
+"""What hooks do to weights and gradients, which are slices there, is right or refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.processes import ProcessPool
+from tests.runtime.step_cases import COPIES, STAGES, TinyModule, fit_each, same
+
+pytestmark = pytest.mark.dist
+
+
+class ClipsByHand(TinyModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class ClipsByStrategy(TinyModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+class Averages(TinyModule):
+    """Its targets lie near those of an average of the head, which a hook keeps."""
+
+    needs_gradients = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        head = self.model.head
+        self.average = nn.Linear(head.in_features, head.out_features)
+        self.average.load_state_dict(head.state_dict())
+        self.average.requires_grad_(self.needs_gradients)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            table = self.average.weight.mean(1)
+        return super().loss(logits + table, labels)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        pairs = zip(self.average.parameters(), self.model.head.parameters(), strict=True)
+        with torch.no_grad():
+            for average, own in pairs:
+                average.lerp_(own, 0.5)
+
+
+class AveragesWhatTravels(Averages):
+    needs_gradients = True
+
+
+class Counts(TinyModule):
+    """Counts validated batches in a buffer."""
+
+    validates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ids, labels = batch
+        self.log("val_loss", self.loss(self.model(ids), labels))
+        self.count += 1
+
+
+RIGHT: list[Callable[[], TinyModule]] = [ClipsByStrategy, AveragesWhatTravels]
+
+
+def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessPool) -> None:
+    expected = pool.run(fit_each, 1, RIGHT, None)[0]
+    for results in pool.run(fit_each, 2, RIGHT, COPIES):
+        for found, one in zip(results, expected, strict=True):
+            assert isinstance(found, dict), found
+            same(found, one)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"), [(ClipsByHand, "gradient_clip_val"), (Averages, "under torch.no_grad()")]
+)
+def test_hooks_that_would_differ_between_ranks_are_refused(
+    pool: ProcessPool, make: Callable[[], TinyModule], told: str
+) -> None:
+    for (message,) in pool.run(fit_each, 2, [make], COPIES):
+        assert told in message
+
+
+def test_buffers_that_an_evaluation_changes_are_one_devices_or_refused(pool: ProcessPool) -> None:
+    (expected,) = pool.run(fit_each, 1, [Counts], None)[0]
+    for (found,) in pool.run(fit_each, 2, [Counts], STAGES, {"num_microbatches": 1}):
+        same(found, expected)
+    for (message,) in pool.run(fit_each, 2, [Counts], STAGES):
+        assert "count changes with what each micro-batch holds" in message
+
+
+class ChangesInStep(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.model.head.bias.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class Renorms(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed.max_norm = 1.0
+
+
+@pytest.mark.parametrize("make", [ChangesInStep, Renorms])
+@pytest.mark.parametrize("plan", [STAGES, COPIES], ids=["stages", "copies"])
+def test_weights_that_a_step_changes_are_refused(
+    pool: ProcessPool, make: Callable[[], TinyModule], plan: dict[str, Any]
+) -> None:
+    for (message,) in pool.run(fit_each, 2, [make], plan):
+        assert "changes parameter" in message
