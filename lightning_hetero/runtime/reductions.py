@@ -99,7 +99,7 @@ _FACTORIES = {
 _WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
-_PRODUCTS = {"matmul", "mm", "rmatmul"}
+_PRODUCTS = {"matmul", "mm", "rmatmul", "cdist"}
 
 
 class Reductions:
@@ -227,7 +227,7 @@ def _reduce(
 ) -> Reduction | None:
     """Judge a function of elements that are no reductions yet."""
     source = tensors[0]
-    if name in _PRODUCTS and len(tensors) == 2 and tensors[1].ndim == 2 and known[1] is None:
+    if len(tensors) == 2 and known[1] is None and _is_product(name, args, tensors[1]):
         return UNKNOWN  # Every sample meets every other.
     if len(tensors) > 1 or source.ndim == 0 or name not in _WITH_DIMS:
         return None
@@ -240,6 +240,14 @@ def _reduce(
         return None
     count = source.numel() if dims is None else source.shape[0]
     return Reduction(_REDUCTIONS[name], count=count, value=result.detach())
+
+
+def _is_product(name: str, args: Sequence[Any], other: Tensor) -> bool:
+    """Whether a function of two tensors brings the rows of one together with all of the other."""
+    if name == "einsum" and isinstance(args[0], str):
+        left, _, right = args[0].replace(" ", "").partition("->")[0].partition(",")
+        return left[:1] != right[:1]
+    return name in _PRODUCTS and other.ndim == 2
 
 
 def _dims(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> tuple[int, ...] | None:

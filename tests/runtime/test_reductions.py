@@ -43,6 +43,8 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "of two means": (lambda x: (each(x) * MASK).mean() / MASK.mean(), 4),
     "cross entropy": (lambda x: F.cross_entropy(x, LABELS), 4),
     "of a sum of layers": (lambda x: F.cross_entropy(torch.stack([x, -x]).sum(0), LABELS), 4),
+    "products of a sample": (lambda x: torch.einsum("bd,bd->b", x, x).mean(), 6),
+    "by a weight": (lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(), 24),
     "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
     "with a penalty": (lambda x: F.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(), 4),
     "with zeros for gradients": (lambda x: F.cross_entropy(x, LABELS) + 0.0 * x.sum(), 4),
@@ -73,6 +75,10 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "samples against each other": lambda x: F.cross_entropy(x @ x.T, torch.arange(6)),
     "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
     "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
+    "samples against each other by name": (
+        lambda x: F.cross_entropy(torch.einsum("id,jd->ij", x, x), torch.arange(6))
+    ),
+    "distances of samples": lambda x: torch.cdist(x, x).mean(),
     "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
 }
 
