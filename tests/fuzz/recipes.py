@@ -154,6 +154,8 @@ def _made_possible(recipe: Recipe) -> Recipe:
         # The oracle takes one micro-batch a batch, so all must count alike.
         changes |= {"accumulate": 1, "reduction": "mean", "buffer": "nothing", "metric": "nothing"}
         changes |= {"later_plan": None, "resumed_plan": None}
+        # A log keeps the last batch's number, which there is the last micro-batch's.
+        changes |= {"collected": "nothing"} if recipe.collected == "logged hook" else {}
     recipe = replace(recipe, **changes)
     num_ranks = PLANS[recipe.plan][1]
     unfit = {
