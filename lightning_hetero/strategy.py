@@ -382,8 +382,7 @@ class HeteroStrategy(StepsStrategy):
         if not self._failed:
             self.stop_watching()
         if self._failed and self._lightning_module is not None:
-            # Lightning would move it to CPU, which what is still on the meta device can't be, and
-            # that error would hide the one that made the run fail.
+            # Lightning moves it to CPU, which meta tensors refuse: that would hide the first error.
             meta = any(parameter.is_meta for parameter in self._lightning_module.parameters())
             self._lightning_module = None if meta else self._lightning_module
         super().teardown()
