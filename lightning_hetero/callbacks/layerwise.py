@@ -198,6 +198,10 @@ class LayerwiseCheckpoint(Checkpoint):
             transport=self._transport,
             options=self._writer_options,
         )
+        if recovered and recovered.report.place == "memory" and trainer.fit_loop.done:
+            # Nothing is left to train, but the run before may have failed to save its end.
+            self._save(trainer, again=recovered)
+            self.on_train_end(trainer, pl_module)
 
     @override
     def on_load_checkpoint(
@@ -321,14 +325,15 @@ class LayerwiseCheckpoint(Checkpoint):
             self._save(trainer).wait_for_snapshot()
 
     def _save(
-        self, trainer: pl.Trainer, leaving: _Leaving | None = None, random_state: Any = None
+        self, trainer: pl.Trainer, leaving: _Leaving | None = None, again: Recovered | None = None
     ) -> SavedCheckpoint:
         assert self._writer is not None
         for lease in self._leases:
             lease.raise_if_lost()
         owned = OwnedState(trainer)
-        metadata = dump_metadata(trainer, owned)
-        metadata["lightning_hetero"]["steps"] = self._trial.history(trainer)
+        metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
+        if again is None:
+            metadata["lightning_hetero"]["steps"] = self._trial.history(trainer)
         content = CheckpointContent(
             id=replace(self._start, step=trainer.global_step),
             global_rank=trainer.global_rank,
@@ -336,7 +341,7 @@ class LayerwiseCheckpoint(Checkpoint):
             num_layers=owned.num_layers,
             slices=owned.contents(),
             metadata=metadata,
-            rank_metadata=random_state or dump_random_state(),
+            rank_metadata=(again and again.rank_metadata) or dump_random_state(),
             plan=owned.plan,
         )
         self.saved = self._writer.save(content, leaving=() if leaving is None else leaving.nodes)
@@ -363,11 +368,8 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        recovered, self._recovered = self._recovered, None
-        if recovered is not None and recovered.report.place == "memory":
-            # Nothing was left to train, but the run before may have failed to save its end.
-            self._save(trainer, random_state=recovered.rank_metadata).wait_for_snapshot()
-        self.on_train_end(trainer, pl_module)
+        self._writer = None  # Training doesn't end where nothing was left of it.
+        self._release_leases()
 
     @override
     def on_exception(
