@@ -43,13 +43,14 @@ class AppendedLists:
             if type(value) in (int, float):
                 yield name, value
             elif isinstance(value, Tensor) and not value.is_inference():
-                yield name, (id(value), value._version)
+                yield name, (id(value), value._version, value.numel() == 1)
 
     def _changed(self) -> Iterator[str]:
         for name, value in self._look_at_numbers():
             before = self._numbers.get(name, value)
-            # A tensor that took another one's place was no sum of them.
-            if value != before and (not isinstance(value, tuple) or value[0] == before[0]):
+            # What took a tensor's place is a cache, such as a mask, unless it is one number.
+            counts = not isinstance(value, tuple) or value[0] == before[0] or value[2]
+            if counts and value != before:
                 yield name
 
     def pass_layer(self, index: int, layers: range) -> None:

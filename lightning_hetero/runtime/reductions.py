@@ -51,7 +51,7 @@ class Reduction:
 
     kind: Kind
     count: Count = 0
-    """What a mean averages over."""
+    """What a mean averages over, or how many a sum adds."""
     value: Count = 0
     """The number itself, for a sum without the floor that was put under it."""
     others: tuple[Count, ...] = ()
@@ -306,8 +306,19 @@ def _multiply(left: Reduction, right: Reduction) -> Reduction:
         return UNKNOWN
     if right is not CONSTANT and not isinstance(right.value, Tensor) and right.value == 0:
         return CONSTANT  # It only lets gradients be zeros instead of none.
+    if left.kind is Kind.SUM and _may_average(left, right):
+        return UNKNOWN
     # A mean times a whole number may be a sum by hand.
     return UNKNOWN if left.kind is Kind.MEAN and right.count and right.value != 1 else left
+
+
+def _may_average(total: Reduction, factor: Reduction) -> bool:
+    """Return whether a factor may be one over the samples or elements of this micro-batch."""
+    if not isinstance(factor.value, float) or not 0 < factor.value < 1:
+        return False
+    divisor, count = round(1 / factor.value), total.count
+    whole = abs(divisor * factor.value - 1) < 1e-9
+    return whole and not isinstance(count, Tensor) and count % divisor == 0
 
 
 def _divide(left: Reduction, right: Reduction) -> Reduction:

@@ -134,7 +134,7 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         inputs: Any = args[0] if args else kwargs.get("input")
         if kwargs.get("reduction", "mean") == "sum":
-            self.reductions.keep(result, Reduction(Kind.SUM, value=result.detach()))
+            self._keep_sum(result, inputs.numel())
         elif func in _CLASSIFICATION:
             self._see_classification(Classification.of(args, kwargs), result)
         elif kwargs.get("reduction", "mean") == "mean":
@@ -145,7 +145,7 @@ class LossWatch(TorchFunctionMode):
     def _see_classification(self, call: Classification, result: Tensor) -> None:
         target = call.target
         if call.reduction == "sum":
-            self.reductions.keep(result, Reduction(Kind.SUM, value=result.detach()))
+            self._keep_sum(result, target.numel())
         elif call.reduction != "mean":
             return
         elif target.is_floating_point():
@@ -158,6 +158,9 @@ class LossWatch(TorchFunctionMode):
             # Then torch divides by the sum of the targets' class weights.
             weights = call.weight.detach()[torch.where(call.counted, target, 0)]
             self._keep(result, (weights * call.counted).sum(), target.numel())
+
+    def _keep_sum(self, result: Tensor, size: int) -> None:
+        self.reductions.keep(result, Reduction(Kind.SUM, count=size, value=result.detach()))
 
     def _keep(self, result: Tensor, num_targets: Tensor | int, size: int) -> None:
         found = Reduction(Kind.MEAN, count=num_targets, value=result.detach())
