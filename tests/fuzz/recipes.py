@@ -154,6 +154,7 @@ def _made_possible(recipe: Recipe) -> Recipe:
         # The oracle takes one micro-batch a batch, so all must count alike.
         changes |= {"accumulate": 1, "reduction": "mean", "buffer": "nothing", "metric": "nothing"}
         changes |= {"later_plan": None, "resumed_plan": None}
+        changes |= {"num_microbatches": min(recipe.num_microbatches, 2)}
         # A log keeps the last batch's number, which there is the last micro-batch's.
         changes |= {"collected": "nothing"} if recipe.collected == "logged hook" else {}
     recipe = replace(recipe, **changes)
