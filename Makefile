@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Most tests wait for each other's processes, so more of them than cores can run at once.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: install train test test-fast fuzz check format bench clean
 
