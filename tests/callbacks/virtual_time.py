@@ -7,6 +7,7 @@ other does. What the monitor sees is then the same on every machine, noise inclu
 
 import os
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import run_metrics, step_times, straggler_session
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.runtime import clock
@@ -59,16 +61,20 @@ class VirtualTime(L.Callback):
         self.wall_s += seconds
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._meet()
+        self._meet(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._meet()
+        self._meet(trainer)
         self.action_s = _CPU_S  # For probes.
 
-    def _meet(self) -> None:
+    def _meet(self, trainer: L.Trainer) -> None:
         latest = torch.tensor([self.wall_s], dtype=torch.float64)
+        strategy = trainer.strategy
+        # A rank that died is named by the strategy, wherever the others wait for it.
+        watched = strategy._watching() if isinstance(strategy, HeteroStrategy) else nullcontext()
         if dist.is_initialized():
-            dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+            with watched:
+                dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         self.wall_s = float(latest)
 
 
