@@ -9,7 +9,7 @@ from tests.fuzz.recipes import PLANS, Recipe
 from tests.fuzz.runs import Outcome, run_alone, run_on_plan
 from tests.processes import ProcessFailed, ProcessPool
 
-EQUAL, REFUSED, DEFECT = "equal", "refused", "defect"
+EQUAL, REFUSED, DEFECT, IMPOSSIBLE = "equal", "refused", "defect", "impossible"
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,12 @@ class Verdict:
 
 
 def judge(pool: ProcessPool, recipe: Recipe) -> Verdict:
-    """Run a case on one device and under its plan.
-
-    Raises:
-        ProcessFailed: Plain Lightning can't run the recipe, which is the fuzzer's own defect.
-    """
+    """Run a case on one device and under its plan; impossible if plain Lightning can't."""
     with tempfile.TemporaryDirectory() as folder:
-        expected = pool.run(run_alone, 1, recipe, folder)[0]
+        try:
+            expected = pool.run(run_alone, 1, recipe, folder)[0]
+        except ProcessFailed as failed:
+            return Verdict(IMPOSSIBLE, recipe, str(failed))
     with tempfile.TemporaryDirectory() as folder:
         try:
             outcomes = pool.run(run_on_plan, PLANS[recipe.plan][1], recipe, folder, timeout_s=60.0)

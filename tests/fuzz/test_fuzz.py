@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.fuzz.judge import DEFECT, EQUAL, REFUSED, judge
+from tests.fuzz.judge import DEFECT, EQUAL, IMPOSSIBLE, REFUSED, judge
 from tests.fuzz.recipes import draw
 from tests.processes import ProcessPool
 
@@ -26,4 +26,4 @@ def test_each_case_equals_plain_lightning_or_is_refused_at_the_first_step(
         verdicts.append(judge(pool, draw(len(verdicts))))
     defects = [f"{item.recipe}: {item.told}" for item in verdicts if item.kind == DEFECT]
     assert not defects, "\n".join(defects)
-    assert {item.kind for item in verdicts} == {EQUAL, REFUSED}
+    assert {item.kind for item in verdicts} - {IMPOSSIBLE} == {EQUAL, REFUSED}
