@@ -11,7 +11,7 @@ is allocated from the second snapshot on.
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -23,6 +23,8 @@ from lightning_hetero.checkpoint.content import CheckpointContent
 __all__ = ["HostBuffer", "Snapshot"]
 
 _ALIGNMENT_BYTES = 64
+_LONGEST_COPY_S = 600.0
+"""For the copy of one rank's state to the host; a device that takes longer doesn't answer."""
 
 
 class HostBuffer:
@@ -48,8 +50,8 @@ class HostBuffer:
             raise
 
     def close(self) -> None:
-        """End the copying thread."""
-        self._copier.shutdown()
+        """End the copying thread once it is done; doesn't wait."""
+        self._copier.shutdown(wait=False)
 
     def _start(self, content: CheckpointContent) -> "Snapshot":
         tensors = [tensor.detach() for tensor in _tensors_of(content).values()]
@@ -87,7 +89,13 @@ class Snapshot:
     _free: threading.Semaphore
 
     def wait(self) -> None:
-        """Return once the originals may change; raise what went wrong in the copy."""
+        """Return once the originals may change; raise what went wrong in the copy.
+
+        Raises:
+            TimeoutError: The device doesn't answer.
+        """
+        if not wait([self._future], timeout=_LONGEST_COPY_S).done:
+            raise TimeoutError(f"The state wasn't copied to the host in {_LONGEST_COPY_S:g} s.")
         self._future.result()
 
     def __enter__(self) -> Self:

@@ -3,7 +3,9 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
+from lightning_hetero.checkpoint import snapshot as snapshots
 from lightning_hetero.checkpoint.blocks import Buffer
 from lightning_hetero.checkpoint.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
@@ -508,3 +511,16 @@ def test_a_snapshot_of_device_tensors_is_what_they_were() -> None:
     writer.close()
     needs = needs_of(0, PLAN, SIZE)
     assert_is_state(recover(needs, [disk(store)]), needs, 1)
+
+
+def test_a_device_that_does_not_answer_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(snapshots, "_LONGEST_COPY_S", 0.01)
+    hangs: Future[None] = Future()
+    content: Any = None
+    taken = snapshots.Snapshot(
+        content=content, tensors={}, _future=hangs, _free=threading.Semaphore(0)
+    )
+    with pytest.raises(TimeoutError, match="wasn't copied to the host"):
+        taken.wait()
