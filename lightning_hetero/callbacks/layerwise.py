@@ -364,12 +364,11 @@ class LayerwiseCheckpoint(Checkpoint):
             writer.close()
         if trainer.local_rank == 0:
             self.places.forget_memory()
-        self._release_leases()
+        self._let_go()
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._writer = None  # Training doesn't end where nothing was left of it.
-        self._release_leases()
+        self._let_go()  # Training doesn't end where nothing was left of it.
 
     @override
     def on_exception(
@@ -377,11 +376,12 @@ class LayerwiseCheckpoint(Checkpoint):
     ) -> None:
         self._trial.see_exception(trainer, exception)
         # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
-        self._writer = None
-        self._release_leases()
+        self._let_go()
 
-    def _release_leases(self) -> None:
-        leases, self._leases = self._leases, ()
+    def _let_go(self) -> None:
+        writer, leases, self._writer, self._leases = self._writer, self._leases, None, ()
+        if writer is not None:
+            writer.leave()
         for lease in leases:
             lease.release()
 

@@ -173,6 +173,12 @@ class CheckpointWriter:
         """
         self._thread.submit(self._meeting.uploads.start_deferred)
 
+    def leave(self) -> None:
+        """End the threads once they have done what was asked of them; doesn't wait."""
+        self._thread.submit(self._meeting.end)
+        self._thread.finish()
+        self._memory.close()
+
     def close(self) -> None:
         """Finish all that was started and look whether the newest checkpoint is safe.
 
@@ -185,9 +191,7 @@ class CheckpointWriter:
             is_safe = end.result()
         except (TimeoutError, PeerError) as error:
             self._meeting.lasting.note(f"The end wasn't awaited: {error}")
-        self._thread.finish()
-        self._meeting.end()
-        self._memory.close()
+        self.leave()
         newest = self._meeting.lasting.begun
         if newest is not None and not is_safe:
             raise self._meeting.lasting.error(newest)

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +341,28 @@ class Ends(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.steps[trainer.global_step] = (trainer.current_epoch, float(outputs["loss"]))
+
+
+class Breaks(L.Callback):
+    """Ends training by an error once a checkpoint has been started."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("on purpose")
+
+
+def checkpoint_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-")}
+
+
+def test_a_failed_fit_leaves_no_thread(tmp_path: Path) -> None:
+    before = checkpoint_threads()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train(tmp_path / "run", 8, Breaks())
+    end_s = time.monotonic() + 60
+    while left := checkpoint_threads() - before:
+        assert time.monotonic() < end_s, left
+        time.sleep(0.01)
 
 
 def test_a_run_that_counts_epochs_restarts_at_the_end_of_one_and_again_in_the_next(
