@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_hetero.autoplan.facts import AutoPlan
     from lightning_hetero.callbacks.elastic import ElasticRestart
     from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
     from lightning_hetero.callbacks.run_log import RunLog
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
     from lightning_hetero.data.module import HeteroDataModule
     from lightning_hetero.data.sampler import TwoStageBatchSampler
-    from lightning_hetero.plan_facts import AutoPlan
-    from lightning_hetero.strategy import HeteroStrategy
+    from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = [
     "AutoPlan",
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoPlan": "lightning_hetero.plan_facts",
+    "AutoPlan": "lightning_hetero.autoplan.facts",
     "ElasticRestart": "lightning_hetero.callbacks.elastic",
     "HeteroDataModule": "lightning_hetero.data.module",
-    "HeteroStrategy": "lightning_hetero.strategy",
+    "HeteroStrategy": "lightning_hetero.strategy.hetero",
     "LayerwiseCheckpoint": "lightning_hetero.callbacks.layerwise",
     "ParallelPlan": "lightning_hetero.core.plan",
     "PipelinePlan": "lightning_hetero.core.plan",
@@ -66,4 +66,4 @@ def _is_command_line() -> bool:
 
 
 if not _is_command_line():
-    import_module("lightning_hetero.strategy")
+    import_module("lightning_hetero.strategy.hetero")

@@ -73,24 +73,24 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "losses that are means or sums": (
         "runtime/test_loss_weights.py::test_losses_and_logs_are_recognised_for_what_they_are",
         "runtime/test_loss_weights.py::test_what_is_not_recognised_can_be_declared_and_is_warned_of",
-        "runtime/test_finiteness.py::test_a_microbatch_without_targets_adds_exactly_nothing",
+        "runtime/iteration/test_finiteness.py::test_a_microbatch_without_targets_adds_exactly_nothing",
     ),
     "what steps return": (
-        "runtime/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
-        "runtime/test_metrics.py::test_metrics_are_those_of_one_device",
+        "runtime/results/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
+        "runtime/results/test_metrics.py::test_metrics_are_those_of_one_device",
     ),
     "`torch.utils.checkpoint` in the model": (
         "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
         "runtime/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
-        "test_strategy.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
+        "strategy/test_strategy.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
     ),
     "`configure_optimizers` by name or whole shape": (
-        "runtime/test_known_by_shape.py::test_optimizers_configured_by_size_train_as_on_a_single_device",
-        "runtime/test_known_by_shape.py::test_values_are_refused_by_name",
+        "runtime/slices/test_known_by_shape.py::test_optimizers_configured_by_size_train_as_on_a_single_device",
+        "runtime/slices/test_known_by_shape.py::test_values_are_refused_by_name",
     ),
     "buffers from the rank that computes": (
-        "runtime/test_buffers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
-        "runtime/test_buffers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_or_accepted_on_every_rank",
+        "runtime/iteration/test_buffers.py::test_buffers_are_those_of_a_single_device_whoever_computes_their_layer",
+        "runtime/iteration/test_buffers.py::test_buffers_that_follow_what_a_micro_batch_holds_are_refused_or_accepted_on_every_rank",
     ),
     "fit, validate, test, predict": (
         "test_lightning_features.py::test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank",
@@ -99,13 +99,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",
     ),
     "consolidated checkpoints": (
-        "test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",
-        "test_sliced.py::test_a_trainer_goes_on_behind_a_run_as_on_a_single_device",
-        "test_sliced.py::test_a_use_of_values_behind_a_run_is_refused_by_name_with_the_remedy",
+        "strategy/test_strategy.py::test_a_checkpoint_is_what_plain_lightning_writes",
+        "strategy/test_sliced.py::test_a_trainer_goes_on_behind_a_run_as_on_a_single_device",
+        "strategy/test_sliced.py::test_a_use_of_values_behind_a_run_is_refused_by_name_with_the_remedy",
     ),
     "ordinary data loaders": ("data/test_dealing.py::",),
     "tensor parallelism in a stage": (
-        "runtime/test_tensor_parallel.py::test_any_small_plan_with_degrees_trains_as_a_single_device_does",
+        "runtime/tensor_parallel/test_sharding.py::test_any_small_plan_with_degrees_trains_as_a_single_device_does",
     ),
     "Hugging Face models": (
         "runtime/test_huggingface_parity.py::",

@@ -33,8 +33,8 @@ from lightning_hetero.checkpoint import (
     SigtermNotice,
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
-from lightning_hetero.runtime.failure import AgreedExit
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["ElasticRestart"]
 

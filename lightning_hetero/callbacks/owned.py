@@ -21,8 +21,8 @@ from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_di
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import unit_of
-from lightning_hetero.runtime.layout import ModelLayout
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan

@@ -30,8 +30,8 @@ from typing_extensions import override
 
 from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.core.lines import append_line, read_lines
-from lightning_hetero.runtime.failure import AgreedExit
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan

@@ -37,9 +37,9 @@ from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data import HeteroDataModule
-from lightning_hetero.runtime.detect import describe_device
-from lightning_hetero.runtime.sizes import infer_model_spec
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.setup.detect import describe_device
+from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec

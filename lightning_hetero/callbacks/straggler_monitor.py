@@ -38,7 +38,7 @@ from lightning_hetero.straggler import (
     PolicyConfig,
     WatchConfig,
 )
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["StragglerMonitor"]
 

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer import call
 
 from lightning_hetero.callbacks.owned import OwnedState
 from lightning_hetero.checkpoint import Recovered
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["dump_metadata", "dump_random_state", "restore", "restore_random_state"]
 

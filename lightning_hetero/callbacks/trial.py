@@ -26,8 +26,8 @@ from lightning_hetero.checkpoint.probation import (
 )
 from lightning_hetero.checkpoint.quarantine import acquit, put_in_quarantine, read_failed_tries
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.runtime.finiteness import NonfiniteGradients
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["Trial"]
 

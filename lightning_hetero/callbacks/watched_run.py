@@ -27,7 +27,7 @@ from lightning_hetero.straggler import (
     find_measures,
     restart_measure,
 )
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["HeteroRun", "PlainRun"]
 

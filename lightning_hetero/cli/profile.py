@@ -12,7 +12,7 @@ from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.runtime.profiling import ProfileOptions, measure_profile
+from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 
 __all__ = ["add_arguments", "run_profile"]
 

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.detect import Seat, cluster_of, describe_device, slowed
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.setup.detect import Seat, cluster_of, describe_device, slowed
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["EmulatedDevices"]
 

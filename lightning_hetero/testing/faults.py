@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.clock import LinkDelay
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["Fault", "InjectFaults", "SlowLink", "SlowRank"]
 

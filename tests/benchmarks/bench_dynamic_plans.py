@@ -28,11 +28,11 @@ from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.core import Cluster, Profile
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, packed_cross_entropy
-from lightning_hetero.runtime.detect import describe_device
-from lightning_hetero.runtime.layout import ModelLayout
-from lightning_hetero.runtime.profile_cache import cached_profile, slowed_profile
-from lightning_hetero.runtime.profiling import ProfileOptions
-from lightning_hetero.runtime.sizes import infer_model_spec
+from lightning_hetero.runtime.setup.detect import describe_device
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.setup.profile_cache import cached_profile, slowed_profile
+from lightning_hetero.runtime.setup.profiling import ProfileOptions
+from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row

@@ -32,7 +32,7 @@ from lightning_hetero.models import (
     pack_samples,
     packed_cross_entropy,
 )
-from lightning_hetero.runtime.detect import describe_device
+from lightning_hetero.runtime.setup.detect import describe_device
 from tests.benchmarks.harness import Row
 
 LENGTHS_FILE = Path(__file__).resolve().parents[2].parent / "shared/data/lengths/web-documents.npy"

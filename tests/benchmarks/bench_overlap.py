@@ -23,8 +23,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.runtime.pull import Pull
-from lightning_hetero.runtime.push import Push
+from lightning_hetero.runtime.exchange.pull import Pull
+from lightning_hetero.runtime.exchange.push import Push
 from tests.benchmarks.harness import Row
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage

@@ -15,10 +15,10 @@ from typing import Any
 from lightning_hetero.checkpoint import CheckpointId, LocalStore, snapshot
 from lightning_hetero.checkpoint.fetching import Fetcher
 from lightning_hetero.checkpoint.tiers import parse_manifest_name
-from lightning_hetero.runtime.engine import Engine
-from lightning_hetero.runtime.push import Push
-from lightning_hetero.runtime.transport import GroupTransport
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.runtime.exchange.push import Push
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.ranks.transport import GroupTransport
+from lightning_hetero.strategy.hetero import HeteroStrategy
 from tests.toy import ToyModule
 
 Action = Callable[[], None]

@@ -9,11 +9,11 @@ import numpy as np
 
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan.facts import AutoPlanned
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.loss import packed_cross_entropy
-from lightning_hetero.plan_facts import AutoPlanned
 from lightning_hetero.straggler import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.data.rows import Rows, lengths_of

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.runtime import activations
-from lightning_hetero.runtime.activations import ActivationLink
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.communicators import Communicators
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.stage import activations
+from lightning_hetero.runtime.stage.activations import ActivationLink
 from tests.runtime.handover_runs import Module
 from tests.toy import quiet
 

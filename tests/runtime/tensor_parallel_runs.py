@@ -14,9 +14,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.slices import piece_of
-from lightning_hetero.runtime import tp_logits
-from lightning_hetero.runtime.tp_collectives import TPGroup
-from lightning_hetero.runtime.tp_logits import ShardedLogits
+from lightning_hetero.runtime.tensor_parallel import logits as tp_logits
+from lightning_hetero.runtime.tensor_parallel.collectives import TPGroup
+from lightning_hetero.runtime.tensor_parallel.logits import ShardedLogits
 from tests.runtime.runs import MODULES, SEED, Case, Outcome, Recorded, Watch
 from tests.toy import CONTEXT, VOCABULARY, TokenRows, quiet
 

@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime import failure
-from lightning_hetero.runtime.communicators import Communicators
-from lightning_hetero.runtime.failure import FailureDetector
-from lightning_hetero.runtime.heartbeat import Silence
+from lightning_hetero.runtime.ranks import failure
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.failure import FailureDetector
+from lightning_hetero.runtime.ranks.heartbeat import Silence
 
 PATIENCE_S = 60.0
 

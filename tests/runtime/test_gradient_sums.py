@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_hetero.runtime.engine_config import EngineConfig
+from lightning_hetero.runtime.iteration.config import EngineConfig
 from tests.runtime.gradient_runs import gradient_of_an_iteration, gradient_of_rows
 
 

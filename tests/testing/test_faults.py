@@ -2,7 +2,7 @@ import lightning as L
 import pytest
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.strategy import HeteroStrategy
+from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.testing import InjectFaults, SlowLink, SlowRank
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 

@@ -1,0 +1,180 @@
+"""What planning for the ranks that run starts from and ends with; see `autoplan` for how.
+
+`AutoPlan` is what the user says, `RunFacts` and `DataFacts` what the strategy knows, `AutoPlanned`
+the answer and `PlanBasis` what it rests on.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.data.batch_sizes import BatchSizes
+from lightning_hetero.planner import CandidatePlans, Workload
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.simulator import (
+    CostModel,
+    ProfileCost,
+    RooflineCost,
+    Simulation,
+    StateLayout,
+)
+
+__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "DataFacts", "PlanBasis", "RunFacts"]
+
+NUM_STATES = 4
+"""What an Adam keeps of each owned parameter: master, summed gradient and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlan:
+    """What `plan="auto"` needs to know and can't always find out; `"auto"` stands for all defaults.
+
+    Raises:
+        ConfigurationError: A number is below 1.
+    """
+
+    sequence_length: int | None = None
+    """Tokens of a sample; None looks at loader, data module, module and a first sample, else takes
+    512."""
+    batch_size: int | None = None
+    """Samples of an iteration per rank, as under DDP; None looks for the loader's, else takes 8."""
+    microbatch_sizes: tuple[int, ...] | None = None
+    """Samples of a micro-batch to choose from; None tries the batch, its half, third,
+    quarter, and 1."""
+    tp_degrees: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees to consider; the module must bring a `tp_plan` for others than 1."""
+    cluster: Cluster | str | Path | None = None
+    """The cluster, or its YAML file; None detects it."""
+    profile: Profile | str | Path | None = None
+    """A measured profile, or its JSON file; None measures unknown devices and caches that."""
+    max_profile_age_days: float = 90.0
+    """An older profile is refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"AutoPlan has {name} {value}; it must be 1 or more.")
+        for name in ("microbatch_sizes", "tp_degrees"):
+            values = getattr(self, name)
+            if values is not None and (not values or min(values) < 1):
+                raise ConfigurationError(
+                    f"AutoPlan has {name} {values}; give one or more numbers, 1 or more."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What a data module knows of its samples."""
+
+    lengths: IntArray
+    """Tokens of the samples, or of a fair part of them."""
+    tokens_per_step: int
+    """Tokens of an iteration on all pipelines together."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample."""
+        return int(self.lengths.max())
+
+    @property
+    def typical(self) -> int:
+        """Tokens of the sample that the average token is in."""
+        return round(float((self.lengths.astype(float) ** 2).sum() / self.lengths.sum()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known of the run that is to be planned, on each rank."""
+
+    module: nn.Module
+    layout: ModelLayout
+    comms: Communicators
+    device: torch.device
+    sizes: Callable[[], BatchSizes]
+    """Finds out the loader's sizes; called on rank 0 only."""
+    slowdown: float = 1.0
+    """See `ComputeClock.slowdown`."""
+    memory_bytes: int | None = None
+    """What to plan with instead of the device's own memory."""
+    propagation_bytes: int = 4
+    """Bytes of a value of weights and gradients on their way."""
+    summed_bytes: int = 4
+    """Bytes of a value of gradients that are summed over micro-batches."""
+    master_bytes: int = 4
+    """Bytes of a value of master weights and optimizer states."""
+    data: Callable[[], DataFacts] | None = None
+    """Says what is known of samples of different lengths that a data module assigns to plans;
+    called on rank 0 only. None where samples are dealt as they come."""
+    num_candidate_plans: int = 1
+    """Plans to have at hand for such data."""
+
+    def state_layout(self) -> StateLayout:
+        """Return the bytes of weights, gradients and states; frozen parameters have only weights.
+
+        Where some are frozen, the bytes are means over all parameters.
+        """
+        specs = self.layout.specs
+        count = sum(spec.numel for spec in specs)
+        trainable = sum(spec.numel for spec in specs if spec.requires_grad)
+        share = trainable / count if count else 1.0
+        frozen = self.master_bytes * (1 - share)
+        return StateLayout(
+            weight_bytes=self.propagation_bytes,
+            gradient_bytes=math.ceil(self.propagation_bytes * share),
+            summed_bytes=math.ceil(self.summed_bytes * share),
+            owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanBasis:
+    """What a plan was predicted from, so that others can be predicted beside it."""
+
+    cluster: Cluster
+    model: ModelSpec
+    states: StateLayout
+    workload: Workload
+    profile: Profile | None
+    """Measured costs; None where data sheets served."""
+
+    def cost(self) -> CostModel:
+        """Return the cost model that the plan was judged by."""
+        if self.profile is None:
+            return RooflineCost(self.cluster, self.model, layout=self.states)
+        return ProfileCost(self.cluster, self.model, self.profile, layout=self.states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlanned:
+    """The plan and why it is that one; the same on every rank."""
+
+    plan: ParallelPlan
+    summary: str
+    """Lines for people: what was planned for, iteration time and bound."""
+    warning: str | None = None
+    """What kept planning from being possible."""
+    simulation: Simulation | None = None
+    """A simulated iteration under the plan; None if nothing was simulated."""
+    lower_bound_s: float | None = None
+    """No plan is faster by the same costs; None if nothing was simulated."""
+    basis: PlanBasis | None = None
+    """What the prediction rests on; None if nothing was simulated."""
+    candidates: CandidatePlans | None = None
+    """Plans for data that is assigned, and what they cost; None for other data."""
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Predicted seconds of an iteration; None if nothing was simulated."""
+        return None if self.simulation is None else self.simulation.iteration_time_s

@@ -1,0 +1,326 @@
+"""Make a plan for the ranks that run: what `plan="auto"` of `HeteroStrategy` does.
+
+1. One rank, or a module without layers: one pipeline a rank, as under DDP.
+2. The cluster is detected from the ranks, the model's sizes from the module, an iteration's size
+   from loader, data module or options.
+3. Equal devices that hold the whole model: one pipeline a rank, without a search.
+4. Else costs come from the roofline where all devices are known ones, from a measured (or cached)
+   profile where not. Rank 0 plans for several sizes of micro-batches, the fastest plan is sent to
+   all ranks.
+
+Where a data module assigns samples of different lengths to plans, several plans are proposed from
+its lengths (Hydraulis §7), the best static one first.
+
+An iteration of other data takes as many samples as under DDP, the loader's batch times the ranks,
+whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
+"""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, DataFacts, PlanBasis, RunFacts
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import KNOWN_DEVICES
+from lightning_hetero.core.errors import ClusterError, PlanningError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.planner import (
+    CandidateOptions,
+    PlanningOptions,
+    PlanningResult,
+    Workload,
+    plan,
+    propose_plans,
+)
+from lightning_hetero.runtime.setup.detect import Seat, cluster_of, detect_seats
+from lightning_hetero.runtime.setup.profile_cache import profile_seats
+from lightning_hetero.runtime.setup.profiling import ProfileOptions
+from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.simulator import (
+    CostModel,
+    RooflineCost,
+    StageShape,
+    StateLayout,
+    bound_line,
+    prediction_lines,
+)
+
+__all__ = ["make_plan"]
+
+_DEFAULT_SAMPLES = 8
+_DEFAULT_LENGTH = 512
+_MAX_PROFILED_TOKENS = 4096
+_MAX_PARTS = 4
+_UNKNOWN_SIZES = (
+    "This module's sizes can't be told (no list of layers, or layers without matrices), so nothing "
+    "was planned: every rank gets a whole model and as many samples, however fast it is. Name the "
+    'list with layers="model.blocks", or give a plan.'
+)
+
+
+def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
+    """Plan for the ranks that run; collective over all ranks, the same result on each.
+
+    Raises:
+        PlanningError: The model fits on these devices under no plan.
+        ClusterError, ProfileError: What was given is wrong or for something else.
+    """
+    if facts.comms.world_size == 1:
+        return _data_parallel(facts, "nothing: there is one rank")
+    seats = detect_seats(
+        facts.comms, facts.device, slowdown=facts.slowdown, memory_bytes=facts.memory_bytes
+    )
+    unequal = len({seat.device.name for seat in seats}) > 1
+    model = infer_model_spec(facts.module, facts.layout)
+    if model is None:
+        # Equal devices get this plan anyway; others, and whoever describes a cluster, expect more.
+        warning = _UNKNOWN_SIZES if unequal or options.cluster is not None else None
+        return replace(
+            _data_parallel(facts, "nothing: no plan could be predicted"), warning=warning
+        )
+    if facts.data is not None:
+        return _plan_for_data(options, facts, model, seats)
+    job = facts.comms.on_rank_0(lambda: _Job.of(options, facts, model, seats))
+    if options.cluster is None and not unequal and _holds_everything(job, facts):
+        return _data_parallel(
+            facts, "data parallelism: the devices are equal and hold the whole model"
+        )
+    profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
+    return facts.comms.on_rank_0(lambda: _search(job, options, facts, profile))
+
+
+def _plan_for_data(
+    options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
+) -> AutoPlanned:
+    """Propose plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
+    assert facts.data is not None
+    data = facts.comms.on_rank_0(facts.data)
+    samples = max(1, data.tokens_per_step // (data.typical * facts.comms.world_size))
+    typical = replace(options, sequence_length=data.typical, batch_size=samples)
+    job = facts.comms.on_rank_0(lambda: _Job.of(typical, facts, model, seats))
+    profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
+    return facts.comms.on_rank_0(lambda: _propose(job, options, facts, data, profile))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is planned: cluster, model and an iteration's size."""
+
+    cluster: Cluster
+    model: ModelSpec
+    states: StateLayout
+    sequence_length: int
+    batch_size: int
+    microbatch_sizes: tuple[int, ...]
+    assumed: tuple[str, ...]
+    """What nobody said and was assumed."""
+
+    @classmethod
+    def of(
+        cls, options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
+    ) -> "_Job":
+        cluster = options.cluster
+        if isinstance(cluster, str | Path):
+            cluster = Cluster.load(cluster)
+        cluster = cluster or cluster_of(seats)
+        if cluster.num_ranks != facts.comms.world_size:
+            raise ClusterError(
+                f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
+                "processes run. Start one process a device, or describe the devices that run."
+            )
+        found = facts.sizes()
+        assumed = []
+        samples = options.batch_size or found.samples
+        if samples is None:
+            samples = _DEFAULT_SAMPLES
+            assumed.append(f"batch_size {samples}")
+        length = options.sequence_length or found.sequence_length
+        if length is None:
+            length = _DEFAULT_LENGTH
+            assumed.append(f"sequence_length {length}")
+        return cls(
+            cluster=cluster,
+            model=model,
+            states=facts.state_layout(),
+            sequence_length=length,
+            batch_size=samples,
+            microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
+            assumed=tuple(assumed),
+        )
+
+    def workload(self, microbatch_size: int) -> Workload:
+        return Workload(
+            sequence_length=self.sequence_length,
+            global_batch_size=self.batch_size * self.cluster.num_ranks,
+            sequences_per_microbatch=microbatch_size,
+        )
+
+    def basis(self, microbatch_size: int, profile: Profile | None) -> PlanBasis:
+        return PlanBasis(
+            cluster=self.cluster,
+            model=self.model,
+            states=self.states,
+            workload=self.workload(microbatch_size),
+            profile=profile,
+        )
+
+
+def _microbatch_sizes(samples: int) -> tuple[int, ...]:
+    parts = [part for part in range(1, _MAX_PARTS + 1) if samples % part == 0]
+    return tuple(dict.fromkeys([*(samples // part for part in parts), 1]))
+
+
+def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
+    even = ParallelPlan.even(
+        world_size=facts.comms.world_size, num_layers=facts.layout.num_layers, num_stages=1
+    )
+    return AutoPlanned(plan=even, summary=f"planned         {reason}")
+
+
+def _holds_everything(job: _Job, facts: RunFacts) -> bool:
+    """Return whether a device holds the whole model and a whole batch, by the roofline."""
+    # One micro-batch is no sum.
+    states = replace(job.states, summed_bytes=job.states.gradient_bytes)
+    cost = RooflineCost(job.cluster, job.model, layout=states)
+    name = job.cluster.nodes[0].device
+    shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
+    batch = (job.sequence_length,) * job.batch_size
+    needed = cost.stage_bytes(shape, facts.comms.world_size, [batch], 1)
+    return needed <= cost.usable_bytes(name)
+
+
+def _uniform_microbatches(job: _Job) -> tuple[tuple[int, ...], ...]:
+    """Return the micro-batches to measure where all samples have one length."""
+    shapes = [(job.sequence_length,) * size for size in sorted(job.microbatch_sizes)]
+    small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS]
+    return tuple(small or shapes[:1])
+
+
+def _varied_microbatches(longest: int) -> tuple[tuple[int, ...], ...]:
+    """Return those that tell squares, tokens and constants of different lengths apart."""
+    top = min(longest, _MAX_PROFILED_TOKENS)
+    shapes = [(top // 16,), (top // 4,), (top // 4,) * 4, (top,)]
+    return tuple(dict.fromkeys(shape for shape in shapes if shape[0] > 0))
+
+
+def _profile_of(
+    options: AutoPlan,
+    job: _Job,
+    seats: Sequence[Seat],
+    facts: RunFacts,
+    microbatches: tuple[tuple[int, ...], ...],
+) -> Profile | None:
+    """Return measured costs, None where the roofline serves; collective over all ranks."""
+    given = options.profile
+    if given is not None:
+        age = datetime.timedelta(days=options.max_profile_age_days)
+
+        def read() -> Profile:
+            profile = given if isinstance(given, Profile) else Profile.load(given)
+            profile.check(model=job.model, max_age=age)
+            return profile
+
+        return facts.comms.on_rank_0(read)
+    if options.cluster is not None or all(seat.device.name in KNOWN_DEVICES for seat in seats):
+        return None
+    measured = ProfileOptions(
+        microbatches=microbatches, tp_degrees=options.tp_degrees, max_block=4, num_repeats=7
+    )
+    return profile_seats(job.model, measured, seats, facts.comms, facts.device)
+
+
+def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | None) -> AutoPlanned:
+    cost = job.basis(job.microbatch_sizes[0], profile).cost()
+    results: list[PlanningResult] = []
+    failure: PlanningError | None = None
+    searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+    for size in job.microbatch_sizes:
+        if job.batch_size * facts.comms.world_size % size:
+            continue  # Micro-batches of this size would not fill the iteration.
+        try:
+            results.append(plan(job.cluster, job.model, job.workload(size), searching, cost=cost))
+        except PlanningError as error:
+            failure = error
+    if not results:
+        raise PlanningError(
+            f"{failure or 'No micro-batch size divides the batch.'} To run it all the same, give "
+            "a plan: HeteroStrategy(plan=...)."
+        )
+    best = min(results, key=lambda result: result.best.simulation.iteration_time_s)
+    bound_s = min(result.lower_bound_s for result in results)
+    return AutoPlanned(
+        plan=best.best.plan,
+        basis=job.basis(best.workload.sequences_per_microbatch, profile),
+        summary=_summary(job, best, bound_s, measured=profile is not None),
+        simulation=best.best.simulation,
+        lower_bound_s=bound_s,
+    )
+
+
+def _propose(
+    job: _Job, options: AutoPlan, facts: RunFacts, data: DataFacts, profile: Profile | None
+) -> AutoPlanned:
+    basis = job.basis(1, profile)
+    cost = basis.cost()
+    found = propose_plans(
+        data.lengths,
+        cost,
+        tokens_per_step=data.tokens_per_step,
+        options=CandidateOptions(
+            num_candidate_plans=facts.num_candidate_plans, tp_degrees=options.tp_degrees
+        ),
+        given=_static_plans(basis, options, cost),
+    )
+    several = len(found.plans) > 1
+    dynamic = f", {found.dynamic_s:.4g} s with the best of {len(found.plans)} plans for each"
+    gap = found.dynamic_s / found.bound_s - 1.0
+    lines = [
+        f"planned for     {data.tokens_per_step:,} tokens an iteration in samples of up to "
+        f"{data.longest:,}, by {_source(measured=profile is not None)}",
+        f"iteration time  {found.static_s:.4g} s under this plan{dynamic if several else ''}, "
+        "before exchange and optimizer step",
+        f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
+        bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
+    ]
+    return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
+
+
+def _static_plans(basis: PlanBasis, options: AutoPlan, cost: CostModel) -> tuple[ParallelPlan, ...]:
+    """Return the plan that the search for samples of one typical length likes best, if any."""
+    searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+    try:
+        best = plan(basis.cluster, basis.model, basis.workload, searching, cost=cost).best.plan
+    except PlanningError:
+        return ()
+    working = tuple(
+        replace(pipeline, num_microbatches=None)
+        for pipeline in best.pipelines
+        if pipeline.num_microbatches != 0
+    )
+    return (ParallelPlan(pipelines=working),)
+
+
+def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:
+    workload, simulation = result.workload, result.best.simulation
+    gap = simulation.iteration_time_s / bound_s - 1.0
+    lines = [
+        f"planned for     {workload.global_batch_size} samples of {workload.sequence_length:,} "
+        f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch, by "
+        f"{_source(measured=measured)}",
+        *prediction_lines(simulation, workload.num_tokens),
+        bound_line(f"faster than {bound_s:.4g} s", gap),
+        f"limited by      {result.limit}",
+    ]
+    if job.assumed:
+        lines.append(
+            f"assumed         {', '.join(job.assumed)}: give them in HeteroStrategy(plan="
+            "AutoPlan(...))"
+        )
+    return "\n".join(lines)
+
+
+def _source(*, measured: bool) -> str:
+    return "a measured profile" if measured else "data sheets"

@@ -1,0 +1,144 @@
+"""Which plans a run has: the given one, equal pipelines, or those made for the ranks that run.
+
+`PlanRequest` is what the user asks for in `HeteroStrategy(plan=…)`, `RunPlans` what a run gets;
+`autoplan` makes plans where that is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, DataFacts, RunFacts
+from lightning_hetero.autoplan.planning import make_plan
+from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
+from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.stage.random_state import preserved_random_state
+
+__all__ = ["PlanRequest", "RunPlans", "find_data", "find_sizes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlans:
+    """The plans of a run; the same on every rank."""
+
+    first: ParallelPlan
+    """The plan that runs first."""
+    candidates: tuple[ParallelPlan, ...]
+    """Plans among which a data module may choose."""
+    costs: tuple[tuple[PipelineCost, ...], ...] | None = None
+    """What the candidates' pipelines cost; None where nobody has measured it."""
+    auto: AutoPlanned | None = None
+    """What an automatic plan rests on; None where a plan was given."""
+
+    @property
+    def may_use_tensor_parallelism(self) -> bool:
+        """Whether a stage of any of them has several ranks."""
+        every = (pipeline for plan in self.candidates for pipeline in plan.pipelines)
+        return any(pipeline.tp_degree > 1 for pipeline in every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What the user asks for.
+
+    Raises:
+        ConfigurationError: A number is below 1.
+    """
+
+    plan: ParallelPlan | AutoPlan | None
+    """None for equal pipelines."""
+    num_stages: int = 1
+    """Stages of each equal pipeline."""
+    num_candidate_plans: int = 1
+    """Plans to have at hand for a `HeteroDataModule`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_candidate_plans"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be 1 or more.")
+
+    @classmethod
+    def of(
+        cls,
+        plan: ParallelPlan | AutoPlan | str | Path | None,
+        *,
+        num_stages: int | None,
+        num_candidate_plans: int,
+    ) -> "PlanRequest":
+        """Return the request that `HeteroStrategy`'s arguments of these names make.
+
+        Raises:
+            PlanError: The plan's file can't be read.
+        """
+        if plan == "auto":
+            plan = AutoPlan() if num_stages is None else None
+        elif isinstance(plan, str | Path):
+            plan = ParallelPlan.load(plan)
+        return cls(plan=plan, num_stages=num_stages or 1, num_candidate_plans=num_candidate_plans)
+
+    def answer(self, facts: RunFacts) -> RunPlans:
+        """Return the plans to run; collective over all ranks where they have to be made.
+
+        Raises:
+            PlanError: The plan doesn't fit the ranks or the model.
+            ModelError: It has stages, and the module no list of layers.
+        """
+        found = self._find(facts)
+        _check(found.first, facts.layout, world_size=facts.comms.world_size)
+        return found
+
+    def _find(self, facts: RunFacts) -> RunPlans:
+        if isinstance(self.plan, AutoPlan):
+            auto = make_plan(self.plan, facts)
+            if auto.warning is not None:
+                rank_zero_warn(auto.warning)
+            if auto.candidates is None:
+                return RunPlans(first=auto.plan, candidates=(auto.plan,), auto=auto)
+            plans, costs = auto.candidates.plans, auto.candidates.costs
+            return RunPlans(first=auto.plan, candidates=plans, costs=costs, auto=auto)
+        plan = self.plan or ParallelPlan.even(
+            world_size=facts.comms.world_size,
+            num_layers=facts.layout.num_layers,
+            num_stages=self.num_stages,
+        )
+        return RunPlans(first=plan, candidates=(plan,))
+
+
+def _check(plan: ParallelPlan, layout: ModelLayout, *, world_size: int) -> None:
+    plan.check_world_size(world_size)
+    if plan.max_stages > 1:
+        layout.require_layers()
+    if layout.layers:
+        plan.check_num_layers(layout.num_layers)
+    elif plan.num_layers != 1:
+        raise PlanError(
+            f"The plan covers {plan.num_layers} layers but the module has no list of layers. "
+            'Name it: HeteroStrategy(layers="model.blocks").'
+        )
+
+
+def find_data(trainer: pl.Trainer) -> Callable[[], DataFacts] | None:
+    """Return what tells of the samples that a data module assigns to plans; None without one."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(datamodule, HeteroDataModule):
+        return None
+    return lambda: DataFacts(
+        lengths=datamodule.sample_lengths(), tokens_per_step=datamodule.tokens_per_step
+    )
+
+
+def find_sizes(trainer: pl.Trainer) -> BatchSizes:
+    """Return how much a batch of the training loader holds, as far as something says it."""
+    # Nothing public holds the loader before the first epoch.
+    loader = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    with preserved_random_state():
+        return find_batch_sizes([loader, datamodule, trainer.lightning_module])

@@ -1,0 +1,184 @@
+"""What `HeteroStrategy` says when it starts: devices, plan, memory, expected iteration time, bound.
+
+The table and the words are those of `lightning-hetero plan`. What was planned is said as it was
+planned. For a plan that was given, memory is counted from its slices, and an iteration is simulated
+where data sheets know all devices and something says how large a batch is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import Self
+
+from lightning_hetero.autoplan.facts import NUM_STATES, AutoPlanned, RunFacts
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.devices import KNOWN_DEVICES
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import ParameterSpec, Slice, holdings_of
+from lightning_hetero.core.table import format_table
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.setup.detect import cluster_of, detect_seats
+from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.simulator import (
+    RooflineCost,
+    StageFacts,
+    devices_line,
+    plan_table,
+    prediction_lines,
+    simulate,
+    simulated_facts,
+    usable_bytes,
+)
+
+__all__ = ["StartUp", "state_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartUp:
+    """What is known of a run before its first step; `str()` says it in lines for people."""
+
+    plan: ParallelPlan
+    """The plan that runs first."""
+    facts: RunFacts
+    cluster: Cluster
+    """The devices that run it, in order of rank."""
+    auto: AutoPlanned | None
+    """What an automatic plan rests on."""
+    specs: Sequence[ParameterSpec]
+    """The module's parameters."""
+    slices: Mapping[str, Sequence[Slice]]
+    """Their owners."""
+    num_batches: int
+    """A loader's batches that make an iteration."""
+    num_microbatches: int
+    """Of pipelines for which the plan names no number."""
+
+    @classmethod
+    def gather(
+        cls, facts: RunFacts, engine: Engine, auto: AutoPlanned | None, *, num_batches: int
+    ) -> Self:
+        """Ask all ranks for their devices; collective."""
+        seats = detect_seats(
+            facts.comms, facts.device, slowdown=facts.slowdown, memory_bytes=facts.memory_bytes
+        )
+        planned_for = None if auto is None else auto.basis
+        return cls(
+            plan=engine.plan,
+            facts=facts,
+            cluster=cluster_of(seats) if planned_for is None else planned_for.cluster,
+            auto=auto,
+            specs=tuple(engine.store.specs.values()),
+            slices=engine.store.slices,
+            num_batches=num_batches,
+            num_microbatches=engine.config.num_microbatches,
+        )
+
+    def __str__(self) -> str:
+        known, lines = self._expect()
+        num_idle = self.facts.comms.world_size - len(self.plan.ranks)
+        if num_idle:
+            lines.append(f"idle            {num_idle} of {self.facts.comms.world_size} devices")
+        varied = self.facts.data is not None
+        counts = [None for _ in self.plan.pipelines] if varied else self._counts()
+        table = plan_table(self.plan, known, counts)
+        # Lightning's own summary counts what rank 0 owns, the only parameters there are then.
+        size = sum(spec.numel for spec in self.specs)
+        head = (
+            f"HeteroStrategy on {devices_line(self.cluster)}: {type(self.facts.module).__name__}, "
+            f"{size:,} parameters in all"
+        )
+        return "\n".join([head, format_table(table.header, table.rows), *lines])
+
+    def _counts(self) -> list[int]:
+        given = [pipeline.num_microbatches for pipeline in self.plan.pipelines]
+        return [self.num_microbatches if count is None else count for count in given]
+
+    def _counted_facts(self) -> list[list[StageFacts]]:
+        """Return each stage's device and the memory of its fullest rank, without activations."""
+        used = state_bytes(self.plan, self.facts, self.specs, self.slices)
+        found = []
+        for pipeline in self.plan.pipelines:
+            row = []
+            for stage in pipeline.stages:
+                devices = [self.cluster.device_of(rank) for rank in stage.ranks]
+                slowest = min(devices, key=lambda device: device.peak_flops_per_s)
+                row.append(
+                    StageFacts(
+                        device=slowest.name,
+                        used_bytes=max(used[rank] for rank in stage.ranks),
+                        usable_bytes=min(usable_bytes(device.memory_bytes) for device in devices),
+                    )
+                )
+            found.append(row)
+        return found
+
+    def _expect(self) -> tuple[list[list[StageFacts]], list[str]]:
+        """Return what stages and iterations are expected to take."""
+        auto = self.auto
+        if auto is not None and auto.simulation is not None:
+            assert auto.basis is not None
+            return simulated_facts(self.plan, auto.basis.cost(), auto.simulation), [auto.summary]
+        lines = [] if auto is None else [auto.summary]
+        if auto is None or auto.basis is None:
+            unknown = self._unknown()
+            if unknown is None:
+                known, predicted = self._simulate()
+                return known, lines + predicted
+            lines.append(f"iteration time  not predicted: {unknown}")
+        lines.append("memory          weights, gradients and Adam's states, without activations")
+        return self._counted_facts(), lines
+
+    def _unknown(self) -> str | None:
+        """Return what is missing for a prediction by data sheets, None if nothing is."""
+        names = sorted({node.device for node in self.cluster.nodes} - KNOWN_DEVICES.keys())
+        if names:
+            return f"no data sheet has {', '.join(names)}"
+        sizes = self.facts.sizes()
+        if self._model is None or self.facts.data is not None or None in astuple(sizes):
+            return "the sizes of model or batches aren't known"
+        return None
+
+    @cached_property
+    def _model(self) -> ModelSpec | None:
+        return infer_model_spec(self.facts.module, self.facts.layout)
+
+    def _simulate(self) -> tuple[list[list[StageFacts]], list[str]]:
+        sizes, counts = self.facts.sizes(), self._counts()
+        assert self._model is not None
+        assert sizes.samples is not None
+        assert sizes.sequence_length is not None
+        num_samples = sizes.samples * self.num_batches
+        microbatch = (sizes.sequence_length,) * math.ceil(num_samples / sum(counts))
+        cost = RooflineCost(self.cluster, self._model, layout=self.facts.state_layout())
+        simulation = simulate(self.plan, cost, [[microbatch] * count for count in counts])
+        lines = [
+            *prediction_lines(simulation, num_samples * sizes.sequence_length),
+            f"limited by      {simulation.bottleneck}",
+        ]
+        return simulated_facts(self.plan, cost, simulation), lines
+
+
+def state_bytes(
+    plan: ParallelPlan,
+    facts: RunFacts,
+    specs: Sequence[ParameterSpec],
+    slices: Mapping[str, Sequence[Slice]],
+) -> list[float]:
+    """Return what each rank needs for weights, gradients and an Adam's states, by global rank.
+
+    A holder keeps weights in the propagation dtype and sums gradients in fp32 unless it is told
+    otherwise, an owner its master, the gradient of all pipelines and two moments; frozen parameters
+    have neither gradients nor moments.
+    """
+    used = [0.0] * facts.comms.world_size
+    for spec in specs:
+        held_bytes = facts.propagation_bytes + facts.summed_bytes * spec.requires_grad
+        owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
+        for holding in holdings_of(spec, plan):
+            rows = sum(stop - start for start, stop in holding.intervals)
+            used[holding.global_rank] += rows * spec.row_numel * held_bytes
+        for item in slices[spec.name]:
+            used[item.owner] += (item.stop - item.start) * spec.row_numel * owned_bytes
+    return used

@@ -1,0 +1,1 @@
+"""Pull and push: weights to the stages, gradients to the owners."""

@@ -1,0 +1,75 @@
+"""What pull and push have in common: messages of one unit for one peer, posted together.
+
+Every message holds all pieces of one unit for one peer (see `core.transfers`), in the propagation
+dtype, so a rank moves one stage's worth of bytes each way per iteration, as reduce-scatter and
+all-gather do (Hydraulis §5.2; AutoHet's layer-wise synchronisation, §III).
+
+Floor: with D equal pipelines of stage bytes S each rank sends S·(D-1)/D and receives as much, for
+push and for pull. Receive buffers take the same memory while the exchange lasts.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.core.transfers import Message
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.exchange.side_stream import SideStream
+
+__all__ = ["ExchangeOptions", "in_units", "pack", "split_works", "wait_for_all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """How a plan's pull and push run."""
+
+    group: dist.ProcessGroup | None
+    """The communicator; None with one rank."""
+    dtype: torch.dtype
+    """Dtype of what travels, that of the propagation."""
+    clock: ComputeClock
+    """Times the waits."""
+    side_stream: SideStream
+    """Where messages are packed."""
+
+
+def in_units(messages: Sequence[Message]) -> dict[int, list[Message]]:
+    """Return the messages by unit, units in the order in which they come."""
+    units: dict[int, list[Message]] = defaultdict(list)
+    for message in messages:
+        units[message.unit].append(message)
+    return dict(units)
+
+
+def split_works(
+    operations: Sequence[dist.P2POp], works: list[dist.Work]
+) -> tuple[list[dist.Work], list[dist.Work]]:
+    """Return (works of receives, works of sends); one work for all if the backend coalesces."""
+    if len(works) != len(operations):
+        return works, works
+    pairs = list(zip(operations, works, strict=True))
+    return (
+        [work for operation, work in pairs if operation.op is dist.irecv],
+        [work for operation, work in pairs if operation.op is dist.isend],
+    )
+
+
+def wait_for_all(
+    clock: ComputeClock, works: Sequence[dist.Work], senders: Sequence[tuple[int, int]]
+) -> None:
+    """Wait for one message of each (peer, bytes); who was late can't be told if they coalesced."""
+    if len(works) != len(senders):
+        for work in works:
+            work.wait()
+        return
+    for work, (peer, num_bytes) in zip(works, senders, strict=True):
+        clock.wait_for(work, peer=peer, num_bytes=num_bytes, is_exchange=True)
+
+
+def pack(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return rows end to end in one new buffer."""
+    return torch.cat([row.to(dtype).reshape(-1) for row in rows])

@@ -1,0 +1,1 @@
+"""One iteration of a plan on one rank, from the batch to the summed gradients."""

@@ -1,0 +1,236 @@
+"""Buffers that steps change: who has the right values, when all ranks get them, what is refused.
+
+A layer's buffers change where the layer is computed; those outside the layers change on every stage
+if that happens before the layers, and on last stages behind them. What counts is the first pipeline
+that changes a buffer, and in it the layer's stage or, outside the layers, the first stage. All
+ranks get its values before an evaluation, a checkpoint, a change of plan and the end.
+
+One device changes a buffer once, with the whole batch. A buffer that several micro-batches change,
+or that pipelines change differently, follows what a micro-batch holds, as BatchNorm's statistics
+do: that is refused in the first iteration in which it happens, unless the user accepts it.
+
+Buffers that no `state_dict` has are a module's own scratch space and left alone.
+"""
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.layout import ModelLayout
+
+__all__ = ["BufferChange", "BufferWatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class BufferChange:
+    """What one rank says of a buffer that an iteration has changed."""
+
+    name: str
+    is_repeated: bool
+    """Whether more than one action changed it."""
+    is_versioned: bool
+    """Whether its version tells, as it doesn't after `buffer.data.copy_(...)`."""
+    digest: int
+    """Of its new values in the first iteration, 0 later."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a buffer is registered."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    layer: int | None
+
+    @property
+    def current(self) -> Tensor | None:
+        return self.owner._buffers.get(self.attribute)
+
+    def put(self, value: Tensor) -> None:
+        buffer = self.current
+        assert buffer is not None
+        if buffer.shape == value.shape and not buffer.is_inference():
+            buffer.copy_(value)
+        else:
+            self.owner._buffers[self.attribute] = value.to(buffer.device)
+
+
+class BufferWatch:
+    """The buffers of one module on one rank.
+
+    Called by every rank alike: `begin` before an iteration of any kind, `look` after each action,
+    `report` and `settle` around the agreement, `share` where all shall have the same values.
+
+    Args:
+        module: The module; buffers that ranks have drawn differently become rank 0's.
+        layout: Its layers.
+        comms: The communicators.
+        may_differ: Whether buffers may follow what a micro-batch holds.
+    """
+
+    def __init__(
+        self, module: nn.Module, layout: ModelLayout, comms: Communicators, *, may_differ: bool
+    ) -> None:
+        self._comms = comms
+        self._may_differ = may_differ
+        layers = {id(part): i for i, layer in enumerate(layout.layers) for part in layer.modules()}
+        self._places = {
+            place.name: place
+            for prefix, owner in module.named_modules()
+            for attribute, buffer in owner._buffers.items()
+            if buffer is not None and attribute not in owner._non_persistent_buffers_set
+            for place in [_Place(_join(prefix, attribute), owner, attribute, layers.get(id(owner)))]
+        }
+        self._norms = {
+            prefix: part
+            for prefix, part in module.named_modules()
+            if isinstance(part, _BatchNorm) and not part.track_running_stats
+        }
+        self._begun: set[int] = set()
+        self._is_first = True
+        self._seen: dict[str, tuple[Tensor | None, int]] = {}
+        self._values: dict[str, Tensor] = {}
+        self._unversioned: set[str] = set()
+        """What any rank's first iteration changed without a new version."""
+        self._counts: Counter[str] = Counter()
+        self._num_looks = 0
+        self._sources: dict[str, int] = {}
+        """The rank whose values count, of buffers that have changed since they were shared."""
+        self._share_drawn()
+
+    def _share_drawn(self) -> None:
+        """Take from rank 0 what ranks have drawn differently; collective."""
+        digests = {name: _digest(place.current) for name, place in self._places.items()}
+        gathered = self._comms.gather_objects(digests)
+        differing = {
+            name for other in gathered for name in digests if other.get(name) != gathered[0][name]
+        }
+        self._sources = dict.fromkeys(sorted(differing), 0)
+        self.share()
+
+    # -- an iteration ---------------------------------------------------------------------------
+
+    def begin(self, kind: int) -> None:
+        """Remember how the buffers are before an iteration of a kind, such as training."""
+        self._is_first = kind not in self._begun
+        self._begun.add(kind)
+        self._counts.clear()
+        self._num_looks = 0
+        for name, place in self._places.items():
+            self._seen[name] = _mark(place.current)
+            if self._is_first and place.current is not None:
+                self._values[name] = place.current.clone()
+
+    def look(self) -> None:
+        """Count the buffers that the last action has changed."""
+        self._num_looks += 1
+        for name, place in self._places.items():
+            buffer, version = _mark(place.current)
+            is_new = buffer is not self._seen[name][0] or version != self._seen[name][1]
+            self._seen[name] = buffer, version
+            if self._is_first and buffer is not None and name in self._values:
+                is_equal = torch.equal(buffer, self._values[name])
+                if not is_equal and not is_new:
+                    self._unversioned.add(name)
+                if not is_equal:
+                    self._values[name] = buffer.clone()
+                is_new = not is_equal
+            self._counts[name] += is_new
+
+    def report(self, layers: range, pipeline_index: int) -> tuple[BufferChange, ...]:
+        """Return what has changed of what the stage with these layers computes."""
+        changes = []
+        for name, place in self._places.items():
+            count = self._counts[name] or name in self._unversioned
+            if count and (place.layer is None or place.layer in layers):
+                digest = _digest(place.current) if self._is_first else 0
+                is_versioned = name not in self._unversioned
+                changes.append(BufferChange(name, count > 1, is_versioned, digest))
+        for name, part in self._norms.items():
+            if part.training and self._is_first:
+                # Its statistics are those of a micro-batch, although it keeps none.
+                changes.append(BufferChange(name, self._num_looks > 2, True, pipeline_index))
+        self._values.clear()
+        return tuple(changes)
+
+    def settle(self, reports: Sequence[Sequence[BufferChange]], plan: ParallelPlan) -> None:
+        """Decide whose buffers count, from all ranks' reports; the same on every rank.
+
+        Raises:
+            StepError: A buffer follows what a micro-batch holds.
+        """
+        found: dict[str, dict[int, tuple[int, BufferChange]]] = defaultdict(dict)
+        for pipeline_index, _, stage in plan.iter_stages():
+            for rank in stage.ranks:
+                for change in reports[rank]:
+                    found[change.name].setdefault(pipeline_index, (rank, change))
+        for name, changes in found.items():
+            if not all(change.is_versioned for _, change in changes.values()):
+                self._unversioned.add(name)
+            if name in self._places:
+                self._sources[name] = changes[min(changes)][0]
+            self._check(name, [change for _, change in changes.values()])
+
+    def _check(self, name: str, changes: Sequence[BufferChange]) -> None:
+        """Refuse a buffer that follows what a micro-batch holds; one change for each pipeline."""
+        is_repeated = any(change.is_repeated for change in changes)
+        if self._may_differ or (not is_repeated and len({c.digest for c in changes}) == 1):
+            return
+        raise StepError(
+            f"{name} changes with what each micro-batch holds, {len(changes)} pipelines "
+            f"{'several times' if is_repeated else 'once'} in an iteration; one device changes "
+            "it once, with the whole batch, and would train otherwise. Use one pipeline and "
+            "num_microbatches=1 (without activation checkpointing), a layer such as LayerNorm or "
+            "GroupNorm, or accept it as DDP does: HeteroStrategy(local_buffers=True) keeps the "
+            "first pipeline's values."
+        )
+
+    # -- the same everywhere --------------------------------------------------------------------
+
+    def share(self) -> None:
+        """Give all ranks the buffers that have changed; collective where there are any."""
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, source in sorted(self._sources.items()):
+            names[source].append(name)
+        self._sources.clear()
+        if self._comms.world_size == 1:
+            return
+        # What an evaluation makes could not be changed in training.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for source, own in sorted(names.items()):
+                mine = source == self._comms.global_rank
+                sent = [[_on_cpu(self._places[name].current) for name in own] if mine else None]
+                dist.broadcast_object_list(sent, source, group=self._comms.control)
+                for name, value in zip(own, sent[0] or [], strict=True):
+                    if not mine and value is not None:
+                        self._places[name].put(value)
+
+
+def _join(prefix: str, attribute: str) -> str:
+    return f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _mark(buffer: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return what differs after a change: the tensor itself or its version."""
+    return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _on_cpu(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().cpu()
+
+
+def _digest(buffer: Tensor | None) -> int:
+    value = _on_cpu(buffer)
+    if value is None:
+        return 0
+    return zlib.crc32(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

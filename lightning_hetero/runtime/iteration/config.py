@@ -1,0 +1,46 @@
+"""The options of an engine."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_hetero.core.slices import Ownership
+from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
+from lightning_hetero.runtime.results.targets import LossReduction
+from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+
+__all__ = ["EngineConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs its plans."""
+
+    num_microbatches: int
+    """Micro-batches of a pipeline for which the plan names no number."""
+    ownership: Ownership = Ownership.AUTO
+    owner_weights: tuple[float, ...] | None = None
+    """Share of slices of each rank; equal if None."""
+    propagation_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype | None = None
+    """Dtype of master slices; None keeps the parameters' own."""
+    seed: int = 0
+    """Base of the random seeds of micro-batches and of drawn weights; the same on all ranks."""
+    layer_options: LayerOptions = field(default_factory=LayerOptions)
+    """Activation checkpointing and compilation of the layers."""
+    fp32_gradients: bool = True
+    """Whether a rank sums its micro-batches' gradients in fp32 if it propagates in less."""
+    nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
+    """What an iteration does whose gradients aren't finite."""
+    loss_reduction: LossReduction | None = None
+    """What losses are over their batches; None finds out."""
+    share_outputs: bool = True
+    """Whether every rank gets what steps return and append."""
+    local_buffers: bool = False
+    """Whether buffers may change with what a micro-batch holds."""
+
+    def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
+        """Return the dtype in which a rank keeps gradients; one micro-batch's are no sum."""
+        if num_microbatches > 1 and self.fp32_gradients:
+            return torch.promote_types(self.propagation_dtype, torch.float32)
+        return self.propagation_dtype

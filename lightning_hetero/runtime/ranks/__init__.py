@@ -1,0 +1,1 @@
+"""The processes of a run: groups, messages, and who has failed."""

@@ -1,0 +1,197 @@
+"""Find out that another rank failed, say which and why, and never hang because of it.
+
+Every rank beats in the store and watches the next one. A rank that raises writes the reason into
+the store first. What a rank then sees of it differs: gloo closes the connection of a peer that is
+gone, NCCL just never returns, and a rank that is frozen keeps its connections. All end the same
+way: the waiting rank raises `PeerError` with the failed rank's reason, and a rank that can't even
+raise, because its main thread waits inside a collective, is ended with that message and a non-zero
+exit code. So is one whose teardown doesn't end. Rank 0 serves the store; it may be the frozen one.
+"""
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from lightning_hetero.core.errors import HeteroError, PeerError
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Silence
+from lightning_hetero.runtime.ranks.meeting import end_process
+
+__all__ = ["LEAVE_EXIT_CODE", "AgreedExit", "FailureDetector"]
+
+LEAVE_EXIT_CODE = 14
+"""Exit code of ranks that end together to be started anew."""
+
+_STORE_IS_GONE = (
+    "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
+    "own log and at the system's (out of memory, preemption)."
+)
+
+
+class AgreedExit(SystemExit):
+    """All ranks end after the same step: no rank has failed, and none needs to be told."""
+
+    def __init__(self) -> None:
+        super().__init__(LEAVE_EXIT_CODE)
+
+
+class FailureDetector:
+    """One rank's watch over the others.
+
+    Args:
+        store: The run's store.
+        global_rank: This rank.
+        world_size: Number of ranks.
+        timeout: How long a rank may be silent before it counts as dead.
+    """
+
+    def __init__(
+        self, store: Store, *, global_rank: int, world_size: int, timeout: timedelta
+    ) -> None:
+        self._store = store
+        self._rank = global_rank
+        self._world_size = world_size
+        self._timeout_s = timeout.total_seconds()
+        self._interval_s = min(0.5, self._timeout_s / 10)
+        self._grace_s = min(10.0, self._timeout_s)
+        self._heartbeat: Heartbeat | None = None
+        self.abort: Callable[[], None] = lambda: None
+        """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""
+        self._reason: str | None = None
+        self._raised = threading.Event()
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turn a peer's failure inside this context into `PeerError`, and report one's own."""
+        try:
+            yield
+        except PeerError:
+            self._raised.set()
+            raise
+        except Exception as error:
+            if not _is_broken_connection(error):
+                self.report(error)
+                raise
+            self._raised.set()
+            reason = self.explain()
+            self._wait_until_read()
+            raise PeerError(reason) from error
+
+    def start(self) -> None:
+        """Begin to beat and to watch: from now on a silent peer is a dead one."""
+        if self._heartbeat is not None:
+            return
+        self._reason = None
+        self._raised.clear()
+        self._stopped = threading.Event()
+        self._heartbeat = Heartbeat(
+            self._store,
+            global_rank=self._rank,
+            world_size=self._world_size,
+            interval_s=self._interval_s,
+        )
+        threading.Thread(
+            target=self._watch,
+            args=(self._heartbeat, self._stopped),
+            name="failure-detector",
+            daemon=True,
+        ).start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Say goodbye: this rank ends, or goes on alone, without having failed."""
+        atexit.unregister(self.stop)
+        self._stopped.set()
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.end(10 * self._interval_s)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed; the first report of all counts."""
+        self._raised.set()
+        if self._heartbeat is not None and not isinstance(error, PeerError):
+            text = f"{type(error).__name__}: {error}"
+            self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
+            self._wait(lambda: self._reason is not None, 8 * self._interval_s)
+            self._wait_until_read()
+
+    def explain(self) -> str:
+        """Return why a connection broke: waits until a failure is reported or a rank is silent."""
+        if self._heartbeat is not None:
+            self._heartbeat.suspect()
+            self._wait(lambda: self._reason is not None, min(self._timeout_s, 15.0))
+        return self._reason or (
+            "A connection to another rank broke, and no rank said why. See the other ranks' logs."
+        )
+
+    def _wait_until_read(self) -> None:
+        """Let rank 0, which serves the store, stay until the others have read why the run ends."""
+        heartbeat = self._heartbeat
+        if self._rank == 0 and heartbeat is not None:
+            num_others = self._world_size - len({0, heartbeat.failed_rank} - {-1})
+            self._wait(lambda: heartbeat.num_readers >= num_others, 8 * self._interval_s)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline_s:
+            time.sleep(self._interval_s / 10)
+
+    # -- the watching thread --------------------------------------------------------------------
+
+    def _watch(self, heard: Heartbeat, stopped: threading.Event) -> None:
+        store, peer = Silence(2 * self._interval_s), Silence(2 * self._interval_s)
+        while not stopped.wait(self._interval_s / 2):
+            self._reason = self._judge(heard, store, peer)
+            if self._reason is not None:
+                self._end_run(self._reason, stopped)
+                return
+
+    def _judge(self, heard: Heartbeat, store: Silence, peer: Silence) -> str | None:
+        """Return why the run can't go on, None while nothing says so."""
+        patience_s = 6 * self._interval_s if heard.is_suspicious else self._timeout_s
+        if heard.failure is not None:
+            return heard.failure
+        if heard.has_server_left:
+            return None
+        if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
+            return _STORE_IS_GONE
+        # While the store is silent nothing is known of the peer.
+        if store.seconds == 0.0 and peer.look((heard.peer, heard.peer_beat)) > patience_s:
+            heard.tell(heard.peer, _describe_silent(heard.peer))
+        return None
+
+    def _end_run(self, reason: str, stopped: threading.Event) -> None:
+        """Give the main thread time to raise and to clean up, then end the process."""
+        threading.Thread(target=self._abort_quietly, name="abort", daemon=True).start()
+        start_s = time.monotonic()
+        while not stopped.wait(self._interval_s / 5):
+            limit_s = self._timeout_s if self._raised.is_set() else self._grace_s
+            if time.monotonic() - start_s > limit_s:
+                end_process(self._rank, reason)
+
+    def _abort_quietly(self) -> None:
+        with suppress(Exception):
+            self.abort()
+
+
+def _describe_silent(rank: int) -> str:
+    return (
+        f"Rank {rank} died or stopped answering: no sign of life from it. Look at that process's "
+        "own log and at the system's (out of memory, preemption)."
+    )
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Whether an error comes from a communicator rather than from the user's code."""
+    if isinstance(error, DistError):
+        return True
+    if isinstance(error, HeteroError) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return "gloo" in text or "NCCL" in text or "Connection closed by peer" in text

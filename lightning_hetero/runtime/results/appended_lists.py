@@ -1,0 +1,136 @@
+"""Give lists of the module what one device's step would have appended to them.
+
+Steps collect values for the end of an epoch: `self.outputs.append(...)`. They run on last stages, a
+micro-batch at a time. What they append is taken out again, put together like what they return (see
+`outputs`), and appended on every rank, one item a batch.
+"""
+
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.results.outputs import Path, StepRecord, Unjoined, join
+
+__all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
+
+
+@dataclass
+class AppendedLists:
+    """What steps append to lists of a module: attributes, lists in them, or values of dicts."""
+
+    module: nn.Module
+    _lengths: dict[Path, int] = field(default_factory=dict)
+    _at_layers: dict[Path, int] | None = None
+    """What had grown when the stage's first layer was reached."""
+    _numbers: dict[str, Any] = field(default_factory=dict)
+    counted: set[str] = field(default_factory=set)
+    """Numbers of the module that steps changed, or added to in place."""
+
+    def begin(self) -> None:
+        """Look at the lists before a step."""
+        self._lengths = {path: len(items) for path, items in self._lists()}
+        self._at_layers = None
+        self._numbers = dict(self._look_at_numbers())
+
+    def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(self.module).items():
+            if name.startswith("_"):
+                continue
+            if type(value) in (int, float):
+                yield name, value
+            elif isinstance(value, Tensor) and not value.is_inference():
+                yield name, (id(value), value._version, value.numel() == 1)
+
+    def _changed(self) -> Iterator[str]:
+        for name, value in self._look_at_numbers():
+            before = self._numbers.get(name, value)
+            # What took a tensor's place is a cache, such as a mask, unless it is one number.
+            counts = not isinstance(value, tuple) or value[0] == before[0] or value[2]
+            if counts and value != before:
+                yield name
+
+    def pass_layer(self, index: int, layers: range) -> None:
+        """Look at the lists before a layer of a stage, and behind the model's last one.
+
+        Raises:
+            StepError: Something in the layers appends to them, which other stages don't see.
+        """
+        if self._at_layers is None:
+            self._at_layers = self.grown()
+        elif index == layers.stop:
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        grown = self.grown()
+        if self._at_layers is not None and grown != self._at_layers:
+            names = sorted(str(path[0]) for path in grown)
+            raise StepError(
+                f"Something in the layers appends to {', '.join(names)} of the module, and other "
+                "stages of the pipeline would never see it. Append behind the layers, or use a "
+                "plan whose pipelines have one stage."
+            )
+
+    def grown(self) -> dict[Path, int]:
+        """Return how many items were appended to each list since."""
+        grown = {path: len(items) - self._lengths.get(path, 0) for path, items in self._lists()}
+        return {path: number for path, number in grown.items() if number > 0}
+
+    def take(self, *, behind_layers: bool) -> dict[Path, list[Any]]:
+        """Take out what was appended since, and return it; `behind_layers` if the step went on.
+
+        Raises:
+            StepError: See `pass_layer`.
+        """
+        if not behind_layers:
+            self._check_layers()
+        self.counted.update(self._changed())
+        grown, taken = self.grown(), {}
+        for path, items in list(self._lists()):
+            if path in grown:
+                taken[path] = items[-grown[path] :]
+                del items[-grown[path] :]
+        return taken
+
+    def _lists(self) -> Iterator[tuple[Path, list[Any]]]:
+        for name, value in list(vars(self.module).items()):
+            if type(value) is list:
+                yield (name,), value
+                if value and type(value[0]) is list:
+                    yield from (((name, index), item) for index, item in enumerate(value))
+            elif isinstance(value, dict) and not name.startswith("_"):
+                yield from (((name, k), v) for k, v in list(value.items()) if type(v) is list)
+
+
+def warn_of_numbers(names: Collection[str]) -> None:
+    """Say that numbers which steps keep on the module aren't what one device has."""
+    if names:
+        warnings.warn(
+            f"A step changes {', '.join(sorted(names))} of the module. It does so in each "
+            "micro-batch, on the ranks that run this part of it, so what hooks read there isn't "
+            "what one device has. Log it, return it, or append it to a list of the module.",
+            stacklevel=2,
+        )
+
+
+def extend_lists(module: nn.Module, records: Sequence[StepRecord]) -> None:
+    """Append what the step of the whole batch would have appended to the module's lists."""
+    for path in dict.fromkeys(path for record in records for path in record.appended):
+        columns = [record.appended.get(path, []) for record in records]
+        sizes = [record.sizes for record in records]
+        items = _list_at(module, path)
+        if len({len(column) for column in columns}) > 1:
+            items.append(Unjoined(columns))
+        else:
+            items += [join(parts, sizes) for parts in zip(*columns, strict=True)]
+
+
+def _list_at(module: nn.Module, path: Path) -> list[Any]:
+    found: Any = getattr(module, path[0])
+    if len(path) > 1:
+        found = found.setdefault(path[1], []) if isinstance(found, dict) else found[path[1]]
+    items: list[Any] = found
+    return items

@@ -1,0 +1,229 @@
+"""Find out how losses of micro-batches become the loss of the iteration.
+
+Of means, a micro-batch with n target tokens counts n times as much as one with a single token; sums
+are added. Only then does a plan give the gradient that one big device would. Which it is follows,
+in this order, from
+
+1. the strategy's `loss_reduction`, and for a mean the module's own `num_target_tokens(batch)`,
+2. how the step made its loss: see `reductions`,
+3. the batch's `target_tokens` or `num_target_tokens`, as `PackedBatch` has them.
+
+Where none of them says it, the loss is taken for a mean over the targets of the largest loss
+function that the step called, or over samples, and the user is told.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_hetero.runtime.iteration.microbatches import count_samples
+from lightning_hetero.runtime.results.reductions import (
+    CONSTANT,
+    UNKNOWN,
+    Count,
+    Kind,
+    Reduction,
+    Reductions,
+)
+
+__all__ = [
+    "Classification",
+    "LossReduction",
+    "LossWatch",
+    "LossWeight",
+    "weigh_loss",
+]
+
+_CLASSIFICATION = {F.cross_entropy, F.nll_loss}
+_ELEMENTWISE = {
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+}
+
+
+_OVER_WEIGHTS = {F.mse_loss, F.l1_loss}
+"""Of those, whose mean is over the sum of the weights they are given."""
+_LOSSES = _CLASSIFICATION | _ELEMENTWISE
+
+
+class LossReduction(StrEnum):
+    """What a training step's loss is over the target tokens of its batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification:
+    """The arguments of a call of `F.cross_entropy` or `F.nll_loss`, but for the input."""
+
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Classification":
+        """Bind the arguments of a call."""
+        bound = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        bound.pop("input")
+        return cls(**bound)
+
+    @property
+    def counted(self) -> Tensor:
+        """Which targets the mean runs over, where they are class indices."""
+        return self.target != self.ignore_index
+
+
+_ARGUMENTS = ("input", *(field.name for field in fields(Classification)))
+
+
+class LossWatch(TorchFunctionMode):
+    """Follows a step's numbers, and how many targets its largest loss function averages over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reductions = Reductions()
+        self.num_targets: Tensor | int | None = None
+        self.size = 0
+        """Targets of that loss, whether they counted or not."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at what torch is asked and answers."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        inputs: Any = args[0] if args else kwargs.get("input")
+        if func not in _LOSSES:
+            self.reductions.follow(func, args, kwargs, result)
+        else:
+            self._see_loss(func, args, kwargs, result)
+            if self.reductions.of(inputs) not in (None, CONSTANT):
+                # Its targets are the best guess that there is of what it averages over.
+                self.reductions.keep(result, UNKNOWN)
+        return result
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.num_targets, self.size = None, 0
+
+    def _see_loss(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Tensor,
+    ) -> None:
+        inputs: Any = args[0] if args else kwargs.get("input")
+        if kwargs.get("reduction", "mean") == "sum":
+            self._keep_sum(result, inputs.numel())
+        elif func in _CLASSIFICATION:
+            self._see_classification(Classification.of(args, kwargs), result)
+        elif kwargs.get("reduction", "mean") == "mean":
+            weight = kwargs.get("weight") if func in _OVER_WEIGHTS else None
+            targets = inputs.numel() if weight is None else weight.detach().sum()
+            self._keep(result, targets, inputs.numel())
+
+    def _see_classification(self, call: Classification, result: Tensor) -> None:
+        target = call.target
+        if call.reduction == "sum":
+            self._keep_sum(result, target.numel())
+        elif call.reduction != "mean":
+            return
+        elif target.is_floating_point():
+            # Class probabilities: the mean runs over everything but the classes.
+            num_places = target.numel() // max(target.shape[1 if target.ndim > 1 else 0], 1)
+            self._keep(result, num_places, num_places)
+        elif call.weight is None:
+            self._keep(result, call.counted.sum(), target.numel())
+        else:
+            # Then torch divides by the sum of the targets' class weights.
+            weights = call.weight.detach()[torch.where(call.counted, target, 0)]
+            self._keep(result, (weights * call.counted).sum(), target.numel())
+
+    def _keep_sum(self, result: Tensor, size: int) -> None:
+        self.reductions.keep(result, Reduction(Kind.SUM, count=size, value=result.detach()))
+
+    def _keep(self, result: Tensor, num_targets: Tensor | int, size: int) -> None:
+        found = Reduction(Kind.MEAN, count=num_targets, value=result.detach())
+        self.reductions.keep(result, found)
+        if self.num_targets is None or size > self.size:
+            self.num_targets, self.size = num_targets, size
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """How a micro-batch's loss counts in the iteration."""
+
+    kind: Kind
+    """MEAN, SUM, UNKNOWN, which is then taken for a mean, or MIXED, which nothing fits."""
+    targets: Count
+    """What a mean averages over; also the weight of logged numbers of which nothing is known."""
+    others: tuple[Count, ...] = ()
+    """What further means that it is a sum of average over."""
+
+
+def weigh_loss(
+    module: object,
+    microbatch: object,
+    watch: LossWatch,
+    loss: object,
+    declared: LossReduction | None,
+) -> LossWeight:
+    """Return how a micro-batch's loss counts, as the module's docstring says.
+
+    Args:
+        module: The user's.
+        microbatch: What its step got.
+        watch: What was seen of the step.
+        loss: What it returned; None outside of training.
+        declared: The strategy's option.
+    """
+    by_module = getattr(module, "num_target_tokens", None)
+    found = watch.reductions.of(loss)
+    if by_module is not None:
+        targets: Count = by_module(microbatch)
+        return LossWeight(Kind.SUM if declared is LossReduction.SUM else Kind.MEAN, targets)
+    if found is not None and found.kind is Kind.MEAN and declared is not LossReduction.SUM:
+        return LossWeight(Kind.MEAN, found.count, found.others if declared is None else ())
+    by_batch = _count_of_batch(microbatch, watch)
+    if by_batch is None:
+        by_batch = count_samples(microbatch) if watch.num_targets is None else watch.num_targets
+        guessed = Kind.UNKNOWN
+    else:
+        guessed = Kind.MEAN
+    if declared is not None:
+        return LossWeight(Kind(declared), by_batch)
+    if found is not None and found.kind in (Kind.SUM, Kind.MIXED):
+        return LossWeight(found.kind, by_batch)
+    return LossWeight(guessed, by_batch)
+
+
+def _count_of_batch(microbatch: object, watch: LossWatch) -> Count | None:
+    """Return what the batch says, unless a loss over all its tokens had other targets."""
+    if watch.num_targets is not None and watch.size == getattr(microbatch, "num_tokens", None):
+        return watch.num_targets
+    for name in ("target_tokens", "num_target_tokens"):
+        by_batch = getattr(microbatch, name, None)
+        if by_batch is not None:
+            known: Count = by_batch() if callable(by_batch) else by_batch
+            return known
+    return None

@@ -1,0 +1,1 @@
+"""What happens once, before the first iteration: look, measure, compare, cut into slices."""

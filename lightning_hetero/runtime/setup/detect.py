@@ -1,0 +1,202 @@
+"""Find out on which machines the ranks of this run stand: the `Cluster` that plans are made for.
+
+Every rank says where it runs and what its device can do; ranks that follow each other on one host
+with one device type make a node. CUDA devices are matched with the table of known ones by name and
+memory. What the table lacks, CPUs first of all, becomes a device type of the cluster with rough
+figures, which a measured profile then replaces.
+"""
+
+import os
+import platform
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from lightning_hetero.core.cluster import Cluster, Link, Node
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
+from lightning_hetero.runtime.ranks.communicators import Communicators
+
+__all__ = ["Seat", "cluster_of", "describe_device", "detect_seats", "match_device", "slowed"]
+
+# A core's fused multiply-adds, eight wide, two a cycle at 2 GHz; only a start before measuring.
+_CPU_FLOPS_PER_S = 64e9
+_CPU_BYTES_PER_S = 10e9
+# Messages between processes of one host by gloo.
+_CPU_LINK_BYTES_PER_S = 1e9
+_CPU_LINK_LATENCY_S = 200e-6
+_CPU_NETWORK_BYTES_PER_S = 1.25e9
+# Multiply-adds in 16 bits of one multiprocessor and cycle, Ampere's figure.
+_SM_FLOPS_PER_CYCLE = 2048
+_UNKNOWN_CLOCK_HZ = 1.5e9
+_UNKNOWN_GPU_BYTES_PER_S = 500e9
+_PCIE_BYTES_PER_S = 16e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where one rank runs."""
+
+    host: str
+    """Name of the machine."""
+    device: DeviceSpec
+    """What its device can do, slowdown included."""
+    base: str
+    """Name of the device type without slowdown."""
+    slowdown: float = 1.0
+    """How many times slower than its hardware the rank pretends to be."""
+    is_cpu: bool = True
+    """Whether it computes on the host's CPU."""
+    shares_memory: bool = True
+    """Whether a CPU's memory is for all ranks of the host together."""
+
+
+def detect_seats(
+    comms: Communicators,
+    device: torch.device,
+    *,
+    slowdown: float = 1.0,
+    memory_bytes: int | None = None,
+) -> tuple[Seat, ...]:
+    """Return the seats of all ranks by global rank; collective over all ranks.
+
+    Args:
+        comms: The run's communicators.
+        device: This rank's device.
+        slowdown: See `ComputeClock.slowdown`.
+        memory_bytes: What to plan with instead of the device's own memory.
+    """
+    base = describe_device(device)
+    spec = slowed(base, slowdown)
+    seat = Seat(
+        host=socket.gethostname(),
+        device=spec if memory_bytes is None else replace(spec, memory_bytes=memory_bytes),
+        base=base.name,
+        slowdown=slowdown,
+        is_cpu=device.type == "cpu",
+        shares_memory=memory_bytes is None,
+    )
+    return tuple(comms.gather_objects(seat))
+
+
+def cluster_of(seats: Sequence[Seat]) -> Cluster:
+    """Return the cluster that these seats make, rank r of it being global rank r."""
+    any_cpu = any(seat.is_cpu for seat in seats)
+    nodes, hosts = [], []
+    for (host, name), group in groupby(seats, key=lambda seat: (seat.host, seat.device.name)):
+        nodes.append(Node(device=name, count=len(list(group))))
+        hosts.append(host)
+    devices = _devices_of(seats)
+    latency_s = _CPU_LINK_LATENCY_S if any_cpu else 3e-6
+    network = (
+        {"inter_node_bytes_per_s": _CPU_NETWORK_BYTES_PER_S, "inter_node_latency_s": 100e-6}
+        if any_cpu
+        else {}
+    )
+    return Cluster(
+        nodes=tuple(nodes),
+        links=tuple(_links_inside(hosts, [devices[node.device] for node in nodes], latency_s)),
+        devices=tuple(spec for spec in devices.values() if KNOWN_DEVICES.get(spec.name) != spec),
+        intra_node_latency_s=latency_s,
+        **network,
+    )
+
+
+def _devices_of(seats: Sequence[Seat]) -> dict[str, DeviceSpec]:
+    """Return the device types by name, with the memory that each rank may fill."""
+    per_host = Counter(seat.host for seat in seats)
+    devices: dict[str, DeviceSpec] = {}
+    for seat in seats:
+        spec = seat.device
+        if seat.is_cpu and seat.shares_memory:
+            spec = replace(spec, memory_bytes=spec.memory_bytes // per_host[seat.host])
+        known = devices.setdefault(spec.name, spec)
+        # The same CPU in hosts of unequal memory: a plan must fit the smallest.
+        if spec.memory_bytes < known.memory_bytes:
+            devices[spec.name] = spec
+    return devices
+
+
+def _links_inside(
+    hosts: Sequence[str], devices: Sequence[DeviceSpec], latency_s: float
+) -> Iterator[Link]:
+    """Yield the links between nodes of one host, where the slower device bounds each."""
+    for b in range(len(hosts)):
+        for a in range(b):
+            if hosts[a] == hosts[b]:
+                rate = min(devices[a].intra_node_bytes_per_s, devices[b].intra_node_bytes_per_s)
+                yield Link(nodes=(a, b), bytes_per_s=rate, latency_s=latency_s)
+
+
+def describe_device(device: torch.device) -> DeviceSpec:
+    """Return what a device of this machine can do; roughly, unless it is a known one."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        known = match_device(properties.name, properties.total_memory)
+        if known is not None:
+            return known
+        clock_hz = getattr(properties, "clock_rate", _UNKNOWN_CLOCK_HZ / 1e3) * 1e3
+        return DeviceSpec(
+            name=_slug(properties.name),
+            peak_flops_per_s=properties.multi_processor_count * _SM_FLOPS_PER_CYCLE * clock_hz,
+            memory_bytes=properties.total_memory,
+            memory_bytes_per_s=_UNKNOWN_GPU_BYTES_PER_S,
+            intra_node_bytes_per_s=_PCIE_BYTES_PER_S,
+        )
+    return DeviceSpec(
+        name=f"{device.type}-{_slug(_processor_name())}",
+        peak_flops_per_s=_CPU_FLOPS_PER_S * torch.get_num_threads(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes_per_s=_CPU_BYTES_PER_S,
+        intra_node_bytes_per_s=_CPU_LINK_BYTES_PER_S,
+    )
+
+
+def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:
+    """Return the known device that a driver calls so, such as "NVIDIA A100-SXM4-80GB".
+
+    All words of the known name but its memory must occur, and of those devices the one with the
+    nearest memory counts if it is within a quarter.
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    best: tuple[float, int, DeviceSpec] | None = None
+    for spec in KNOWN_DEVICES.values():
+        needed = {word for word in spec.name.lower().split("-") if not re.fullmatch(r"\d+gb", word)}
+        # A laptop's or a boosted model's card has words beside, and is another one.
+        if not needed <= words or "laptop" in words:
+            continue
+        distance = abs(spec.memory_bytes / memory_bytes - 1)
+        key = (distance, -len(needed))
+        if distance <= 0.25 and (best is None or key < best[:2]):
+            best = (*key, spec)
+    return None if best is None else best[2]
+
+
+def slowed(device: DeviceSpec, slowdown: float) -> DeviceSpec:
+    """Return the device that computes so many times slower, named after both."""
+    if slowdown == 1:
+        return device
+    return replace(
+        device,
+        name=f"{device.name}/{slowdown:g}",
+        peak_flops_per_s=device.peak_flops_per_s / slowdown,
+        memory_bytes_per_s=device.memory_bytes_per_s / slowdown,
+    )
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "") or platform.processor() or platform.machine()
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text.split("@")[0]).strip("-")

@@ -1,0 +1,301 @@
+"""Give slices their initial values: sent by rank 0, read from a folder, or drawn anew.
+
+A parameter that exists is sent by rank 0, since what the ranks' modules drew may differ. One whose
+slices a run before has kept is cut anew from them, with messages only where owners change. One on
+the meta device is read from the `weight_source` of a module, box by box: of a pretrained model a
+rank reads what it owns. One that lies nowhere is drawn by the model's own functions:
+`_init_weights` of the nearest module around it that has this method, as Hugging Face models do, or
+`reset_parameters`. They run on CPU, for one layer or one module outside the layers at a time, each
+with a seed of its own: weights depend neither on the plan nor on the devices, and no rank ever
+holds the whole model.
+"""
+
+import inspect
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.setup.weight_sources import StoredPlace, WeightSources
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
+from lightning_hetero.runtime.slices.state import gather_rows
+from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
+from lightning_hetero.runtime.stage.random_state import preserved_random_state, seed_of
+
+__all__ = ["materialize"]
+
+_Initializer = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unit:
+    """What is drawn together: a layer's parameters, or those of one module outside the layers."""
+
+    name: str
+    parameters: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    """Those inside and then those around it, children before parents."""
+
+
+def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, seed: int) -> None:
+    """Give every slice of a module its values; collective over all ranks.
+
+    Args:
+        module: The module that `store` describes. A parameter is on the meta device on all ranks
+            or on none.
+        store: This rank's slices, still without values.
+        comms: The communicators.
+        seed: What drawn weights depend on; the same on all ranks.
+
+    Raises:
+        ConfigurationError: A parameter is on the meta device, or kept from a run before, on some
+            ranks only.
+        ModelError: Nothing says what a parameter or buffer on the meta device shall be.
+    """
+    layout = store.layout
+    kept = _find_kept(store, comms)
+    absent = [
+        name for name in store.specs if name not in kept and layout.slots[name][0].current.is_meta
+    ]
+    _check_same_everywhere(absent, comms)
+    sources = WeightSources(module)
+    places = {
+        name: sources.find([slot.name for slot in layout.slots[name]], store.specs[name].shape)
+        for name in absent
+    }
+    unread = [name for name, place in places.items() if place is None]
+    if unread:
+        sources.check_all_used(module, unread)
+    drawn: dict[str, Tensor] = {}
+    with preserved_random_state(), torch.no_grad(), _all_on_meta(layout):
+        initializers = _initializers(module)
+        for unit in _units(module, layout, unread):
+            if any(store.owns(name) for name in unit.parameters):
+                drawn |= _draw(unit, store, initializers, seed)
+        _fill_buffers(module, sources, initializers)
+    for name in store.specs:
+        if name in kept:
+            _adopt_kept(store, comms, name, kept[name])
+        elif name not in places:
+            # What the ranks' modules were initialised to may differ: rank 0's is what counts.
+            whole = layout.slots[name][0].current.detach()
+            if comms.world_size > 1:
+                whole = whole.contiguous()
+                dist.broadcast(whole, 0, group=comms.control)
+            store.adopt(name, whole)
+        elif name in drawn:
+            store.adopt_rows(name, drawn.pop(name))
+        else:
+            store.adopt_rows(name, _read_rows(store, name, places[name]))
+
+
+def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
+    """Return the stand-ins that the module has on every rank; collective."""
+    found = {
+        name: current
+        for name, slots in store.layout.slots.items()
+        if isinstance(current := slots[0].current, StandIn)
+    }
+    owners = {item.owner for kept in found.values() for item in kept.store.slices[kept.parameter]}
+    if any(owner >= comms.world_size for owner in owners):
+        raise ConfigurationError(
+            f"The module's parameters are slices of a run on {max(owners) + 1} ranks or more, but "
+            f"{comms.world_size} run now. Use HeteroStrategy(whole_after_run=True) for the run "
+            "before."
+        )
+    names = comms.gather_objects(sorted(found))
+    if any(item != names[0] for item in names):
+        raise ConfigurationError(
+            "The module's parameters are slices of a run before on some ranks only; numbers of "
+            f"them by rank: {[len(item) for item in names]}. Load whole weights on every rank or "
+            "on none."
+        )
+    return found
+
+
+def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandIn) -> None:
+    """Take this rank's slice of a parameter over from a run before; collective over all ranks."""
+    before, old = kept.store, kept.parameter
+    own = before.masters[old].detach()
+    unmoved = before.slices[old] == store.slices[name]
+    if unmoved and before.specs[old].cut_dim == store.specs[name].cut_dim:
+        store.adopt_rows(name, own)
+    else:
+        whole = gather_rows(before, comms, old, own, everywhere=True)
+        assert whole is not None
+        store.adopt(name, whole)
+
+
+def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
+    found = comms.gather_objects((len(absent), zlib.crc32(repr(absent).encode())))
+    if len(set(found)) > 1:
+        counts = {global_rank: count for global_rank, (count, _) in enumerate(found)}
+        raise ConfigurationError(
+            "The ranks' modules differ in which parameters are on the meta device; numbers of them "
+            f"by rank: {counts}. Build the module alike on all ranks."
+        )
+
+
+def _read_rows(store: SliceStore, name: str, place: StoredPlace | None) -> Tensor:
+    """Return this rank's slice, or nothing where it owns none."""
+    spec, own = store.specs[name], store.intervals[name]
+    dtype = store.layout.slots[name][0].current.dtype
+    if not store.owns(name):
+        return torch.empty(store.shape_of(name), dtype=dtype)
+    assert place is not None, f"{name} was neither drawn nor found"
+    box = tuple(own if d == spec.cut_dim else (0, size) for d, size in enumerate(spec.shape))
+    return place.read(box).to(dtype)
+
+
+# -- drawing ------------------------------------------------------------------------------------
+
+
+def _initializers(module: nn.Module) -> dict[nn.Module, _Initializer]:
+    """Return for each module the `_init_weights` of itself or of the nearest one around it."""
+    found: dict[nn.Module, _Initializer] = {}
+
+    def visit(item: nn.Module, initializer: _Initializer) -> None:
+        own = getattr(item, "_init_weights", None)
+        if callable(own) and len(inspect.signature(own).parameters) == 1:
+            initializer = own
+        found[item] = initializer
+        for child in item.children():
+            visit(child, initializer)
+
+    visit(module, lambda _: None)
+    return found
+
+
+def _initialize(item: nn.Module, initializers: Mapping[nn.Module, _Initializer]) -> None:
+    """Set a module's own parameters and buffers that aren't on the meta device."""
+    initializers[item](item)
+    reset = getattr(item, "reset_parameters", None)
+    if callable(reset) and any(
+        _is_unset(tensor) for tensor in (*item._parameters.values(), *item._buffers.values())
+    ):
+        # As on CPU, where constructors call it first.
+        reset()
+        initializers[item](item)
+
+
+def _units(module: nn.Module, layout: ModelLayout, names: Sequence[str]) -> Iterator[_Unit]:
+    """Group parameters into units, in the order of the layout."""
+    specs = {spec.name: spec for spec in layout.specs}
+    members: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        unit_name = layout.slots[name][0].name.rpartition(".")[0]
+        if layout.layers and specs[name].layer is not None:
+            unit_name = f"{layout.layers_name}.{specs[name].layer}".removeprefix(".")
+        members[unit_name].append(name)
+    for unit_name, parameters in members.items():
+        parts = unit_name.split(".") if unit_name else []
+        around = [module.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
+        own = module.get_submodule(unit_name)
+        inside = list(own.modules()) if own in layout.layers else [own]
+        yield _Unit(
+            name=unit_name,
+            parameters=tuple(parameters),
+            modules=(*reversed(inside), *reversed(around)),
+        )
+
+
+def _draw(
+    unit: _Unit, store: SliceStore, initializers: Mapping[nn.Module, _Initializer], seed: int
+) -> dict[str, Tensor]:
+    """Return this rank's slices of a unit's parameters, all of which are drawn."""
+    slots = store.layout.slots
+    wholes = {}
+    for name in unit.parameters:
+        like = slots[name][0].current
+        wholes[name] = nn.Parameter(_unset_like(like), requires_grad=like.requires_grad)
+        _put(store.layout, name, wholes[name])
+    torch.default_generator.manual_seed(seed_of(seed, *unit.name.encode()))
+    for item in unit.modules:
+        _initialize(item, initializers)
+    for name, whole in wholes.items():
+        if _is_unset(whole):
+            raise _nothing_sets(f"Parameter {name}")
+        _put(store.layout, name, _on_meta(whole))
+    return {
+        name: narrow_rows(whole, store.specs[name], *store.intervals[name])
+        .reshape(store.shape_of(name))
+        .clone()
+        for name, whole in wholes.items()
+    }
+
+
+def _fill_buffers(
+    module: nn.Module, sources: WeightSources, initializers: Mapping[nn.Module, _Initializer]
+) -> None:
+    """Read or compute the buffers on the meta device; every rank has all of them."""
+    for prefix, item in module.named_modules():
+        absent = {n: b for n, b in item._buffers.items() if b is not None and b.is_meta}
+        if not absent:
+            continue
+        item._buffers.update({n: _unset_like(buffer) for n, buffer in absent.items()})
+        _initialize(item, initializers)
+        for attribute, buffer in absent.items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            place = sources.find([name], tuple(buffer.shape))
+            if place is not None:
+                box = tuple((0, size) for size in buffer.shape)
+                item._buffers[attribute] = place.read(box).to(buffer.dtype)
+            elif _is_unset(item._buffers[attribute]):
+                raise _nothing_sets(f"Buffer {name}")
+
+
+# -- tensors without values ---------------------------------------------------------------------
+
+
+@contextmanager
+def _all_on_meta(layout: ModelLayout) -> Iterator[None]:
+    """Hold stand-ins in all slots, which initialisers write to without effect."""
+    own = {name: slots[0].current for name, slots in layout.slots.items()}
+    for name, parameter in own.items():
+        _put(layout, name, _on_meta(parameter))
+    try:
+        yield
+    finally:
+        for name, parameter in own.items():
+            _put(layout, name, parameter)
+
+
+def _put(layout: ModelLayout, name: str, parameter: nn.Parameter) -> None:
+    for slot in layout.slots[name]:
+        slot.put(parameter)
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _unset_like(tensor: Tensor) -> Tensor:
+    """Return a tensor on CPU that shows whether anything has set it; one of bool never does."""
+    whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if tensor.is_floating_point() or tensor.is_complex():
+        return whole.fill_(float("nan"))
+    return whole if tensor.dtype == torch.bool else whole.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_unset(tensor: Tensor | None) -> bool:
+    if tensor is None or tensor.is_meta:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor.dtype == torch.bool or bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def _nothing_sets(what: str) -> ModelError:
+    return ModelError(
+        f"{what} is on the meta device, and neither _init_weights nor reset_parameters sets it. "
+        "Let one of them do so, give the module a weight_source, or build it on CPU."
+    )

@@ -1,0 +1,227 @@
+"""Measure layers on this device: times of blocks, memory of one layer, the optimizer's step.
+
+AutoHet §III-D: blocks of 1, 2, 4, 8, ... layers at some micro-batches and TP degrees, forward and
+backward apart; embedding and head apart. One rank measures its device type, so a TP shard is
+measured without its traffic, which the cost model adds for the cluster's links. Layers are the
+reference model's (`model_shard`).
+"""
+
+import datetime
+import importlib.metadata
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.core.errors import ProfileError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
+from lightning_hetero.runtime.setup.model_shard import ModelShard
+
+__all__ = ["ProfileOptions", "current_versions", "measure_profile"]
+
+_Timed = Callable[[], tuple[float, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What is measured.
+
+    Raises:
+        ProfileError: A number is below 1 or nothing is left to measure.
+    """
+
+    microbatches: tuple[tuple[int, ...], ...]
+    """Micro-batches, each the lengths of its sequences; several lengths make a better fit."""
+    tp_degrees: tuple[int, ...] = (1,)
+    """TP degrees whose shards are measured; each must divide heads, key-value heads and widths."""
+    max_block: int = 8
+    """Largest block of layers; blocks are the powers of two up to it and to the model's layers."""
+    num_repeats: int = 5
+    """Repeats of which the median counts, after one that warms up."""
+
+    def __post_init__(self) -> None:
+        numbers = (*self.tp_degrees, self.max_block, self.num_repeats)
+        lengths = [length for batch in self.microbatches for length in batch]
+        if not self.tp_degrees or not all(self.microbatches) or min(*numbers, *lengths, 1) < 1:
+            raise ProfileError(
+                f"Can't measure micro-batches {list(self.microbatches)}, TP degrees "
+                f"{list(self.tp_degrees)}, blocks up to {self.max_block}, {self.num_repeats} "
+                "repeats: all must be 1 or more."
+            )
+        if not self.microbatches:
+            raise ProfileError("No micro-batch is given to measure. Give at least one length.")
+
+
+def current_versions() -> dict[str, str]:
+    """Return the versions that make a profile stale when they change."""
+    return {
+        "torch": torch.__version__,
+        "lightning-hetero": importlib.metadata.version("lightning-hetero"),
+    }
+
+
+def measure_profile(
+    model: ModelSpec,
+    options: ProfileOptions,
+    *,
+    device_name: str,
+    device: torch.device,
+    report: Callable[[str], None] | None = None,
+) -> Profile:
+    """Measure the model's layers on one device; call it on one rank of each device type.
+
+    Args:
+        model: Sizes of the model.
+        options: What is measured.
+        device_name: Name of the device type, as cluster files use it.
+        device: Where to measure; bf16 on CUDA, fp32 elsewhere.
+        report: Called with a line of text before each measurement.
+
+    Raises:
+        ProfileError: A TP degree doesn't divide the model, or not even one layer fits.
+    """
+    say = report or (lambda _: None)
+    times, memory = [], []
+    for tp_degree in options.tp_degrees:
+        shard = ModelShard(model, tp_degree, _largest_block(model, options), device)
+        for lengths in options.microbatches:
+            say(f"TP {tp_degree}, micro-batch {list(lengths)}")
+            times.append(_measure_times(shard, lengths, options))
+        say(f"TP {tp_degree}, memory")
+        memory.append(_measure_memory(shard, options.microbatches[0]))
+    say("optimizer step")
+    return Profile(
+        model=model,
+        devices=(
+            DeviceProfile(
+                device=device_name,
+                times=tuple(times),
+                memory=tuple(memory),
+                step_s_per_param=_measure_step(shard, options.num_repeats),
+                includes_tp_traffic=False,
+            ),
+        ),
+        versions=current_versions(),
+        date=datetime.datetime.now(datetime.UTC),
+    )
+
+
+def _measure_times(
+    shard: ModelShard, lengths: tuple[int, ...], options: ProfileOptions
+) -> BlockTimes:
+    token_ids, extra = shard.batch(lengths)
+    hidden = shard.hidden(len(token_ids))
+
+    def block(size: int) -> tuple[float, float]:
+        return _forward_backward_s(lambda: shard.run_block(hidden, size, extra), shard.device)
+
+    def embedding() -> tuple[float, float]:
+        return _forward_backward_s(lambda: shard.model.embed_tokens(token_ids), shard.device)
+
+    def head() -> tuple[float, float]:
+        return _forward_backward_s(lambda: shard.run_head(hidden, token_ids), shard.device)
+
+    blocks: dict[int, tuple[float, float]] = {}
+    size = 1
+    while size <= len(shard.model.layers):
+        try:
+            blocks[size] = _median(lambda: block(size), options.num_repeats)  # noqa: B023
+        except torch.OutOfMemoryError:
+            break
+        size *= 2
+    if not blocks:
+        raise ProfileError(
+            f"Not even one layer runs {sum(lengths)} tokens on {shard.device} at TP "
+            f"{shard.tp_degree}: out of memory. Give shorter micro-batches."
+        )
+    return BlockTimes(
+        tp_degree=shard.tp_degree,
+        lengths=lengths,
+        blocks=blocks,
+        embedding=_median(embedding, options.num_repeats),
+        head=_median(head, options.num_repeats),
+    )
+
+
+def _measure_memory(shard: ModelShard, lengths: tuple[int, ...]) -> LayerMemory:
+    """Count what autograd keeps, so that it is exact and the same on every kind of device."""
+    token_ids, extra = shard.batch(lengths)
+    hidden, num_tokens = shard.hidden(len(token_ids)), len(token_ids)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in shard.model.parameters()}
+    parameters |= {
+        value.untyped_storage().data_ptr() for value in extra if isinstance(value, Tensor)
+    }
+
+    def kept_bytes(run: Callable[[], Tensor]) -> float:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = run()
+        total = sum(kept.values())
+        del output
+        return total / num_tokens
+
+    return LayerMemory(
+        tp_degree=shard.tp_degree,
+        layer_bytes_per_token=kept_bytes(lambda: shard.run_block(hidden, 1, extra)),
+        head_bytes_per_token=kept_bytes(lambda: shard.run_head(hidden, token_ids)),
+        embedding_bytes_per_token=kept_bytes(lambda: shard.model.embed_tokens(token_ids)),
+    )
+
+
+def _measure_step(shard: ModelShard, num_repeats: int) -> float:
+    """Return the seconds per parameter of AdamW on fp32 master weights of one layer."""
+    masters = [
+        parameter.detach().float().clone().requires_grad_()
+        for parameter in shard.model.layers[0].parameters()
+    ]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    optimizer = torch.optim.AdamW(masters)
+
+    def step() -> tuple[float, float]:
+        start = _now_s(shard.device)
+        optimizer.step()
+        return _now_s(shard.device) - start, 0.0
+
+    count = sum(master.numel() for master in masters)
+    return _median(step, num_repeats)[0] / count
+
+
+def _forward_backward_s(run: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+    start = _now_s(device)
+    output = run()
+    middle = _now_s(device)
+    torch.autograd.backward(output, torch.ones_like(output))
+    return middle - start, _now_s(device) - middle
+
+
+def _median(measure: _Timed, num_repeats: int) -> tuple[float, float]:
+    measure()  # Warms up caches, allocator and kernels.
+    pairs = [measure() for _ in range(num_repeats)]
+    forward, backward = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return forward, backward
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        # One thread's own time: other processes of the host don't count.
+        return time.thread_time()
+    return time.perf_counter()
+
+
+def _largest_block(model: ModelSpec, options: ProfileOptions) -> int:
+    largest = min(options.max_block, model.num_layers)
+    return 1 << (largest.bit_length() - 1)

@@ -1,0 +1,105 @@
+"""Guess a `ModelSpec` from a module, so that its plans can be predicted.
+
+What is exact: the number of layers, the parameters of a layer's matrices (which make its FLOPs) and
+of the largest tables outside. What is inferred:
+
+- hidden size: the commonest extent among the layers' parameters of one dim (norms and biases), or
+  among all if there are none,
+- vocabulary: rows of the largest matrix outside the layers that has the hidden size as its other
+  dim,
+- heads: from attributes such as `num_heads` of modules or configs, else hidden size / 64,
+- MLP width: whatever makes a layer's matrices as large as they are, attention being 4 · hidden²,
+- causal attention, unless the config says otherwise.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.runtime.setup.layout import ModelLayout
+
+__all__ = ["infer_model_spec"]
+
+_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_head")
+
+
+def infer_model_spec(module: nn.Module, layout: ModelLayout) -> ModelSpec | None:
+    """Return the sizes of a module, None if it has no layers or no hidden size can be told."""
+    if not layout.layers:
+        return None
+    config = _spec_of_config(module)
+    guessed = _spec_of_shapes(module, layout, config)
+    if guessed is None or config is None:
+        return guessed
+    # Families differ in what a layer holds: its true matrices win over the config's.
+    if abs(config.matrix_params_per_layer / guessed.matrix_params_per_layer - 1) > 0.01:
+        return guessed
+    return replace(config, num_layers=layout.num_layers)
+
+
+def _spec_of_config(module: nn.Module) -> ModelSpec | None:
+    for item in module.modules():
+        to_dict = getattr(getattr(item, "config", None), "to_dict", None)
+        if not callable(to_dict):
+            continue
+        values = to_dict()
+        if isinstance(values, Mapping):
+            try:
+                return ModelSpec.from_config(values, name=type(item).__name__)
+            except ModelError:
+                continue
+    return None
+
+
+def _spec_of_shapes(
+    module: nn.Module, layout: ModelLayout, config: ModelSpec | None
+) -> ModelSpec | None:
+    layer = [spec for spec in layout.specs if spec.layer == 0]
+    outer = [spec for spec in layout.specs if spec.layer is None]
+    hidden = _hidden_size(layer)
+    if hidden is None:
+        return None
+    heads = _num_heads(module, hidden, config)
+    matrices = sum(spec.numel for spec in layer if len(spec.shape) >= 2)
+    # Without a gate and with full heads: 4 · hidden² + 2 · hidden · inner matrix parameters.
+    inner = max(1, round((matrices - 4 * hidden * hidden) / (2 * hidden)))
+    tables = [spec for spec in outer if len(spec.shape) == 2 and hidden in spec.shape]
+    vocab = max((spec.numel // hidden for spec in tables), default=1)
+    tied = any(len(layout.slots[spec.name]) > 1 for spec in tables)
+    return ModelSpec(
+        name=type(module).__name__,
+        num_layers=layout.num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        intermediate_size=inner,
+        vocab_size=vocab,
+        gated_mlp=False,
+        tied_embeddings=tied,
+        causal=config.causal if config is not None else True,
+    )
+
+
+def _hidden_size(layer: list[ParameterSpec]) -> int | None:
+    vectors = Counter(spec.shape[0] for spec in layer if len(spec.shape) == 1)
+    extents = Counter(extent for spec in layer if len(spec.shape) >= 2 for extent in spec.shape)
+    for found in (vectors, extents):
+        if found:
+            most = max(found.values())
+            return min(extent for extent, count in found.items() if count == most)
+    return None
+
+
+def _num_heads(module: nn.Module, hidden: int, config: ModelSpec | None) -> int:
+    candidates: list[Any] = [] if config is None else [config.num_heads]
+    for item in module.modules():
+        for source in (item, getattr(item, "config", None)):
+            candidates += [getattr(source, name, None) for name in _HEAD_NAMES]
+    candidates.append(hidden // 64)
+    return next((n for n in candidates if isinstance(n, int) and n > 0 and hidden % n == 0), 1)

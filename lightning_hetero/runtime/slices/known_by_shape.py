@@ -1,0 +1,161 @@
+"""Parameters whose shape is told and whose values are not: whoever uses a value is refused by name.
+
+While an optimizer is configured a rank's slices answer with the shape of the whole, and behind a
+run the module holds stand-ins for weights that are slices on all ranks. What takes another tensor's
+shape only (`torch.zeros_like`) gets the shape of what lies there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_hetero.runtime.slices.weights import SliceStore
+
+__all__ = [
+    "ASKS_FOR_NO_VALUE",
+    "KnownByShape",
+    "StandIn",
+    "hide_again",
+    "hide_values",
+    "show_values",
+    "with_whole_shapes",
+]
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names}
+
+
+_WHOLE: frozenset[Any] = frozenset(
+    {
+        *_getters("shape", "ndim", "nbytes"),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
+        *(Tensor.__len__, Tensor.stride, torch.numel),
+    }
+)
+"""What is answered for the whole parameter."""
+_OWN: frozenset[Any] = frozenset(
+    {
+        *_getters("requires_grad", "grad", "grad_fn", "retains_grad", "is_leaf", "dtype", "layout"),
+        *_getters("device", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_nested", "itemsize"),
+        *(vars(torch._C.TensorBase)[name].__set__ for name in ("requires_grad", "grad")),
+        *(Tensor.element_size, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.__hash__),
+        *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    }
+)
+"""What is answered by what lies here."""
+ASKS_FOR_NO_VALUE = _WHOLE | _OWN
+"""All of them: what the values of a parameter don't matter to."""
+
+
+class KnownByShape(nn.Parameter):
+    """A parameter that answers with a whole shape and refuses whatever asks for values."""
+
+    _whole: Tensor
+    _refusal: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WHOLE:
+            return func(args[0]._whole, *args[1:], **kwargs)
+        if func in _OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for item in tree_leaves((args, kwargs)):
+            if isinstance(item, KnownByShape):
+                item._refuse()
+        raise AssertionError(f"{func} was called without a parameter")
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigurationError(self._refusal)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self._whole.shape)}, dtype={self._whole.dtype})"
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Any:
+        self._refuse()
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self._refuse()
+
+
+class StandIn(KnownByShape):
+    """Stands in a module for a parameter whose slices a store keeps; takes no memory."""
+
+    parameter: str
+    """The parameter's name in the store."""
+    store: "SliceStore"
+
+    @classmethod
+    def of(cls, store: "SliceStore", name: str) -> Self:
+        """Return the stand-in of one of the store's parameters."""
+        master = store.masters[name]
+        whole = torch.empty(store.specs[name].shape, dtype=master.dtype, device="meta")
+        made: Self = torch.Tensor._make_subclass(cls, whole, master.requires_grad)
+        made._whole, made.store, made.parameter = whole, store, name
+        made._refusal = (
+            f"Parameter {name} is used behind the run, where every rank has only its slices of the "
+            "weights. This Trainer goes on with them: fit, validate, test, predict and "
+            "save_checkpoint. `trainer.strategy.whole_state_dict()`, called by all ranks, gives "
+            "rank 0 the whole weights. To have them in every rank's module behind each run, at "
+            "that cost of memory, use HeteroStrategy(whole_after_run=True)."
+        )
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Slices of a store behind a run never change: the next run copies them.
+        memo[id(self)] = copy = type(self).of(self.store, self.parameter)
+        copy.requires_grad = self.requires_grad
+        return copy
+
+
+def hide_values(parameter: Any, shape: tuple[int, ...], refusal: str) -> None:
+    """Let a parameter be known by a shape alone; it stays the very tensor that it is."""
+    if not hasattr(parameter, "_whole"):
+        parameter._whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        parameter._refusal = refusal
+    parameter.__class__ = KnownByShape
+
+
+def show_values(parameters: Iterable[Any]) -> None:
+    """Give parameters whose values were hidden their values back."""
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+
+
+def hide_again(parameters: Iterable[Any]) -> None:
+    """Hide the values of those parameters whose values were hidden before."""
+    for parameter in parameters:
+        if hasattr(parameter, "_whole"):
+            parameter.__class__ = KnownByShape
+
+
+@contextmanager
+def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
+    """Let a store's slices answer with the shapes of the whole parameters in this context.
+
+    They stay the very tensors that they are, so that an optimizer made of them holds the slices.
+    """
+    for name, master in store.masters.items():
+        hide_values(
+            master,
+            store.specs[name].shape,
+            f"Values of parameter {name} are used in configure_optimizers, where every rank has "
+            "only its slice of it. Take what you need of them in the module's __init__ or setup, "
+            "before they are cut.",
+        )
+    try:
+        yield
+    finally:
+        show_values(store.masters.values())

@@ -1,0 +1,285 @@
+"""Bring slices together into whole tensors, and cut whole tensors into slices again.
+
+A checkpoint is consolidated: it holds whole tensors under the module's own names, so plain
+Lightning reads it, and it resumes under any plan. Whole tensors exist one at a time, on CPU, and
+together only on the rank that writes them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.slices import Slice
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
+from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
+
+__all__ = [
+    "agree_on_groups",
+    "gather_optimizer_state",
+    "gather_rows",
+    "leave_stand_ins",
+    "load_module_state",
+    "scatter_optimizer_state",
+    "spread_whole",
+    "whole_module_state",
+]
+
+
+def gather_rows(
+    store: SliceStore, comms: Communicators, name: str, own: Tensor, *, everywhere: bool
+) -> Tensor | None:
+    """Return the whole tensor whose rows the owners have: on rank 0, or on every rank.
+
+    Collective over all ranks, in the same order of calls.
+    """
+    spec = store.specs[name]
+    own = own.detach().cpu().contiguous()
+    wanted = everywhere or comms.global_rank == 0
+    whole = torch.empty(spec.shape, dtype=own.dtype) if wanted else None
+    for item in store.slices[name]:
+        mine = item.owner == comms.global_rank
+        if mine:
+            rows = own
+        elif wanted:
+            rows = torch.empty(_shape_of(store, name, item), dtype=own.dtype)
+        if everywhere and comms.world_size > 1:
+            dist.broadcast(rows, item.owner, group=comms.control)
+        elif item.owner != 0 and mine:
+            dist.send(rows, 0, group=comms.control)
+        elif item.owner != 0 and wanted:
+            dist.recv(rows, item.owner, group=comms.control)
+        if whole is not None:
+            target = narrow_rows(whole, spec, item.start, item.stop)
+            target.copy_(rows.reshape(target.shape))
+    return whole
+
+
+def _shape_of(store: SliceStore, name: str, item: Slice) -> tuple[int, ...]:
+    spec = store.specs[name]
+    if not spec.shape:
+        return ()
+    return (*spec.shape[: spec.cut_dim], item.stop - item.start, *spec.shape[spec.cut_dim + 1 :])
+
+
+@contextmanager
+def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Hold whole tensors in the module's slots, what was there before again afterwards.
+
+    What a user has put into a slot behind the run stays there.
+    """
+    before = []
+    for name, tensor in tensors.items():
+        master = store.masters[name]
+        whole = nn.Parameter(tensor, requires_grad=master.requires_grad)
+        for slot in store.layout.slots[name]:
+            current = slot.current
+            if current is master or isinstance(current, StandIn):
+                before.append((slot, current))
+                slot.put(whole)
+    try:
+        yield
+    finally:
+        for slot, current in before:
+            slot.put(current)
+
+
+def whole_module_state(
+    store: SliceStore, comms: Communicators, module: nn.Module
+) -> dict[str, Any]:
+    """Return the whole module's `state_dict` on rank 0, an empty one elsewhere.
+
+    Collective over all ranks. The module's own `state_dict` makes it, hooks included.
+    """
+    wholes = {}
+    for name, master in store.masters.items():
+        whole = gather_rows(store, comms, name, master, everywhere=False)
+        if whole is not None:
+            wholes[name] = whole
+    if comms.global_rank != 0:
+        return {}
+    with _in_slots(store, wholes):
+        state: dict[str, Any] = module.state_dict()
+    return state
+
+
+def load_module_state(
+    store: SliceStore, module: nn.Module, state: Mapping[str, Any], *, strict: bool
+) -> None:
+    """Take this rank's slices out of a whole module's `state_dict`.
+
+    The module's own `load_state_dict` reads it, hooks and checks included. Not collective.
+    """
+    current = {name: torch.empty(store.specs[name].shape, device="meta") for name in store.masters}
+    buffers = {name: buffer.device for name, buffer in module.named_buffers()}
+    with _in_slots(store, current):
+        module.load_state_dict(state, strict=strict, assign=True)
+        loaded = {name: store.layout.slots[name][0].current.detach() for name in store.masters}
+    for name, whole in loaded.items():
+        if not whole.is_meta:
+            store.adopt(name, whole)
+    for prefix, owner in module.named_modules():
+        for attribute, buffer in owner._buffers.items():
+            device = buffers.get(f"{prefix}.{attribute}" if prefix else attribute)
+            if buffer is not None and device is not None:
+                owner._buffers[attribute] = buffer.to(device)
+
+
+def spread_whole(store: SliceStore, comms: Communicators) -> None:
+    """Put whole parameters, on CPU, back into the module on every rank; collective."""
+    for name, master in store.masters.items():
+        whole = gather_rows(store, comms, name, master, everywhere=True)
+        assert whole is not None
+        parameter = nn.Parameter(whole, requires_grad=master.requires_grad)
+        for slot in store.layout.slots[name]:
+            slot.put(parameter)
+
+
+def leave_stand_ins(store: SliceStore) -> None:
+    """Put stand-ins for slices into the module's slots; they keep the store for a next run."""
+    for name, slots in store.layout.slots.items():
+        stand_in = StandIn.of(store, name)
+        for slot in slots:
+            if slot.current is store.masters[name]:
+                slot.put(stand_in)
+
+
+def _names_of(store: SliceStore, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters in the order of its `state_dict`."""
+    names = {id(master): name for name, master in store.masters.items()}
+    try:
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    except KeyError:
+        raise ConfigurationError(
+            "An optimizer holds a tensor that is no parameter of the module, so it can't be saved. "
+            "Register every optimized tensor as a parameter of the LightningModule."
+        ) from None
+
+
+def gather_optimizer_state(
+    store: SliceStore, comms: Communicators, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return the optimizer's `state_dict` over whole parameters on rank 0, {} elsewhere.
+
+    Collective over all ranks.
+
+    Raises:
+        ConfigurationError: A state tensor has neither its slice's shape nor one element, so it
+            can't be put together.
+    """
+    names = _names_of(store, optimizer)
+    local = optimizer.state_dict()
+    kinds = _gather_kinds(store, comms, names, local["state"])
+    state: dict[int, dict[str, Any]] = {}
+    for index, name in enumerate(names):
+        for key, (is_sliced, dtype) in kinds[index].items():
+            value = local["state"].get(index, {}).get(key)
+            if is_sliced:
+                own = torch.empty(store.shape_of(name), dtype=dtype) if value is None else value
+                whole: Any = gather_rows(store, comms, name, own, everywhere=False)
+            else:
+                whole = _from_owner(comms, store.slices[name][0].owner, value)
+            if comms.global_rank == 0:
+                state.setdefault(index, {})[key] = whole
+    return {"state": state, "param_groups": local["param_groups"]} if comms.global_rank == 0 else {}
+
+
+def agree_on_groups(
+    store: SliceStore, comms: Communicators, optimizer: torch.optim.Optimizer
+) -> None:
+    """Give each of the optimizer's groups the parameters that it has on any rank; collective.
+
+    Callbacks that thaw parameters leave out what equals a parameter in the optimizer already, and
+    all slices without rows are equal.
+    """
+    names = iter(_names_of(store, optimizer))
+    groups = [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
+    gathered = comms.gather_objects(groups)
+    for group, *found in zip(optimizer.param_groups, *gathered, strict=True):
+        if any(item != found[0] for item in found):
+            united = {name for item in found for name in item}
+            group["params"] = [store.masters[name] for name in store.masters if name in united]
+
+
+def _gather_kinds(
+    store: SliceStore,
+    comms: Communicators,
+    names: Sequence[str],
+    state: Mapping[int, Mapping[str, Any]],
+) -> list[dict[str, tuple[bool, torch.dtype | None]]]:
+    """Return for each parameter its state's keys, whether they are cut like it, and dtypes."""
+    own: dict[int, dict[str, tuple[bool, torch.dtype | None]]] = {}
+    for index, values in state.items():
+        name = names[index]
+        if store.masters[name].numel():
+            own[index] = {key: _kind(store, name, key, value) for key, value in values.items()}
+    merged: list[dict[str, tuple[bool, torch.dtype | None]]] = [{} for _ in names]
+    for kinds in comms.gather_objects(own):
+        for index, keys in kinds.items():
+            merged[index].update(keys)
+    return merged
+
+
+def _kind(store: SliceStore, name: str, key: str, value: Any) -> tuple[bool, torch.dtype | None]:
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return False, None
+    if value.shape == store.masters[name].shape:
+        return True, value.dtype
+    if len(store.slices[name]) == 1 or value.numel() == 1:
+        return False, None
+    raise ConfigurationError(
+        f"The optimizer's {key} of {name} has shape {tuple(value.shape)} but the slice has "
+        f"{tuple(store.masters[name].shape)}: it isn't element-wise and can't be put together. Use "
+        'HeteroStrategy(ownership="parameter").'
+    )
+
+
+def _from_owner(comms: Communicators, owner: int, value: Any) -> Any:
+    """Return on rank 0 what the owner has."""
+    if owner == 0:
+        return value
+    if comms.global_rank == owner:
+        dist.send_object_list([value], 0, group=comms.control)
+    elif comms.global_rank == 0:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, owner, group=comms.control)
+        return received[0]
+    return None
+
+
+def scatter_optimizer_state(
+    store: SliceStore, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]
+) -> None:
+    """Load this rank's part of an optimizer's `state_dict` over whole parameters.
+
+    Raises:
+        CheckpointError: It was saved for other parameters.
+    """
+    names = _names_of(store, optimizer)
+    saved = sum(len(group["params"]) for group in whole["param_groups"])
+    if saved != len(names):
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {saved} parameters but this one has {len(names)}. "
+            "Configure the optimizer as it was when the checkpoint was written."
+        )
+    state = {}
+    for index, name in enumerate(names):
+        if index in whole["state"] and store.masters[name].numel():
+            state[index] = {
+                key: _own_part(store, name, value) for key, value in whole["state"][index].items()
+            }
+    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+
+
+def _own_part(store: SliceStore, name: str, value: Any) -> Any:
+    spec = store.specs[name]
+    if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == spec.shape:
+        rows = narrow_rows(value, spec, *store.intervals[name])
+        return rows.clone(memory_format=torch.contiguous_format)
+    return value

@@ -1,0 +1,286 @@
+"""Keep a rank's slices, and put the weights of its stage into the module while it propagates.
+
+Outside propagation every parameter of the module is the rank's own slice (fp32 master), possibly
+empty: that is what optimizers, clipping, EMA and checkpoints see. During propagation the slots hold
+*compute weights*: the rank's shard of what its stage needs, in the propagation dtype. Parameters
+used only by other stages are *stubs*: unknown tensors of the full shape, which take no memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
+from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
+from lightning_hetero.runtime.stage.unknown import Origin, Unknown
+
+__all__ = ["ComputeWeights", "SliceStore", "narrow_rows", "own_interval"]
+
+_OF_CUT = (
+    "A step uses parameter {name} outside of its module, but tensor parallelism has cut it among "
+    "ranks. Compute what needs it inside the module, leave it out of the tensor-parallel plan, or "
+    "use a plan with degree 1."
+)
+
+
+def narrow_rows(tensor: Tensor, spec: ParameterSpec, start: int, stop: int) -> Tensor:
+    """Return rows [start, stop) of the cut dim as a view; a scalar is its own only row."""
+    if not spec.shape:
+        return tensor.reshape(1)[start:stop]
+    return tensor.narrow(spec.cut_dim, start, stop - start)
+
+
+def own_interval(slices: Sequence[Slice], global_rank: int) -> Interval:
+    """Return the rows that a rank owns, (0, 0) if none; an owner has one slice of a parameter."""
+    for item in slices:
+        if item.owner == global_rank:
+            return item.start, item.stop
+    return 0, 0
+
+
+class SliceStore:
+    """The master slices of one rank.
+
+    Args:
+        layout: The module's parameters, still whole.
+        slices: Owners of every parameter.
+        global_rank: This rank.
+        device: Where the slices live.
+        dtype: Dtype of floating-point masters; None keeps the parameters' own.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        slices: Mapping[str, Sequence[Slice]],
+        *,
+        global_rank: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout = layout
+        self.slices = slices
+        self.global_rank = global_rank
+        self.device = device
+        self.specs = {spec.name: spec for spec in layout.specs}
+        self.intervals = {name: own_interval(slices[name], global_rank) for name in self.specs}
+        self.dtype = dtype
+        self.masters: dict[str, nn.Parameter] = {}
+        self._stubs: dict[str, nn.Parameter] = {}
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of this rank's slice of a parameter."""
+        spec, (start, stop) = self.specs[name], self.intervals[name]
+        if not spec.shape:
+            return () if stop > start else (0,)
+        return (*spec.shape[: spec.cut_dim], stop - start, *spec.shape[spec.cut_dim + 1 :])
+
+    def adopt(self, name: str, whole: Tensor) -> None:
+        """Keep this rank's slice of a whole parameter and register it in the module.
+
+        The slots' previous tensor is let go, so a module is adopted one parameter at a time.
+        """
+        spec, (start, stop) = self.specs[name], self.intervals[name]
+        rows = narrow_rows(whole.detach(), spec, start, stop)
+        if name in self.masters:
+            # In place: the slice may be a view of the compute weights.
+            master = self.masters[name]
+            master.data.copy_(rows.reshape(master.shape))
+        else:
+            self.adopt_rows(name, rows)
+
+    def adopt_rows(self, name: str, rows: Tensor) -> None:
+        """Keep a copy of this rank's slice of a parameter and register it in the module."""
+        dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
+        own = torch.empty(self.shape_of(name), dtype=dtype, device=self.device)
+        own.copy_(rows.reshape(own.shape))
+        self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
+        self.register(name)
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank has any rows of a parameter."""
+        start, stop = self.intervals[name]
+        return stop > start
+
+    def stub(self, name: str, dtype: torch.dtype) -> nn.Parameter:
+        """Return what stands for a parameter where its values are unknown; made once."""
+        kind = dtype if self.masters[name].is_floating_point() else self.masters[name].dtype
+        if name not in self._stubs:
+            self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
+        return self._stubs[name]
+
+    def register(self, name: str) -> None:
+        """Put this rank's slice into the parameter's slots."""
+        for slot in self.layout.slots[name]:
+            slot.put(self.masters[name])
+
+    def follow_freezing(self) -> bool:
+        """Take note of what the user has frozen or thawed since; returns whether there is any."""
+        changed = [
+            name
+            for name, master in self.masters.items()
+            if master.requires_grad != self.specs[name].requires_grad
+        ]
+        for name in changed:
+            flag = self.masters[name].requires_grad
+            self._stubs.pop(name, None)
+            self.specs[name] = replace(self.specs[name], requires_grad=flag)
+        return bool(changed)
+
+
+class ComputeWeights:
+    """What one rank computes with under one plan.
+
+    Args:
+        store: The rank's slices.
+        table: The plan's transfer table.
+        dtype: Propagation dtype of floating-point parameters.
+        share_memory: Let slices be views of the compute weights where dtypes agree, so that a
+            weight that is owned and held takes memory once and needs no copy. Only for a plan that
+            stays.
+    """
+
+    def __init__(
+        self, store: SliceStore, table: TransferTable, *, dtype: torch.dtype, share_memory: bool
+    ) -> None:
+        self._store = store
+        self.table = table
+        self.shards: dict[str, nn.Parameter] = {}
+        self.intervals: dict[str, tuple[Interval, ...]] = {}
+        self.shared: set[str] = set()
+        """Names of the slices that are views of the compute weights."""
+        self._stubs: dict[str, nn.Parameter] = {}
+        for name, spec in store.specs.items():
+            holding = table.holding(name, store.global_rank)
+            if holding is not None:
+                self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
+            else:
+                self._stubs[name] = store.stub(name, dtype)
+        self._cut = {
+            name: shard
+            for name, shard in self.shards.items()
+            if tuple(shard.shape) != store.specs[name].shape
+        }
+        """What tensor parallelism has cut; its modules compute with it."""
+        self._homes = {name: master.data for name, master in store.masters.items()}
+
+    def _hold(
+        self,
+        spec: ParameterSpec,
+        intervals: tuple[Interval, ...],
+        dtype: torch.dtype,
+        *,
+        share_memory: bool,
+    ) -> None:
+        master = self._store.masters[spec.name]
+        rows = sum(stop - start for start, stop in intervals)
+        shape = (
+            (*spec.shape[: spec.cut_dim], rows, *spec.shape[spec.cut_dim + 1 :])
+            if spec.shape
+            else ()
+        )
+        kind = dtype if master.is_floating_point() else master.dtype
+        shard = torch.empty(shape, dtype=kind, device=master.device)
+        self.intervals[spec.name] = intervals
+        if share_memory and kind == master.dtype and master.numel():
+            start, stop = self._store.intervals[spec.name]
+            local = self.local_rows(spec.name, start, stop)
+            if local is not None:
+                own = narrow_rows(shard, spec, *local).view(master.shape)
+                own.copy_(master.detach())
+                master.data = own
+                self.shared.add(spec.name)
+        self.shards[spec.name] = nn.Parameter(
+            shard, requires_grad=spec.requires_grad and kind.is_floating_point
+        )
+
+    @property
+    def outer(self) -> dict[str, nn.Parameter]:
+        """What is held here of the parameters outside the layers."""
+        specs = self._store.specs
+        return {name: item for name, item in self.shards.items() if specs[name].layer is None}
+
+    def local_rows(self, name: str, start: int, stop: int) -> Interval | None:
+        """Return where global rows [start, stop) lie in this rank's shard, None if not whole."""
+        offset = 0
+        for held_start, held_stop in self.intervals[name]:
+            if held_start <= start and stop <= held_stop:
+                return offset + start - held_start, offset + stop - held_start
+            offset += held_stop - held_start
+        return None
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return global rows of this rank's shard as a view."""
+        local = self.local_rows(name, start, stop)
+        assert local is not None, f"rows {start}-{stop} of {name} are not held here"
+        return narrow_rows(self.shards[name].detach(), self._store.specs[name], *local)
+
+    @contextmanager
+    def in_module(self) -> Iterator[None]:
+        """Hold the compute weights in the module's slots for the time of the context."""
+        slots = self._store.layout.slots
+        for tensors in (self.shards, self._stubs):
+            for name, parameter in tensors.items():
+                for slot in slots[name]:
+                    slot.put(parameter)
+        try:
+            yield
+        finally:
+            for name in (*self.shards, *self._stubs):
+                self._store.register(name)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Hide what is cut from the user's step; the modules that compute with it show it."""
+        for name, shard in self._cut.items():
+            hide_values(shard, self._store.specs[name].shape, _OF_CUT.format(name=name))
+        try:
+            yield
+        finally:
+            show_values(self._cut.values())
+
+    def take_back(self) -> None:
+        """Put slices whose data somebody replaced back where they were, with their new values."""
+        for name, home in self._homes.items():
+            master = self._store.masters[name]
+            if master.data_ptr() != home.data_ptr():
+                home.copy_(master.detach())
+                master.data = home
+
+    def clear_gradients(self, dtype: torch.dtype) -> None:
+        """Forget the gradients of the last iteration; the next one's are summed in `dtype`."""
+        for shard in self.shards.values():
+            shard.grad = None
+            if shard.requires_grad and shard.grad_dtype != dtype:
+                shard.grad_dtype = dtype
+
+    def release(self) -> None:
+        """Give slices that are views of the compute weights memory of their own again."""
+        for name in self.shared:
+            master = self._store.masters[name]
+            master.data = master.data.clone(memory_format=torch.contiguous_format)
+        self.shared.clear()
+
+
+def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return a parameter of the full shape whose values nobody can read, in no memory."""
+    place, behind = f"It belongs to layer {spec.layer}, which another stage computes.", ""
+    if spec.layer is None:
+        place = (
+            "It lies outside the layers, and this stage doesn't hold it. In stages such a "
+            "parameter may make the first layer's input and, from an epoch's first iteration on, "
+            "what the last stage computes."
+        )
+        behind = " or behind them"
+    origin = Origin(
+        f"parameter {spec.name}",
+        f"{place} Compute what needs it inside the layers{behind}, or use "
+        "a plan whose pipelines have one stage.",
+    )
+    unknown = Unknown.of(spec.shape, dtype, device, origin)
+    return nn.Parameter(unknown, requires_grad=spec.requires_grad and dtype.is_floating_point)

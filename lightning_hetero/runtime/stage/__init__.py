@@ -1,0 +1,1 @@
+"""One stage out of the whole model, and what travels between stages."""

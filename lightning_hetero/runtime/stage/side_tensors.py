@@ -1,0 +1,305 @@
+"""Carry what layers leave beside their outputs to the stages behind: losses, router logits.
+
+A layer may return tensors besides the hidden state and leave some on its modules, as attributes, in
+lists or in dicts, and Hugging Face models record outputs of its submodules while they are asked to.
+Later layers, and code behind them on the last stage, then read them. So after each layer what it
+left is noted, place by place, and whoever skips the layer puts it there. Tensors travel beside the
+hidden state, and their gradients back.
+
+A tensor travels if it is smaller than the hidden state. In the place of a larger one, and of what
+can't be pickled, comes an unknown tensor.
+"""
+
+import io
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.stage.unknown import Origin, Unknown
+
+__all__ = ["Handover", "LayerLeavings"]
+
+_REMEDY = (
+    "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
+    "data. Leave less, such as a mean, or use a plan whose pipelines have one stage."
+)
+_REST = "the rest of its output"
+_INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+
+Rest = tuple[Any, ...]
+"""What a layer returns besides the hidden state."""
+
+
+class _Space(NamedTuple):
+    """A place where a layer may leave something, as it was at one time."""
+
+    name: tuple[str, str]
+    """Of the module inside the layer, and what of it."""
+    names: dict[str, Any]
+    """The place itself."""
+    before: dict[str, Any]
+    inside: dict[str, "_Seen"]
+    """The lists and dicts in it."""
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names in it whose values have changed, and how."""
+        for name, value in self.names.items():
+            same = self.before.get(name, _NOTHING) is value and name not in self.inside
+            change = None if same or name in _INTERNAL else self.seen(name).change_to(value)
+            if change is not None:
+                yield name, change
+
+    def seen(self, name: str) -> "_Seen":
+        """Return what was at a name."""
+        return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
+
+
+@dataclass
+class Handover:
+    """What a stage hands to the next one for one micro-batch."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    """The hidden state, then side tensors of all layers before."""
+    left: list[bytes] = field(default_factory=list)
+    """For each layer before, what it left; refers to side tensors by their index."""
+    forms: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    """For each layer before, shape and dtype of the hidden state that it returned."""
+
+    def copy(self) -> "Handover":
+        """Return one to which a stage adds its own."""
+        return Handover([*self.tensors], [*self.left], [*self.forms])
+
+
+class LayerLeavings:
+    """Sees and restores what the layers of one module leave beside their outputs.
+
+    Args:
+        layers: The model's layers in order.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._modules = [list(layer.named_modules()) for layer in layers]
+
+    def look(self, index: int) -> list[_Space]:
+        """Return what is there before layer `index` runs or is skipped."""
+        return [_space(name, names) for name, names in self._spaces(index)]
+
+    def note(
+        self, before: Sequence[_Space], hidden: Tensor, rest: Rest, handover: Handover
+    ) -> None:
+        """Add what a layer has left since `before`, and its tensors, to what is handed on.
+
+        Args:
+            before: What `look` returned before it ran.
+            hidden: The layer's hidden state; what isn't smaller stays.
+            rest: What it returned besides; None where that is an argument.
+            handover: Changed in place.
+        """
+        handover.tensors[:1] = [hidden]
+        left = [
+            (space.name, name, _dump(change, handover.tensors))
+            for space in (*before, _rest_space(rest))
+            for name, change in space.changes()
+        ]
+        handover.left.append(pickle.dumps(left))
+        handover.forms.append((tuple(hidden.shape), hidden.dtype))
+
+    def restore(self, index: int, before: Sequence[_Space], rest: Rest, handover: Handover) -> Rest:
+        """Put what layer `index` left on another stage in its places.
+
+        Args:
+            index: The layer's.
+            before: What `look` returned before it was skipped.
+            rest: What skipping it returned besides the hidden state.
+            handover: What the stage before handed on.
+
+        Returns:
+            `rest` with the tensors that the layer returned in place of unknown ones.
+        """
+        returned = _rest_space(())
+        spaces = {space.name: space for space in (*before, returned)}
+        for where, name, data in pickle.loads(handover.left[index]):
+            space = spaces[where]
+            origin = Origin(f"what layer {index} leaves in {name!r}", _REMEDY)
+            if data is None:
+                change = "put", Unknown.of((), torch.float32, torch.device("cpu"), origin)
+            else:
+                change = _load(data, handover.tensors, origin)
+            space.seen(name).apply(change, space.names, name)
+        return _filled(rest, returned.names.get(_REST))
+
+    def refuse_pieces(self, index: int, before: Sequence[_Space], rest: Rest) -> None:
+        """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""
+        for space in (*before, _rest_space(rest)):
+            for name, change in space.changes():
+                if any(
+                    isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(change)
+                ):
+                    raise ModelError(
+                        f"Layer {index} leaves tensors in {name!r} beside its output. Under "
+                        "sequence parallelism each rank has those of its own tokens only. Use "
+                        "sequence_parallel=False."
+                    )
+
+    def undo(self, before: Sequence[_Space]) -> None:
+        """Put all places back to what `look` saw there."""
+        for space in before:
+            for name in space.names.keys() - space.before.keys():
+                del space.names[name]
+            space.names.update(space.before)
+            for seen in space.inside.values():
+                seen.undo()
+
+    def _spaces(self, index: int) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+        for path, module in self._modules[index]:
+            yield (path, "attributes"), vars(module)
+            yield (path, "buffers"), module._buffers
+        capturing = sys.modules.get("transformers.utils.output_capturing")
+        recorded = None if capturing is None else capturing._active_collector.get()
+        if recorded is not None:
+            yield ("", "recorded"), recorded
+
+
+def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:
+    inside = {
+        key: _Seen(value)
+        for key, value in names.items()
+        if type(value) in (list, dict) and key not in _INTERNAL
+    }
+    return _Space(name, names, dict(names), inside)
+
+
+def _rest_space(rest: Rest) -> _Space:
+    names = {_REST: rest} if any(isinstance(item, Tensor) for item in tree_leaves(rest)) else {}
+    return _Space(("", _REST), names, {}, {})
+
+
+def _filled(rest: Rest, returned: Any) -> Rest:
+    items, form = tree_flatten(rest)
+    others, other_form = tree_flatten(returned)
+    if form != other_form:
+        return rest
+    pairs = zip(items, others, strict=True)
+    filled: Rest = tree_unflatten(
+        [b if isinstance(a, Unknown) and _is_known(b) else a for a, b in pairs], form
+    )
+    return filled
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, Unknown)
+
+
+def _dump(value: Any, sides: list[Tensor]) -> bytes | None:
+    """Return a value's bytes, its tensors by their index among the side tensors.
+
+    Returns None if it can't or shouldn't travel; new tensors are added only if it does.
+    """
+    known = {id(tensor): index for index, tensor in enumerate(sides)}
+    new: list[Tensor] = []
+
+    def name_of(item: Any) -> Any:
+        if isinstance(item, nn.Module):
+            raise pickle.PicklingError("A module stays with its layer.")
+        if not isinstance(item, Tensor):
+            return None
+        is_plain = type(item) is Tensor and item.layout is torch.strided
+        if not is_plain or item.is_nested or item.numel() >= sides[0].numel():
+            shape = () if item.is_nested else tuple(item.shape)
+            return shape, item.dtype, item.device.type
+        if id(item) not in known:
+            known[id(item)] = len(known)
+            new.append(item)
+        return known[id(item)], item.device.type
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = name_of  # type: ignore[method-assign]
+    try:
+        pickler.dump(value)
+    except Exception:  # Whatever an object's own pickling may raise.
+        return None
+    sides += new
+    return file.getvalue()
+
+
+def _load(data: bytes, sides: Sequence[Tensor], origin: Origin) -> Any:
+    def tensor_of(name: Any) -> Tensor:
+        if len(name) == 3:
+            shape, dtype, device = name
+            return Unknown.of(shape, dtype, torch.device(device), origin)
+        index, kind = name
+        tensor: Tensor = sides[index].to(kind)
+        return tensor
+
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = tensor_of  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+_NOTHING = object()
+_DEPTH = 3
+
+
+class _Seen:
+    """A value at one time, with what was in it if it is a list or a dict."""
+
+    def __init__(self, value: Any = _NOTHING, depth: int = _DEPTH) -> None:
+        self.value = value
+        self._depth = depth
+        self._items: list[_Seen] = []
+        self._named: dict[Any, _Seen] = {}
+        if type(value) is list and depth:
+            self._items = [_Seen(item, depth - 1) for item in value]
+        elif type(value) is dict and depth:
+            self._named = {name: _Seen(item, depth - 1) for name, item in value.items()}
+
+    def change_to(self, value: Any) -> tuple[str, Any] | None:
+        """Return how the value has changed, None if it hasn't."""
+        if value is not self.value:
+            return "put", value
+        if type(value) is list and self._depth:
+            count = len(self._items)
+            if len(value) < count or any(map(_Seen.change_to, self._items, value)):
+                return "replace", value
+            return ("append", value[count:]) if len(value) > count else None
+        if type(value) is dict and self._depth:
+            changes = {name: self._at(name).change_to(item) for name, item in value.items()}
+            changes = {name: change for name, change in changes.items() if change is not None}
+            return ("change", changes) if changes else None
+        return None
+
+    def apply(self, change: tuple[str, Any], names: Any, name: Any) -> None:
+        """Change what is at `names[name]`, where this value was, as another stage's was changed."""
+        kind, value = change
+        if kind == "put":
+            names[name] = value
+        elif kind == "append":
+            # Skipping the layer may have added stand-ins for the very same.
+            names[name][len(self._items) :] = value
+        elif kind == "replace":
+            names[name][:] = value
+        else:
+            for inner, inner_change in value.items():
+                self._at(inner).apply(inner_change, names[name], inner)
+
+    def undo(self) -> None:
+        """Give a list or a dict back what was in it."""
+        inside = (*self._items, *self._named.values())
+        if type(self.value) is list and self._depth:
+            self.value[:] = [item.value for item in self._items]
+        elif type(self.value) is dict and self._depth:
+            self.value.clear()
+            self.value.update({name: item.value for name, item in self._named.items()})
+        for item in inside:
+            item.undo()
+
+    def _at(self, name: Any) -> "_Seen":
+        return self._named.get(name) or _Seen()

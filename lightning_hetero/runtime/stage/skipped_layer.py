@@ -1,0 +1,295 @@
+"""What a layer that runs on another stage returns on this one: tensors whose values are unknown.
+
+A layer is run once for each way of being called, on unknown weights, to see what it returns besides
+the hidden state. From then on that is handed out without running it. A layer that also leaves
+tensors where `LayerLeavings` doesn't see them, in others' lists or through hooks inside it, is run
+on unknown weights each time, so that whoever looks there finds unknown tensors and is refused.
+"""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.stage.hidden_state import hidden_output, named_arguments
+from lightning_hetero.runtime.stage.layer_wrapping import is_cache
+from lightning_hetero.runtime.stage.microbatch_run import in_place_between
+from lightning_hetero.runtime.stage.random_state import preserved_random_state
+from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
+from lightning_hetero.runtime.stage.unknown import Origin, Unknown
+
+__all__ = ["SkippedLayer"]
+
+_REMEDY = (
+    "Another stage computes it, and here only the next layer may take it, as its hidden state. "
+    "Compute what needs it inside the layers, or use a plan whose pipelines have one stage."
+)
+_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
+"""Where hooks come from that `LayerLeavings` stands in for."""
+_SIMPLE = (bool, str, type(None), torch.dtype)
+_PLAIN = (*_SIMPLE, int, torch.device)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands for an argument that the layer hands on."""
+
+    place: int | str
+
+
+class _Hidden:
+    """Stands for a hidden state of the form that the layer was given."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Stands for a tensor of another form."""
+
+    meta: Tensor
+    place: int | None
+    """In the output; None for the hidden state itself."""
+
+
+class SkippedLayer:
+    """One layer that other stages run.
+
+    Args:
+        layer: The layer, its parameters still whole.
+        index: Its index.
+        leavings: Knows where it may leave tensors that travel.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, leavings: LayerLeavings) -> None:
+        self._layer = layer
+        self._index = index
+        self._leavings = leavings
+        self._shapes = {name: tuple(item.shape) for name, item in layer.named_parameters()}
+        self._outputs: dict[Any, Any] = {}
+        self._restless: set[Any] = set()
+        """Ways of being called in which it leaves tensors elsewhere."""
+
+    def __call__(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hidden: Tensor,
+        made: Tensor | None = None,
+    ) -> Any:
+        """Return what a call with this hidden state returns.
+
+        Args:
+            forward: The layer's own.
+            args: Of the call.
+            kwargs: Of the call.
+            hidden: The hidden state among them.
+            made: What the hidden state that it returns looks like, if that is known.
+
+        Raises:
+            ModelError: What the layer would do can't be foretold.
+        """
+        given = named_arguments(args, kwargs)
+        kinds = tuple((place, _kind_of(value)) for place, value in given.items())
+        key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), kinds
+        leaves = tree_leaves(given)
+        sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
+        output = self._outputs.get(key) or self._outputs.get((key, sizes))
+        if output is None:
+            call = _Call(forward, given, len(args), hidden=hidden, index=self._index)
+            uncompiled = torch.compiler.set_stance("force_eager")
+            with preserved_random_state(), torch.no_grad(), uncompiled:
+                output = self._observe(call, key)
+            if key not in self._restless:
+                has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
+                self._outputs[(key, sizes) if has_sizes else key] = output
+        return tree_map(lambda item: self._stand_in(item, given, hidden, made), output)
+
+    def _has_hooks(self) -> bool:
+        """Whether hooks inside the layer look at what it computes."""
+        inside = self._layer.modules()
+        next(inside)  # The layer's own hooks run around its forward, here as anywhere.
+        return any(
+            getattr(hook, "__module__", None) != _RECORDS_OUTPUTS
+            for item in inside
+            for hooks in (item._forward_hooks, item._forward_pre_hooks)
+            for hook in hooks.values()
+        )
+
+    def _stand_in(
+        self, item: Any, given: Mapping[int | str, Any], hidden: Tensor, made: Tensor | None
+    ) -> Any:
+        if isinstance(item, _Given):
+            return given[item.place]
+        if isinstance(item, _Hidden):
+            return self._made_hidden(hidden if made is None else made)
+        if isinstance(item, _Made):
+            like = torch.empty_like(item.meta, device=hidden.device)
+            if item.place is None:
+                return self._made_hidden(like if made is None else made)
+            what = f"output {item.place} of layer {self._index}"
+            return Unknown.like(like, Origin(what, _REMEDY))
+        return item
+
+    def _made_hidden(self, like: Tensor) -> Unknown:
+        sealed = in_place_between(self._index)
+        return Unknown.like(like, Origin(f"the output of layer {self._index}", _REMEDY), sealed)
+
+    def _observe(self, call: "_Call", key: Any) -> Any:
+        """Return what stands for a call's output, and note whether it leaves tensors elsewhere."""
+        if key in self._restless:
+            return self._run(call, on_zeros=False)[0]
+        try:
+            output, made = self._run(call, on_zeros=False)
+        except Exception:
+            # It looks at values, as experts do. Zeros show the form, but take a layer's memory.
+            if self._has_hooks():
+                self._refuse_to_foretell("hooks inside it look at what it computes")
+            output, made = self._run(call, on_zeros=True)
+            if made.any_alive(unknown_only=False):
+                self._refuse_to_foretell("it leaves tensors in somebody's list")
+            return output
+        if self._has_hooks() or made.any_alive(unknown_only=True):
+            self._restless.add(key)
+        return output
+
+    def _refuse_to_foretell(self, why: str) -> NoReturn:
+        raise ModelError(
+            f"Layer {self._index} runs on another stage and computes by values, and {why}, where "
+            "this stage would miss them. Take that out, or use a plan whose pipelines have one "
+            "stage."
+        )
+
+    def _run(self, call: "_Call", *, on_zeros: bool) -> tuple[Any, "_Tracking"]:
+        origin = Origin(f"what layer {self._index} computes", _REMEDY)
+        hidden, device = call.hidden, call.hidden.device
+        is_number = hidden.is_floating_point() or hidden.is_complex()
+        dtype = hidden.dtype if is_number else torch.get_default_dtype()
+        state: dict[str, Tensor] = {}
+        for name, shape in self._shapes.items():
+            known = torch.zeros(shape if on_zeros else (), dtype=dtype, device=device)
+            state[name] = known if on_zeros else Unknown.of(shape, dtype, device, origin)
+        for name, buffer in self._layer.named_buffers():
+            state[name] = buffer.clone() if on_zeros else Unknown.like(buffer, origin)
+        before = self._leavings.look(self._index)
+        try:
+            # A layer that was compiled would never be so again if that met the tracking.
+            with (
+                torch.compiler.set_stance("force_eager"),
+                _Tracking() as made,
+                _reparametrize_module(self._layer, state),
+            ):
+                output = call.run(on_zeros=on_zeros)
+        finally:
+            self._leavings.undo(before)
+        state.clear()
+        return output, made
+
+
+class _Call:
+    """How a layer is called."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        given: Mapping[int | str, Any],
+        num_args: int,
+        *,
+        hidden: Tensor,
+        index: int,
+    ) -> None:
+        self.hidden = hidden
+        self._index = index
+        self._forward = forward
+        self._given = given
+        self._num_args = num_args
+
+    def run(self, *, on_zeros: bool) -> Any:
+        """Run the layer and return what stands for its output."""
+        given = {place: _argument_of(value, on_zeros) for place, value in self._given.items()}
+        args = [given[place] for place in range(self._num_args)]
+        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
+        output = self._forward(*args, **kwargs)
+        places = {id(v): place for place, v in given.items() if not isinstance(v, _PLAIN)}
+        if isinstance(output, Tensor):
+            return self._describe(output, places, None)
+        hidden_output(output, self._index)
+        return tuple(
+            tree_map(lambda leaf, place=place: self._describe(leaf, places, place or None), item)
+            for place, item in enumerate(output)
+        )
+
+    def _describe(self, item: Any, places: Mapping[int, int | str], place: int | None) -> Any:
+        if place is not None and id(item) in places:
+            return _Given(places[id(item)])
+        if isinstance(item, Tensor):
+            has_same_form = item.shape == self.hidden.shape and item.dtype == self.hidden.dtype
+            if place is None and has_same_form:
+                return _Hidden()
+            return _Made(torch.empty(item.shape, dtype=item.dtype, device="meta"), place)
+        if isinstance(item, _PLAIN):
+            return item
+        raise ModelError(
+            f"A layer returns {type(item).__name__} besides the hidden state, which stages behind "
+            "it can't know. Return tensors, or use a plan whose pipelines have one stage."
+        )
+
+
+class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers what operations make, without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        made = func(*args, **(kwargs or {}))
+        for item in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(item, Tensor):
+                self._made.append(weakref.ref(item))
+        return made
+
+    def any_alive(self, *, unknown_only: bool) -> bool:
+        """Return whether anybody holds any of it."""
+
+        def alive() -> bool:
+            found = [item for made in self._made if (item := made()) is not None]
+            return any(
+                isinstance(item, Unknown)
+                if unknown_only
+                else item.is_floating_point() and not item.is_meta
+                for item in found
+            )
+
+        # What is in a cycle is held by nobody.
+        return alive() and gc.collect() >= 0 and alive()
+
+
+def _has_size(value: Any) -> bool:
+    return isinstance(value, Tensor) or type(value) is int
+
+
+def _kind_of(value: Any) -> Any:
+    """Return what of an argument decides on what a layer returns, apart from shapes."""
+    return (type(value), value) if isinstance(value, _SIMPLE) else type(value)
+
+
+def _argument_of(value: Any, on_zeros: bool) -> Any:  # noqa: FBT001 - inside only
+    if isinstance(value, Unknown):
+        if on_zeros:
+            return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        # A layer may change its input in place, though nothing between layers may.
+        return Unknown.like(value, value.origin)
+    # What a layer writes into a cache of keys and values isn't read in this pass.
+    return copy.deepcopy(value) if is_cache(value) else value

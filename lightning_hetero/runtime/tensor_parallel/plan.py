@@ -1,0 +1,214 @@
+"""Decide which dim of which parameter tensor parallelism shards, and which modules run otherwise.
+
+What is said of a module or of a bare parameter (see `tp_styles`) makes cuts of parameters. A tied
+parameter is sharded in all its places or in none.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
+from lightning_hetero.runtime.tensor_parallel.styles import Rule, TPStyle, rule_of_module, rules_of
+
+__all__ = ["ParameterCut", "ShardedModule", "ShardingPlan", "is_transposed"]
+
+_COLUMNS = {TPStyle.COLWISE, TPStyle.GATHERED, TPStyle.VOCAB_LOSS}
+_ROWS = {TPStyle.ROWWISE, TPStyle.SPLIT}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCut:
+    """How one parameter is sharded."""
+
+    dim: int | None
+    """None: every rank of a group holds it."""
+    blocks: int = 1
+    uneven: bool = False
+    partial: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModule:
+    """A module whose forward runs otherwise in a tensor-parallel group."""
+
+    name: str
+    module: nn.Module
+    style: TPStyle
+    local_sizes: tuple[str, ...] = ()
+    """Attributes to divide by the degree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """The parameters' cuts and the modules to wrap."""
+
+    cuts: Mapping[str, ParameterCut]
+    """By the parameter's name in the layout."""
+    modules: tuple[ShardedModule, ...]
+
+    @classmethod
+    def of(
+        cls, root: nn.Module, layout: ModelLayout, option: Mapping[str, str] | None = None
+    ) -> "ShardingPlan":
+        """Apply a plan to a module's names.
+
+        Raises:
+            ModelError: There is no plan, or it contradicts itself or the modules.
+            ConfigurationError: A style is unknown, or a pattern of the option matches nothing.
+        """
+        styled = rules_of(root, option)
+        cuts: dict[str, ParameterCut] = {}
+        modules: dict[str, ShardedModule] = {}
+        for name, owner in root.named_modules():
+            rule = rule_of_module(styled, name, owner)
+            if rule is not None and rule.style is not TPStyle.REPLICATE:
+                modules[name] = ShardedModule(
+                    name=name,
+                    module=owner,
+                    style=_resolve(rule.style, owner),
+                    local_sizes=rule.attributes,
+                )
+        for _ in range(2):
+            # Twice: a tie found late may shard a module whose bias came first.
+            for spec in layout.specs:
+                slots = layout.slots[spec.name]
+                found = [_cut_of_slot(styled, modules, slot, len(spec.shape)) for slot in slots]
+                cuts[spec.name] = _agree(spec.name, slots, found, modules)
+        return cls(cuts=cuts, modules=tuple(modules.values()))
+
+    def annotate(self, layout: ModelLayout) -> ModelLayout:
+        """Return the layout whose parameters know how they are sharded."""
+        specs = tuple(
+            replace(
+                spec,
+                tp_dim=cut.dim,
+                tp_blocks=cut.blocks,
+                tp_uneven=cut.uneven,
+                tp_partial=cut.partial,
+            )
+            for spec in layout.specs
+            for cut in (self.cuts[spec.name],)
+        )
+        return replace(layout, specs=specs)
+
+
+def _resolve(style: TPStyle, module: nn.Module) -> TPStyle:
+    if style is TPStyle.VOCAB:
+        return TPStyle.EMBEDDING if isinstance(module, nn.Embedding) else TPStyle.GATHERED
+    return style
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear map keeps its weight as (inputs, outputs), as GPT-2's Conv1D does."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _cut_of_slot(
+    styled: Mapping[str, Rule],
+    modules: Mapping[str, ShardedModule],
+    slot: Slot,
+    num_dims: int,
+) -> ParameterCut | None:
+    """Return what is said of a parameter in one of its places; None if nothing is."""
+    owner_name = slot.name.rpartition(".")[0]
+    sharded = modules.get(owner_name)
+    rule = rule_of_module(styled, owner_name, slot.module)
+    if sharded is None or sharded.style in (TPStyle.EXPERTS, TPStyle.LOCAL_SIZES):
+        bare = styled.get(slot.name)
+        return None if bare is None else _cut_of_bare(bare, num_dims)
+    if sharded.style is TPStyle.PARTIAL:
+        return ParameterCut(dim=None, partial=True)
+    return _cut_in_module(slot, sharded.style, 1 if rule is None else rule.blocks)
+
+
+def _cut_of_bare(rule: Rule, num_dims: int) -> ParameterCut | None:
+    """Output features are the last dim but one, input features the last, experts come first."""
+    if rule.style in _COLUMNS:
+        return ParameterCut(dim=max(num_dims - 2, 0), blocks=rule.blocks)
+    if rule.style in _ROWS:
+        return ParameterCut(dim=num_dims - 1 if num_dims > 1 else None, blocks=rule.blocks)
+    return ParameterCut(dim=None, partial=rule.style is TPStyle.PARTIAL)
+
+
+def _cut_in_module(slot: Slot, style: TPStyle, blocks: int) -> ParameterCut:
+    module, attribute = slot.module, slot.attribute
+    if style in (TPStyle.EMBEDDING, TPStyle.EMBEDDING_FEATURES):
+        _check_embedding(slot)
+        dim = 0 if style is TPStyle.EMBEDDING else 1
+        return ParameterCut(dim=dim, uneven=True)
+    if not (isinstance(module, nn.Linear) or is_transposed(module)) or attribute not in (
+        "weight",
+        "bias",
+    ):
+        raise ModelError(
+            f"The tensor-parallel plan says {style} for {slot.name}, which belongs to a "
+            f"{type(module).__name__}. Only Linear, Embedding and GPT-2's Conv1D are sharded as "
+            "modules; name the parameters instead, or leave it out."
+        )
+    columns = style in _COLUMNS
+    uneven = style in (TPStyle.GATHERED, TPStyle.VOCAB_LOSS, TPStyle.SPLIT) and blocks == 1
+    if attribute == "bias":
+        return ParameterCut(dim=0 if columns else None, blocks=blocks, uneven=uneven)
+    dim = 0 if columns != is_transposed(module) else 1
+    return ParameterCut(dim=dim, blocks=blocks, uneven=uneven)
+
+
+def _check_embedding(slot: Slot) -> None:
+    module = slot.module
+    if not isinstance(module, nn.Embedding):
+        raise ModelError(
+            f"The tensor-parallel plan shards {slot.name} as an embedding, but it belongs to a "
+            f"{type(module).__name__}. Use another style."
+        )
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ModelError(
+            f"Embedding {slot.name} has max_norm, scale_grad_by_freq or sparse gradients, which "
+            "need the whole weight. Leave it out of the tensor-parallel plan."
+        )
+
+
+def _agree(
+    name: str,
+    slots: Sequence[Slot],
+    found: Sequence[ParameterCut | None],
+    modules: dict[str, ShardedModule],
+) -> ParameterCut:
+    """Return the one cut of a parameter; a tied one is sharded in all its places or in none."""
+    said = [cut for cut in found if cut is not None]
+    sharded = next((cut for cut in said if cut.dim is not None), None)
+    if sharded is None:
+        return said[0] if said else ParameterCut(dim=None)
+    for slot, cut in zip(slots, found, strict=True):
+        if cut is not None and cut.dim is not None:
+            if (cut.dim, cut.blocks) != (sharded.dim, sharded.blocks):
+                raise ModelError(
+                    f"Tied parameter {name} is sharded along dim {sharded.dim} in one place and "
+                    f"along dim {cut.dim} in {slot.name}. Give both the same dim."
+                )
+            continue
+        _shard_too(name, slot, sharded, modules)
+    return replace(sharded, uneven=all(cut.uneven for cut in said if cut.dim is not None))
+
+
+def _shard_too(name: str, slot: Slot, cut: ParameterCut, modules: dict[str, ShardedModule]) -> None:
+    """Wrap the other end of a tied parameter, so that it is whole outside there too."""
+    owner = slot.name.rpartition(".")[0]
+    style = None
+    if cut.dim == 0 and cut.blocks == 1:
+        if isinstance(slot.module, nn.Embedding):
+            _check_embedding(slot)
+            style = TPStyle.EMBEDDING
+        elif isinstance(slot.module, nn.Linear):
+            style = TPStyle.GATHERED
+        elif slot.attribute == "bias":
+            return  # Kept beside a Linear for naming (BERT's head), which alone uses it.
+    if style is None:
+        raise ModelError(
+            f"Parameter {name} is sharded and also registered as {slot.name} in a "
+            f"{type(slot.module).__name__}, where it is needed whole. Leave it out of the "
+            "tensor-parallel plan."
+        )
+    modules[owner] = ShardedModule(name=owner, module=slot.module, style=style)

@@ -1,0 +1,183 @@
+"""Run the layers of a stage on a tensor-parallel group, whatever its degree is.
+
+The forward of every module that a `ShardingPlan` names is wrapped once (see `tp_forward`). Around
+whole weights the wrapper does nothing, around shards it adds the group's collectives, so that
+everything outside sharded modules is the same on all ranks of the group: Megatron-LM's scheme on
+plain local tensors. So one run may mix degrees, and another plan needs no other module.
+
+With sequence parallelism the hidden state between sharded regions (attention, MLP) is itself cut
+along the tokens: a region gathers them where it begins and scatters the sum where it ends, in place
+of an all-reduce, and gradients of norms outside the regions are summands of one rank's tokens.
+
+Random numbers are drawn alike on all ranks of a group. So dropout on whole activations is the same
+on all, and dropout inside a region (attention probabilities) draws the same numbers for the heads
+of one rank as for those of another.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import gcd
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.slices.known_by_shape import KnownByShape, hide_again, show_values
+from lightning_hetero.runtime.tensor_parallel.collectives import TPGroup
+from lightning_hetero.runtime.tensor_parallel.forward import RegionForward, ShardedForward
+from lightning_hetero.runtime.tensor_parallel.plan import ShardedModule, ShardingPlan
+from lightning_hetero.runtime.tensor_parallel.regions import find_regions, with_partial_gradients
+from lightning_hetero.runtime.tensor_parallel.stage import StageGroup
+from lightning_hetero.runtime.tensor_parallel.styles import TPStyle
+
+__all__ = ["TensorParallel"]
+
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
+_UNWRAPPED = (TPStyle.PARTIAL, TPStyle.REPLICATE)
+
+
+class TensorParallel:
+    """The sharded modules of one model, and the group that this rank is in.
+
+    Args:
+        root: The user's module, its parameters still whole.
+        layout: Its layers and parameters.
+        option: A plan by names; None to take the module's own.
+        sequence_parallel: Whether hidden states between sharded regions are cut along tokens.
+
+    Raises:
+        ModelError, ConfigurationError: See `ShardingPlan.of`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layout: ModelLayout,
+        *,
+        option: Mapping[str, str] | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        sharding = ShardingPlan.of(root, layout, option)
+        self.layout = sharding.annotate(layout)
+        self.sequence_parallel = sequence_parallel
+        self.stage = StageGroup(sequence_parallel=sequence_parallel)
+        self._largest = _largest_degree(root, self.layout, sharding.modules)
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+        regions: dict[str, nn.Module] = {}
+        if sequence_parallel:
+            regions = find_regions(root, self.layout, sharding)
+            self.layout = with_partial_gradients(self.layout, regions)
+        for item in sharding.modules:
+            if item.style not in _UNWRAPPED:
+                inside = any(item.name == r or item.name.startswith(f"{r}.") for r in regions)
+                forward = ShardedForward(self.stage, self.layout, item, in_region=inside)
+                self._wrap(item.module, forward)
+        for name, module in regions.items():
+            self._wrap(module, RegionForward(self.stage, self.layout, name, module))
+        parts = {id(part) for layer in layout.layers for part in layer.modules()}
+        others = [item.module for item in sharding.modules if id(item.module) not in parts]
+        self._handles = [i for module in (*layout.layers, *others) for i in _show_inside(module)]
+
+    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._wrapped.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def remove(self) -> None:
+        """Give the modules their own forward back."""
+        for module, own in reversed(self._wrapped):
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+        self._wrapped.clear()
+        for handle in self._handles:
+            handle.remove()
+
+    def enter_plan(self, plan: ParallelPlan, comms: Communicators) -> None:
+        """Take this rank's place in a plan; collective where the plan has new groups.
+
+        Raises:
+            ModelError: A degree doesn't divide heads or features.
+        """
+        self.check_degrees(plan)
+        group = comms.tensor_parallel_group(plan)
+        place = plan.place(comms.global_rank)
+        self.stage.peers = None
+        if group is not None and place is not None:
+            ranks = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
+            self.stage.peers = TPGroup(
+                group=group,
+                degree=len(ranks),
+                tp_rank=place.tp_rank,
+                positions=tuple(sorted(ranks).index(rank) for rank in ranks),
+            )
+
+    def check_degrees(self, plan: ParallelPlan) -> None:
+        """Raise ModelError unless every degree of the plan divides heads and features."""
+        name, largest = self._largest
+        for index, pipeline in enumerate(plan.pipelines):
+            if largest % pipeline.tp_degree:
+                able = [str(d) for d in range(1, largest + 1) if largest % d == 0]
+                raise ModelError(
+                    f"Pipeline {index} has tensor-parallel degree {pipeline.tp_degree}, which "
+                    f"{name} can't be cut into. Degrees that work for this model: "
+                    f"{', '.join(able)}."
+                )
+
+
+def _show_inside(module: nn.Module) -> list[RemovableHandle]:
+    """Show the values of weights inside a module while it computes, where they are hidden."""
+    were_hidden = False
+
+    def show(*_: Any) -> None:
+        nonlocal were_hidden
+        hidden = [item for item in module.parameters() if isinstance(item, KnownByShape)]
+        were_hidden = bool(hidden)
+        show_values(hidden)
+
+    def hide(*_: Any) -> None:
+        if were_hidden:
+            hide_again(module.parameters())
+
+    return [
+        module.register_forward_pre_hook(show),
+        module.register_forward_hook(hide, always_call=True),
+    ]
+
+
+def _largest_degree(
+    root: nn.Module, layout: ModelLayout, modules: Sequence[ShardedModule]
+) -> tuple[str, int]:
+    """Return the largest possible degree, and the name of a parameter that limits it.
+
+    A parameter limits it to its features, or to its heads where the module around it has heads.
+    """
+    styles = {item.name: item.style for item in modules}
+    limits: dict[str, int] = {}
+    for spec in layout.specs:
+        if spec.tp_dim is None or spec.tp_uneven:
+            continue
+        features = spec.cut_length // spec.tp_blocks
+        limits[spec.name] = features
+        owner = spec.name.rpartition(".")[0]
+        if styles.get(owner) is TPStyle.COLWISE:
+            for what, count in _heads(root.get_submodule(owner.rpartition(".")[0]), features):
+                limits[f"{spec.name} ({count} {what})"] = count
+    largest = gcd(*limits.values()) if limits else 0
+    name = min(limits, key=lambda item: (limits[item], item), default="")
+    return name, largest
+
+
+def _heads(attention: nn.Module, features: int) -> Iterator[tuple[str, int]]:
+    size = next((s for n in _HEAD_DIMS if isinstance(s := getattr(attention, n, None), int)), None)
+    if size is None:
+        return
+    if features % size == 0:
+        yield "heads", features // size
+    config = getattr(attention, "config", None)
+    for attribute, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
+        count = getattr(config, attribute, None)
+        if isinstance(count, int):
+            yield what, count

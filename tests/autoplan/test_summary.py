@@ -1,0 +1,120 @@
+"""Laws of the start-up summary: it counts what is kept, and predicts only what is known."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_hetero.autoplan.facts import RunFacts
+from lightning_hetero.autoplan.summary import StartUp, state_bytes
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.devices import DeviceSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, assign_owners
+from lightning_hetero.data.batch_sizes import BatchSizes
+from lightning_hetero.models import HeteroLM, LMConfig
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.simulator import RooflineCost, simulate
+
+PLAN = ParallelPlan.from_dict(
+    {
+        "pipelines": [
+            {"stages": [{"ranks": [0], "layers": [0, 4]}]},
+            {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}]},
+        ]
+    }
+)
+A100S = Cluster(nodes=(Node(device="A100-80GB", count=3),))
+ODD = Cluster(
+    nodes=(Node(device="odd", count=3),),
+    devices=(
+        DeviceSpec(
+            name="odd",
+            peak_flops_per_s=1e12,
+            memory_bytes=10 * 2**20,
+            memory_bytes_per_s=1e10,
+            intra_node_bytes_per_s=1e9,
+        ),
+    ),
+)
+
+
+def start(cluster: Cluster, plan: ParallelPlan = PLAN, **changes: Any) -> StartUp:
+    model = HeteroLM(
+        LMConfig(vocab_size=50, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2)
+    )
+    layout = ModelLayout.of(model)
+    comms: Any = SimpleNamespace(world_size=3, global_rank=0)
+    facts = RunFacts(
+        module=model,
+        layout=layout,
+        comms=comms,
+        device=torch.device("cpu"),
+        sizes=lambda: BatchSizes(samples=6, sequence_length=128),
+        propagation_bytes=2,
+    )
+    slices = assign_owners(layout.specs, plan, world_size=3, ownership=Ownership.EVEN)
+    return StartUp(
+        plan=plan,
+        facts=replace(facts, **changes),
+        cluster=cluster,
+        auto=None,
+        specs=layout.specs,
+        slices=slices,
+        num_batches=2,
+        num_microbatches=3,
+    )
+
+
+def test_each_weight_counts_where_it_is_held_and_its_states_where_it_is_owned():
+    found = start(A100S)
+    used = state_bytes(PLAN, found.facts, found.specs, found.slices)
+    count = sum(spec.numel for spec in found.specs)
+    # Two pipelines hold a 2-byte weight and sum an fp32 gradient; one owner keeps four such values.
+    assert sum(used) == count * (2 * (2 + 4) + 4 * 4)
+    whole = count * (2 + 4) + count / 3 * 16
+    assert used[0] == pytest.approx(whole, rel=0.05)
+    assert used[1] < used[2] < used[0]
+
+
+def test_frozen_weights_need_neither_gradients_nor_moments():
+    found = start(A100S)
+    frozen = [replace(spec, requires_grad=False) for spec in found.specs]
+    used = state_bytes(PLAN, found.facts, frozen, found.slices)
+    assert sum(used) == sum(spec.numel for spec in frozen) * (2 * 2 + 4)
+
+
+def test_a_given_plan_is_predicted_where_data_sheets_know_the_devices():
+    found = start(A100S)
+    model = infer_model_spec(found.facts.module, found.facts.layout)
+    cost = RooflineCost(A100S, model, layout=found.facts.state_layout())
+    # A loader's batch of 6 for each pipeline, in three micro-batches of 2.
+    expected = simulate(PLAN, cost, [[(128, 128)] * 3] * 2)
+    lines = str(found).splitlines()
+    size = sum(parameter.numel() for parameter in found.facts.module.parameters())
+    assert lines[0] == f"HeteroStrategy on 3 × A100-80GB: HeteroLM, {size:,} parameters in all"
+    assert f"iteration time  {expected.iteration_time_s:.4g} s" in str(found)
+    assert f"({12 * 128:,} tokens an iteration)" in str(found)
+    assert f"limited by      {expected.bottleneck}" in lines
+    assert lines[1].split()[-1] == "busy"
+
+
+def test_unknown_devices_get_no_figures_but_their_memory():
+    text = str(start(ODD))
+    assert "iteration time  not predicted: no data sheet has odd" in text
+    assert " of 9.0" in text
+    assert "tokens/s" not in text
+    assert "busy" not in text
+
+
+def test_unknown_batches_get_no_prediction():
+    text = str(start(A100S, sizes=lambda: BatchSizes(samples=None, sequence_length=128)))
+    assert "not predicted: the sizes of model or batches aren't known" in text
+
+
+def test_idle_devices_are_counted():
+    plan = ParallelPlan.even(world_size=2, num_layers=4, num_stages=1)
+    assert "idle            1 of 3 devices" in str(start(A100S, plan))

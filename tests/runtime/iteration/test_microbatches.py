@@ -1,0 +1,106 @@
+"""Cutting batches and joining outputs are inverse to each other."""
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.batches import EmptyBatch
+from lightning_hetero.core.errors import BatchError
+from lightning_hetero.models import pack_samples
+from lightning_hetero.runtime.iteration.microbatches import count_samples, cut_batch
+
+
+def batch_of(num_samples: int) -> dict[str, Any]:
+    return {
+        "ids": torch.arange(num_samples * 3).view(num_samples, 3),
+        "pair": (torch.arange(num_samples), [torch.arange(num_samples) + 1]),
+        "texts": [f"text {index}" for index in range(num_samples)],
+        "epoch": 4,
+        "temperature": torch.tensor(0.5),
+        "name": "train",
+    }
+
+
+@given(num_samples=st.integers(1, 12), num_microbatches=st.integers(1, 15))
+@settings(deadline=None)
+def test_parts_hold_every_sample_once_and_are_even(num_samples: int, num_microbatches: int) -> None:
+    batch = batch_of(num_samples)
+    parts = cut_batch(batch, num_microbatches)
+    assert len(parts) == min(num_samples, num_microbatches)
+    sizes = [count_samples(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert torch.equal(torch.cat([part["ids"] for part in parts]), batch["ids"])
+    assert torch.equal(torch.cat([part["pair"][0] for part in parts]), batch["pair"][0])
+    assert torch.equal(torch.cat([part["pair"][1][0] for part in parts]), batch["pair"][1][0])
+    assert [text for part in parts for text in part["texts"]] == batch["texts"]
+
+
+def test_what_is_no_sample_goes_to_every_microbatch() -> None:
+    for part in cut_batch(batch_of(4), 2):
+        assert part["epoch"] == 4
+        assert part["name"] == "train"
+        assert part["temperature"] == 0.5
+
+
+def test_a_list_of_tensors_is_cut_inside_even_if_it_is_as_long_as_the_batch() -> None:
+    ids, labels = torch.arange(2), torch.arange(2) + 5
+    first, second = cut_batch([ids, labels], 2)
+    assert [tensor.tolist() for tensor in first] == [[0], [5]]
+    assert [tensor.tolist() for tensor in second] == [[1], [6]]
+
+
+@pytest.mark.parametrize("batch", [EmptyBatch(), torch.zeros(0, 3)])
+def test_a_batch_without_samples_has_no_microbatches(batch: Any) -> None:
+    assert count_samples(batch) == 0
+    assert cut_batch(batch, 3) == []
+
+
+@dataclass(frozen=True)
+class Fields:
+    ids: torch.Tensor
+    texts: list[str]
+    encoding: Any
+
+
+def test_dataclasses_and_dicts_in_disguise_are_cut_inside() -> None:
+    ids = torch.arange(6).view(3, 2)
+    batch = Fields(ids, ["a", "b", "c"], UserDict(mask=ids + 1, epoch=4))
+    assert count_samples(batch) == 3
+    first, second = cut_batch(batch, 2)
+    assert isinstance(second, Fields)
+    assert isinstance(second.encoding, UserDict)
+    assert (first.texts, second.texts) == (["a"], ["b", "c"])
+    assert torch.equal(second.ids, ids[1:])
+    assert torch.equal(second.encoding["mask"], ids[1:] + 1)
+    assert second.encoding["epoch"] == 4
+    assert torch.equal(batch.encoding["mask"], ids + 1)
+
+
+def test_a_pipeline_without_microbatches_cuts_none() -> None:
+    assert cut_batch(torch.zeros(4, 1), 0) == []
+
+
+def test_a_batch_that_cuts_itself_does() -> None:
+    batch = pack_samples([torch.arange(n) for n in (1, 5, 2, 4)])
+    parts = cut_batch(batch, 2)
+    assert count_samples(batch) == 4
+    assert [sorted(part.lengths) for part in parts] == [[1, 5], [2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(4)), r"\[\(2, 3\), \(4,\)\]"),
+        (torch.tensor(1.0), r"\[\]"),
+        ({"text": "no tensor"}, r"\[\]"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused_with_its_shapes(batch: Any, shapes: str) -> None:
+    name = type(batch).__name__
+    with pytest.raises(BatchError, match=f"type {name} can't be cut .*{shapes}.*num_samples"):
+        cut_batch(batch, 2)

@@ -1,0 +1,248 @@
+"""What steps return and append is what one device has, on every rank."""
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.iteration.microbatches import cut_batch
+from lightning_hetero.runtime.results import outputs
+from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
+from lightning_hetero.runtime.results.targets import LossWatch
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.step_cases import PLANS, STAGES, TinyModule, fit, fit_each, same
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Answer:
+    logits: Any
+    loss: Any = None
+
+
+ROWS = torch.arange(12.0).reshape(6, 2)
+
+
+def joined(step: Any, *cuts: int) -> Any:
+    """What comes of a step on rows that are cut there."""
+    records, ends = [], [0, *cuts, len(ROWS)]
+    for start, stop in pairwise(ends):
+        with LossWatch() as watch:
+            output = step(ROWS[start:stop])
+        records.append(StepRecord.of(output, {}, ROWS[start:stop], watch.reductions))
+    return join_outputs(records)
+
+
+@given(num_samples=st.integers(2, 12), num_microbatches=st.integers(2, 5))
+@settings(deadline=None)
+def test_joining_undoes_cutting(num_samples: int, num_microbatches: int) -> None:
+    batch = {"a": torch.arange(num_samples), "b": (torch.rand(num_samples, 2),)}
+    parts = cut_batch(batch, num_microbatches)
+    found = join_outputs([StepRecord.of(p, {}, p, LossWatch().reductions) for p in parts])
+    assert torch.equal(found["a"], batch["a"])
+    assert torch.equal(found["b"][0], batch["b"][0])
+
+
+STEPS: dict[str, Any] = {
+    "rows": lambda x: x * 2,
+    "tokens": lambda x: x.reshape(-1),
+    "a choice of rows": lambda x: x[x[:, 0] > 3],
+    "mean": lambda x: x.mean(),
+    "mean as a number": lambda x: {"mean": x.mean().item()},
+    "sum": lambda x: (x.sum(), x.sum(0)),
+    "extremes": lambda x: [x.max(), x.amin()],
+    "sizes": lambda x: {"n": len(x), "batch_idx": 17, "name": "x"},
+    "nothing": lambda _: None,
+    "arrays": lambda x: x.numpy(),
+    "texts": lambda x: [f"{float(row[0])}" for row in x],
+    "named": lambda x: Pair(x, x.mean()),
+    "dataclass": lambda x: Answer(x, x.mean()),
+    "dict of a kind": lambda x: defaultdict(list, a=x),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_outputs_are_those_of_the_whole_batch(name: str) -> None:
+    expected = joined(STEPS[name])
+    found = joined(STEPS[name], 1, 4)
+    assert type(found) is type(expected)
+    if name in ("texts", "sizes"):
+        assert found == expected
+    else:
+        torch.testing.assert_close(
+            *(vars(item) if isinstance(item, Answer) else item for item in (found, expected))
+        )
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: float(len(x)) + 0.5,
+        lambda x: x.mean().sqrt(),
+        lambda x: torch.full((7,), float(x[0, 0])),
+        lambda x: x.mean() if x[0, 0] else x.sum(),
+        lambda x: {"a": 1} if x[0, 0] else {"b": 1},
+    ],
+)
+def test_what_cannot_be_joined_refuses_to_be_used(step: Any) -> None:
+    found = joined(step, 1, 4)
+    assert "Unjoined" in repr(found)
+    uses = (float, lambda v: v + 1, lambda v: v.mean(), lambda v: torch.stack([v]), list)
+    for use in uses:
+        with pytest.raises(StepError, match="nobody can say what one device would have"):
+            use(found)
+
+
+def test_a_model_output_stays_one() -> None:
+    known = pytest.importorskip("transformers.modeling_outputs")
+    found = joined(lambda x: known.CausalLMOutput(logits=x, loss=x.mean()), 2)
+    assert isinstance(found, known.CausalLMOutput)
+    assert torch.equal(found.logits, ROWS)
+    assert float(found.loss) == 5.5
+
+
+class Collecting(TinyModule):
+    """Collects for the end of an epoch what steps and hooks of batches see."""
+
+    validates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+        self.by_kind: dict[str, list[Any]] = defaultdict(list)
+        self.losses_of_steps: list[Tensor] = []
+        self.hooked: list[Any] = []
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch[0])
+        loss = self.loss(logits, batch[1])
+        self.losses_of_steps.append(loss.detach())
+        return {"loss": loss, "pred": logits.argmax(-1)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.seen.append(outputs["pred"].tolist())
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append([float(item) for item in self.losses_of_steps])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        logits = self.model(ids)
+        loss = self.loss(logits, labels)
+        self.outputs.append({"logits": logits, "loss": loss, "size": len(ids)})
+        self.by_kind["first"].append(ids[:, 0])
+        return {"loss": loss, "pred": logits.argmax(-1)}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hooked.append(outputs)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean_logit", torch.cat([item["logits"] for item in self.outputs]).mean())
+        self.log("mean_loss", torch.stack([item["loss"] for item in self.outputs]).mean())
+        self.log("samples", float(sum(item["size"] for item in self.outputs)))
+        self.log("first", torch.cat(self.by_kind["first"]).float().mean())
+        self.log("hooked_loss", torch.stack([item["loss"] for item in self.hooked]).mean())
+        self.log("predicted", torch.cat([item["pred"] for item in self.hooked]).float().mean())
+        self.outputs.clear()
+        self.hooked.clear()
+
+
+class Counting(TinyModule):
+    """Keeps numbers that hooks may read, and a larger tensor for the step itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(3)
+        self.steps, self.total, self.last = 0, torch.zeros(()), torch.zeros(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.mask = torch.ones(3)
+        self.last = super().training_step(batch, batch_idx)
+        self.total += self.last.detach()
+        return self.last
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_numbers_that_steps_keep_on_the_module_are_warned_of_where_a_batch_is_cut(
+    num_microbatches: int,
+) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 3)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(0, Counting, plan, options={"num_microbatches": num_microbatches})
+    found = {str(w.message)[:51] for w in caught if "A step changes" in str(w.message)}
+    assert found == (
+        {"A step changes last, steps, total of the module. It"} if num_microbatches > 1 else set()
+    )
+
+
+class CollectsInLayers(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activations: list[Tensor] = []
+        for layer in self.model.layers:
+            layer[0].register_forward_hook(self.keep)
+
+    def keep(self, *args: Any) -> None:
+        self.activations.append(args[2].detach())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", PLANS)
+def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool, plan: str) -> None:
+    (expected,) = pool.run(fit_each, 1, [Collecting], None)[0]
+    for (found,) in pool.run(fit_each, 2, [Collecting], PLANS[plan]):
+        assert isinstance(found, dict), found
+        same(found, expected)
+        assert len(found["seen"]) == len(expected["seen"])
+        for one, other in zip(found["seen"], expected["seen"], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class Returning(TinyModule):
+    validates = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0]).argmax(-1)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(None if outputs is None else len(outputs))
+
+
+@pytest.mark.dist
+def test_outputs_stay_on_last_stages_where_the_user_spares_the_traffic(pool: ProcessPool) -> None:
+    results = pool.run(fit_each, 2, [Returning], STAGES, {"share_outputs": False})
+    assert [found["seen"] for (found,) in results] == [[None] * 4, [4] * 4]
+
+
+def test_what_is_large_to_share_is_warned_of() -> None:
+    records = [StepRecord(torch.zeros(1, dtype=torch.float64).expand(9 << 20), {}, (1, 1))]
+    with pytest.warns(UserWarning, match=r"takes 72 MiB in an iteration.*share_outputs=False"):
+        outputs._warn_of_size(records)
+
+
+@pytest.mark.dist
+def test_lists_that_layers_append_to_are_refused_in_stages(pool: ProcessPool) -> None:
+    for (found,) in pool.run(fit_each, 2, [CollectsInLayers], STAGES):
+        assert "Something in the layers appends to activations" in str(found)

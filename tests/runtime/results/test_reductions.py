@@ -1,0 +1,144 @@
+"""What a number is over the samples of a micro-batch follows from how it was made."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.results.reductions import Kind, check_ratios, ends_of, ratio_of
+from lightning_hetero.runtime.results.targets import LossWatch
+
+WEIGHT = nn.Parameter(torch.randn(4, 4))
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+LABELS = torch.tensor([0, -100, 2, 3, -100, 1])
+
+
+def each(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, LABELS, reduction="none")
+
+
+def divergence(x: Tensor) -> Tensor:
+    return F.kl_div(x, torch.ones_like(x), reduction="batchmean")
+
+
+def judged(make: Callable[[Tensor], Any]) -> tuple[Kind, float] | None:
+    x = torch.randn(6, 4, requires_grad=True)
+    with LossWatch() as watch:
+        result = make(x @ WEIGHT)
+    found = watch.reductions.of(result)
+    return None if found is None else (found.kind, float(found.count))
+
+
+MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
+    "mean": (lambda x: x.square().mean(), 24),
+    "of rows": (lambda x: x.square().mean(-1).mean(), 6),
+    "of chosen elements": (lambda x: each(x)[MASK > 0].mean(), 4),
+    "masked by hand": (lambda x: (each(x) * MASK).sum() / MASK.sum(), 4),
+    "with a floor": (lambda x: (each(x) * MASK).sum() / MASK.sum().clamp(min=1), 4),
+    "with an eps": (lambda x: (each(x) * MASK).sum() / (MASK.sum() + 1e-8), 4),
+    "of two means": (lambda x: (each(x) * MASK).mean() / MASK.mean(), 4),
+    "cross entropy": (lambda x: F.cross_entropy(x, LABELS), 4),
+    "of a sum of layers": (lambda x: F.cross_entropy(torch.stack([x, -x]).sum(0), LABELS), 4),
+    "products of a sample": (lambda x: torch.einsum("bd,bd->b", x, x).mean(), 6),
+    "by a weight": (lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(), 24),
+    "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
+    "with a penalty": (lambda x: F.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(), 4),
+    "with zeros for gradients": (lambda x: F.cross_entropy(x, LABELS) + 0.0 * x.sum(), 4),
+    "begun by zero": (lambda x: torch.tensor(0.0) + sum([F.cross_entropy(x, LABELS)]), 4),
+    "a list of them": (
+        lambda x: torch.stack([F.cross_entropy(x, LABELS), F.cross_entropy(-x, LABELS)]).mean(),
+        4,
+    ),
+    "on the way to a log": (lambda x: F.cross_entropy(x, LABELS).detach().item(), 4),
+    "weighted": (lambda x: F.mse_loss(x[:, 0], -x[:, 0], weight=MASK), 4),
+    "accuracy": (lambda x: (x.argmax(-1) == LABELS).float().mean(), 6),
+}
+SUMS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: x.square().sum(),
+    "of rows": lambda x: x.square().sum(-1).sum(),
+    "along samples first": lambda x: x.sum(0).sum(),
+    "cross entropy": lambda x: 0.05 * F.cross_entropy(x, LABELS, reduction="sum"),
+    "of two": lambda x: F.mse_loss(x, -x, reduction="sum") + each(x).sum(),
+    "of chunks": lambda x: torch.stack([each(x)[:0].sum(), each(x).sum()]).sum(),
+}
+UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "what may be a mean by hand": lambda x: x.square().sum() * (1.0 / len(x)),
+    "that of a loss": lambda x: F.cross_entropy(x, LABELS, reduction="sum") * (1.0 / len(x)),
+    "a root": lambda x: F.mse_loss(x, -x).sqrt(),
+    "a product": lambda x: x.mean() * x.sum(),
+    "a mean times a count": lambda x: x.mean() * len(x),
+    "a sum by a number": lambda x: x.sum() / len(x),
+    "statistics of a batch": lambda x: x.std(0).mean(),
+    "a nonlinear function of them": lambda x: x.mean(0).square().sum(),
+    "samples against each other": lambda x: F.cross_entropy(x @ x.T, torch.arange(6)),
+    "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
+    "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
+    "samples against each other by name": (
+        lambda x: F.cross_entropy(torch.einsum("id,jd->ij", x, x), torch.arange(6))
+    ),
+    "distances of samples": lambda x: torch.cdist(x, x).mean(),
+    "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_known_with_what_it_averages_over(name: str) -> None:
+    make, count = MEANS[name]
+    assert judged(make) == (Kind.MEAN, count)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_known(name: str) -> None:
+    found = judged(SUMS[name])
+    assert found is not None
+    assert found[0] is Kind.SUM
+
+
+MIXED: dict[str, Callable[[Tensor], Any]] = {
+    "a sum and a mean": lambda x: 0.5 * (x.sum() + x.mean()),
+    "a sum and a penalty": lambda x: x.sum() + WEIGHT.square().sum(),
+    "a sum and what nobody knows": lambda x: (x.sum() + x.mean().sqrt()) + x.mean(),
+    "a sum and a value from elsewhere": lambda x: x.sum() + x[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_sum_with_something_else_is_known_to_fit_no_weight(name: str) -> None:
+    found = judged(MIXED[name])
+    assert found is not None
+    assert found[0] is Kind.MIXED
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_no_rule_covers_is_unknown(name: str) -> None:
+    found = judged(UNKNOWN[name])
+    assert found is None or found[0] is Kind.UNKNOWN
+
+
+def test_extremes_are_known_and_constants_need_no_weight() -> None:
+    assert judged(lambda x: x.max()) == (Kind.MAX, 24)
+    assert judged(lambda x: x.amin()) == (Kind.MIN, 24)
+    assert judged(lambda _: WEIGHT.norm()) == (Kind.CONSTANT, 0)
+    assert judged(lambda x: x.exp()) is None
+
+
+def test_means_over_other_targets_go_together_only_if_their_shares_stay() -> None:
+    def ends(*pairs: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        ratios = [ratio_of((other,), torch.tensor(own)) for own, other in pairs]
+        least, largest = ends_of([item for items in ratios for item in items], torch.device("cpu"))
+        return least[None], largest[None]
+
+    check_ratios(*ends(), "loss")
+    check_ratios(*ends((2.0, 8.0), (3.0, 12.0), (0.0, 0.0)), "loss")
+    for pairs in [((2.0, 8.0), (3.0, 8.0)), ((2.0, 8.0), (0.0, 8.0))]:
+        with pytest.raises(StepError, match="sum of means over different numbers"):
+            check_ratios(*ends(*pairs), "loss")
+
+
+def test_indices_of_any_kind_are_no_reductions() -> None:
+    assert judged(lambda x: x[..., None][:, 1:2].sum(-1).mean()) == (Kind.MEAN, 6)
+    assert judged(lambda x: torch.stack([x, x])[..., 0][0].mean()) == (Kind.MEAN, 6)

@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.detect import (
+    Seat,
+    cluster_of,
+    describe_device,
+    detect_seats,
+    match_device,
+    slowed,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB"),
+        ("NVIDIA H200", 139.8, "H200-141GB"),
+        ("NVIDIA GeForce RTX 3090", 23.7, "RTX-3090"),
+        ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB"),
+        ("Tesla T4", 14.6, "T4"),
+        ("NVIDIA A10G", 22.2, "A10G"),
+        ("NVIDIA A10", 22.1, "A10"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, None),
+        ("Some New Card", 80.0, None),
+    ],
+)
+def test_drivers_names_find_the_known_device(name: str, gib: float, expected: str | None) -> None:
+    found = match_device(name, int(gib * 2**30))
+    assert (found.name if found else None) == expected
+
+
+def seat(host: str, name: str) -> Seat:
+    return Seat(host=host, device=KNOWN_DEVICES[name], base=name, is_cpu=False)
+
+
+def test_ranks_of_a_host_and_type_make_a_node_in_order_of_ranks() -> None:
+    seats = [seat("a", "T4"), seat("a", "T4"), seat("a", "A10"), seat("b", "T4"), seat("b", "T4")]
+    cluster = cluster_of(seats)
+    assert [(node.device, node.count) for node in cluster.nodes] == [
+        ("T4", 2),
+        ("A10", 1),
+        ("T4", 2),
+    ]
+    assert [cluster.device_of(rank).name for rank in range(5)] == [s.base for s in seats]
+    assert cluster.link_between(0, 1)[0] == 16e9, "the slower card bounds the link in a host"
+    assert cluster.link_between(0, 2)[0] == cluster.inter_node_bytes_per_s
+    assert cluster.devices == ()
+
+
+def test_ranks_on_one_cpu_share_its_memory() -> None:
+    alone = cluster_of(
+        detect_seats(Communicators(global_rank=0, world_size=1), torch.device("cpu"))
+    )
+    one = detect_seats(Communicators(global_rank=0, world_size=1), torch.device("cpu"))
+    shared = cluster_of([*one, *one, *one])
+    assert shared.device_of(2).memory_bytes == alone.device_of(0).memory_bytes // 3
+
+
+def test_a_device_of_its_own_memory_is_planned_with_that() -> None:
+    comms = Communicators(global_rank=0, world_size=1)
+    one = detect_seats(comms, torch.device("cpu"), memory_bytes=2**20)
+    cluster = cluster_of([*one, *one])
+    assert [cluster.device_of(rank).memory_bytes for rank in range(2)] == [2**20, 2**20]
+
+
+def test_a_slowdown_scales_what_computes_and_nothing_else() -> None:
+    base = describe_device(torch.device("cpu"))
+    slow = slowed(base, 4)
+    assert isinstance(slow, DeviceSpec)
+    assert slow.peak_flops_per_s == base.peak_flops_per_s / 4
+    assert slow.memory_bytes == base.memory_bytes
+    assert slow.intra_node_bytes_per_s == base.intra_node_bytes_per_s
+    assert slow.name != base.name
+    assert slowed(base, 1) is base

@@ -1,0 +1,172 @@
+"""Finding layers and parameters in modules of several shapes."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.slices import OuterRole
+from lightning_hetero.models import HeteroLM, LMConfig
+from lightning_hetero.runtime.setup.layout import ModelLayout, find_layers
+from tests.toy import GPT, ToyModule, ToyOptions
+
+FIRST, LAST = frozenset({OuterRole.FIRST}), frozenset({OuterRole.LAST})
+
+
+def linears(count: int, width: int = 4) -> list[nn.Module]:
+    return [nn.Linear(width, width) for _ in range(count)]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+def test_the_list_of_like_modules_with_most_parameters_is_the_layers() -> None:
+    module = Wrapped(
+        small=nn.ModuleList(linears(9, 2)),
+        large=nn.ModuleList(linears(2, 16)),
+        mixed=nn.ModuleList([nn.Linear(64, 64), nn.LayerNorm(64)]),
+    )
+    name, layers = find_layers(module, None)
+    assert name == "large"
+    assert layers == tuple(module.large)
+
+
+def test_layers_are_found_inside_a_lightning_module() -> None:
+    module = ToyModule(ToyOptions(num_layers=3))
+    layout = ModelLayout.of(module)
+    assert layout.layers_name == "model.blocks"
+    assert layout.num_layers == 3
+
+
+def test_a_sequential_of_like_modules_is_a_layer_list_but_not_one_module_alone() -> None:
+    assert find_layers(Wrapped(body=nn.Sequential(*linears(2))), None)[0] == "body"
+    assert find_layers(Wrapped(body=nn.Sequential(*linears(1))), None) == (None, ())
+    assert find_layers(Wrapped(body=nn.ModuleList(linears(1))), None)[0] == "body"
+
+
+def test_the_module_itself_may_be_the_list() -> None:
+    module = nn.Sequential(*linears(3))
+    layout = ModelLayout.of(module)
+    assert layout.layers_name == ""
+    assert [spec.layer for spec in layout.specs] == [0, 0, 1, 1, 2, 2]
+
+
+def test_lists_without_parameters_or_modules_of_one_kind_are_no_layers() -> None:
+    module = Wrapped(
+        dropouts=nn.ModuleList([nn.Dropout(), nn.Dropout()]),
+        empty=nn.ModuleList(),
+        mixed=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+    )
+    assert find_layers(module, None) == (None, ())
+
+
+def test_a_module_without_layers_is_one_layer() -> None:
+    layout = ModelLayout.of(nn.Linear(4, 4))
+    assert layout.num_layers == 1
+    assert [spec.layer for spec in layout.specs] == [0, 0]
+    with pytest.raises(ModelError, match=r"no list of layers.*HeteroStrategy\(layers="):
+        layout.require_layers()
+
+
+def test_named_layers_come_before_what_would_be_found() -> None:
+    module = Wrapped(small=nn.ModuleList(linears(3, 2)), large=nn.ModuleList(linears(2, 16)))
+    assert find_layers(module, "small") == ("small", tuple(module.small))
+    mixed = Wrapped(mixed=nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]))
+    assert find_layers(mixed, "mixed")[1] == tuple(mixed.mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("blocks", r"layers='blocks' names no submodule of Wrapped.*\['body'\]"),
+        ("head", r"layers='head' is a Linear"),
+        ("none", r"layers='none' is a ModuleList with 0 children"),
+    ],
+)
+def test_wrong_names_are_refused_with_what_there_is(name: str, message: str) -> None:
+    module = Wrapped(body=nn.ModuleList(linears(2)), head=nn.Linear(4, 4), none=nn.ModuleList())
+    with pytest.raises(ModelError, match=message):
+        find_layers(module, name)
+
+
+def test_outer_parameters_take_the_end_at_which_they_are_registered() -> None:
+    layout = ModelLayout.of(GPT(2, 8, tied=False))
+    roles = {spec.name: spec.roles for spec in layout.specs if spec.layer is None}
+    assert roles == {
+        "wpe": FIRST,
+        "wte.weight": FIRST,
+        "ln_f.weight": LAST,
+        "ln_f.bias": LAST,
+        "head.weight": LAST,
+    }
+    assert all(not spec.roles for spec in layout.specs if spec.layer is not None)
+
+
+def test_a_tied_parameter_is_one_with_two_slots_and_both_roles() -> None:
+    model = GPT(2, 8, tied=True)
+    layout = ModelLayout.of(model)
+    names = [spec.name for spec in layout.specs]
+    assert "head.weight" not in names
+    tied = next(spec for spec in layout.specs if spec.name == "wte.weight")
+    assert tied.roles == FIRST | LAST
+    assert [slot.name for slot in layout.slots["wte.weight"]] == ["wte.weight", "head.weight"]
+    assert all(slot.current is model.wte.weight for slot in layout.slots["wte.weight"])
+
+
+def test_a_slot_puts_a_parameter_where_it_was() -> None:
+    model = GPT(1, 8, tied=True)
+    other = nn.Parameter(torch.zeros(1))
+    for slot in ModelLayout.of(model).slots["wte.weight"]:
+        slot.put(other)
+    assert model.wte.weight is other
+    assert model.head.weight is other
+
+
+def test_every_parameter_is_described_once() -> None:
+    config = LMConfig(vocab_size=11, hidden_size=8, num_layers=3, num_heads=2)
+    model = HeteroLM(config)
+    model.norm.weight.requires_grad_(requires_grad=False)
+    layout = ModelLayout.of(model)
+    expected = {name: tuple(item.shape) for name, item in model.named_parameters()}
+    assert {spec.name: spec.shape for spec in layout.specs} == expected
+    assert [spec.name for spec in layout.specs if not spec.requires_grad] == ["norm.weight"]
+
+
+def test_parameters_shared_between_layers_are_refused() -> None:
+    layers = nn.ModuleList(linears(2))
+    layers[1].weight = layers[0].weight
+    with pytest.raises(ModelError, match=r"0\.weight is shared between layers"):
+        ModelLayout.of(layers)
+
+
+def test_parameters_shared_between_a_layer_and_the_head_are_refused() -> None:
+    module = Wrapped(body=nn.ModuleList(linears(2)), head=nn.Linear(4, 4))
+    module.head.weight = module.body[1].weight
+    with pytest.raises(ModelError, match="shared between layers"):
+        ModelLayout.of(module)
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    module = Wrapped(body=nn.ModuleList(linears(2)))
+    module.add_module("head", nn.LazyLinear(3))
+    with pytest.raises(ModelError, match=r"head\.weight has no shape yet"):
+        ModelLayout.of(module)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (torch.complex64, "view_as_complex"),
+        (torch.int64, "as a buffer"),
+        (torch.float64, "module to fp32"),
+    ],
+)
+def test_parameters_that_fp32_cannot_carry_are_refused(dtype: torch.dtype, remedy: str) -> None:
+    module = Wrapped(body=nn.ModuleList(linears(2)))
+    module.scale = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+    with pytest.raises(ModelError, match=rf"scale is .*{remedy}"):
+        ModelLayout.of(module)

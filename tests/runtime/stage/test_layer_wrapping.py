@@ -1,0 +1,212 @@
+"""Checkpointed and compiled layers train alike; checkpointing keeps less."""
+
+import pickle
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from tests.processes import ProcessPool
+from tests.runtime.huggingface_runs import HuggingFaceCase
+from tests.runtime.huggingface_runs import train as train_hugging_face
+from tests.runtime.runs import (
+    Case,
+    pipeline,
+    plan_of,
+    stage,
+    train,
+    train_compiled,
+    train_compiled_by_hand,
+)
+from tests.runtime.test_huggingface_parity import THREE, TWO_AND_ONE, assert_same
+from tests.runtime.test_parity import assert_same_training
+from tests.toy import CONTEXT, GPT, VOCABULARY
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("c++") is None,
+    reason="torch.compile needs a C++ compiler on CPU",
+)
+
+
+def saved_elements(options: LayerOptions, num_layers: int = 4) -> int:
+    """Return how many elements a forward saves for backward, parameters left out."""
+    torch.manual_seed(0)
+    model = GPT(num_layers, 16, tied=False)
+    boundary = StageBoundary(list(model.blocks), wrap_layer=options.wrap_layer)
+    known = {parameter.data_ptr() for parameter in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            seen[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.randint(VOCABULARY, (2, CONTEXT))).sum()
+    boundary.remove()
+    return sum(seen.values())
+
+
+def test_a_checkpointed_layer_keeps_its_input_only() -> None:
+    none = saved_elements(LayerOptions())
+    second = saved_elements(LayerOptions(activation_checkpointing=2))
+    full = saved_elements(LayerOptions(activation_checkpointing="full"))
+    a_layer = saved_elements(LayerOptions(), num_layers=5) - none
+    its_input = 2 * CONTEXT * 16
+    assert none > second > full
+    assert a_layer > 5 * its_input
+    # Inputs of checkpointed layers stay; what else is saved belongs to the layers left alone.
+    assert full <= none - 4 * a_layer + 5 * its_input
+    assert second <= none - 2 * a_layer + 3 * its_input
+
+
+def test_every_nth_layer_is_checkpointed() -> None:
+    chosen = {
+        value: [
+            LayerOptions(activation_checkpointing=value).checkpoints(index) for index in range(5)
+        ]
+        for value in ("none", "full", 1, 2, 3)
+    }
+    assert chosen["none"] == [False] * 5
+    assert chosen["full"] == chosen[1] == [True] * 5
+    assert chosen[2] == [True, False, True, False, True]
+    assert chosen[3] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("value", ["half", 0, -1, True, None])
+def test_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="activation_checkpointing is"):
+        LayerOptions(activation_checkpointing=value)
+
+
+def test_wrapped_layers_are_pickled_as_they_were() -> None:
+    layer = nn.Linear(2, 2)
+    options = LayerOptions(activation_checkpointing="full")
+    boundary = StageBoundary([layer], wrap_layer=options.wrap_layer)
+    copy = pickle.loads(pickle.dumps(options.wrap_layer(0, nn.Linear(2, 2).forward)))
+    assert copy(torch.zeros(2)).shape == (2,)
+    boundary.remove()
+
+
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
+def test_every_layer_of_a_deep_model_may_be_compiled_by_itself() -> None:
+    with torch._dynamo.config.patch(recompile_limit=8):
+        layers = [nn.Linear(2, 2) for _ in range(12)]
+        options = LayerOptions(compile_layers=True)
+        StageBoundary(layers, wrap_layer=options.wrap_layer).remove()
+        assert torch._dynamo.config.recompile_limit >= len(layers)
+
+
+PLAN = plan_of(
+    pipeline(stage(2, 0, 2), stage(0, 2, 3), num_microbatches=3),
+    pipeline(stage(1, 0, 3), num_microbatches=1),
+)
+SHARDED = Case(
+    plan=plan_of(pipeline(stage([2, 0], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3))),
+    world_size=4,
+    model="packed",
+    batch_size=3,
+    num_rows=18,
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("value", ["full", 2])
+def test_checkpointing_changes_no_bit_of_training_with_dropout(
+    pool: ProcessPool, value: str | int
+) -> None:
+    # The module drops out inside its layers: what is computed again must drop the same.
+    case = Case(plan=PLAN, world_size=3, model="masking", batch_size=4, num_rows=24)
+    plain = pool.run(train, 3, case)
+    options = (("activation_checkpointing", value),)
+    for found, expected in zip(
+        pool.run(train, 3, replace(case, options=options)), plain, strict=True
+    ):
+        assert found.losses == expected.losses
+        for name, weight in expected.weights.items():
+            assert (found.weights[name] == weight).all(), name
+
+
+@pytest.mark.dist
+def test_checkpointing_under_unequal_degrees_trains_alike(pool: ProcessPool) -> None:
+    case = replace(SHARDED, options=(("activation_checkpointing", "full"),))
+    expected = pool.run(train, 1, case.on_single_device())[0]
+    for outcome in pool.run(train, 4, case):
+        assert_same_training(outcome, expected)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_compiled_layers_train_alike_in_stages_and_under_degrees(pool: ProcessPool) -> None:
+    case = replace(SHARDED, options=(("compile_layers", True), ("activation_checkpointing", 2)))
+    expected = pool.run(train, 1, case.on_single_device())[0]
+    for outcome, num_compiled in pool.run(train_compiled, 4, case, timeout_s=280.0):
+        assert num_compiled > 0
+        assert_same_training(outcome, expected)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["compile", "torch.compile"])
+def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
+    pool: ProcessPool, how: str
+) -> None:
+    # More layers than dynamo compiles one by one.
+    plan = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 12)), pipeline(stage(1, 0, 12)))
+    case = Case(plan=plan, world_size=3, num_layers=12, num_microbatches=2, optimizer="sgd")
+    expected, _ = pool.run(train_compiled_by_hand, 1, case.on_single_device(), how)[0]
+    outcomes = pool.run(train_compiled_by_hand, 3, case, how)
+    assert [num_graphs for _, num_graphs in outcomes] == [1, 1, 1]
+    for outcome, _ in outcomes:
+        assert_same_training(outcome, expected)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
+def test_layers_compiled_by_inductor_compute_the_same() -> None:
+    torch.manual_seed(0)
+    model = GPT(2, 16, tied=False)
+    ids = torch.randint(VOCABULARY, (2, CONTEXT))
+
+    def gradients() -> list[Tensor]:
+        return list(torch.autograd.grad(model(ids).square().mean(), list(model.parameters())))
+
+    plain = gradients()
+    boundary = StageBoundary(
+        list(model.blocks), wrap_layer=LayerOptions(compile_layers=True).wrap_layer
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = gradients()
+    boundary.remove()
+    assert counters["stats"]["unique_graphs"] == 1, "like layers share their code"
+    for found, expected in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_hugging_face_models_are_checkpointed_despite_their_caches(
+    pool: ProcessPool, model: str
+) -> None:
+    case = HuggingFaceCase(
+        model=model, plan=TWO_AND_ONE, world_size=3, options=(("activation_checkpointing", "full"),)
+    )
+    expected = pool.run(train_hugging_face, 1, case.on_single_device())[0]
+    for outcome in pool.run(train_hugging_face, 3, case):
+        assert_same(outcome, expected, 1e-5)
+
+
+@pytest.mark.dist
+def test_a_models_own_checkpointing_works_in_stages(pool: ProcessPool) -> None:
+    case = HuggingFaceCase(model="llama", plan=THREE, world_size=3, own_checkpointing=True)
+    expected = pool.run(train_hugging_face, 1, case.on_single_device())[0]
+    for outcome in pool.run(train_hugging_face, 3, case):
+        assert_same(outcome, expected, 1e-5)

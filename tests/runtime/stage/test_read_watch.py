@@ -1,0 +1,58 @@
+"""Only what is used of a parameter counts, not what is thrown away."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hetero.runtime.stage.read_watch import ReadWatch
+
+IDS = torch.tensor([0, 2, 1])
+
+
+def reads(
+    use: Callable[[ReadWatch, Tensor, Tensor], object], *, is_first: bool = False
+) -> set[str]:
+    table, head = torch.randn(4, 3, requires_grad=True), torch.randn(3, 4)
+    found: set[str] = set()
+    watch = ReadWatch({"table": table, "head": head}, found, is_first=is_first)
+    with watch:
+        use(watch, table, head)
+    return found
+
+
+def behind(watch: ReadWatch, value: Tensor) -> Tensor:
+    watch.uses_all = True
+    return value + 1
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (lambda watch, table, head: F.embedding(IDS, table) * 2, set()),
+        (lambda watch, table, head: table.detach()[IDS].mean(-1) > 0, set()),
+        (lambda watch, table, head: table.shape, set()),
+        (lambda watch, table, head: behind(watch, F.embedding(IDS, table)), {"table"}),
+        (lambda watch, table, head: behind(watch, table.detach().view(-1)[3:]), {"table"}),
+        (lambda watch, table, head: behind(watch, table @ head), {"table", "head"}),
+        (lambda watch, table, head: (table @ head, behind(watch, head)), {"head"}),
+        (lambda watch, table, head: watch.use([F.embedding(IDS, table)]), {"table"}),
+        (lambda watch, table, head: table.sum().item(), {"table"}),
+        (lambda watch, table, head: bool((head > 0).any()), {"head"}),
+        (lambda watch, table, head: head.nonzero(), {"head"}),
+        (lambda watch, table, head: torch.ones(3, 4)[head > 0], {"head"}),
+        (lambda watch, table, head: torch.zeros(3, 4).copy_(head), {"head"}),
+        (lambda watch, table, head: (head * 1).mul_(torch.ones(4)), set()),
+    ],
+)
+def test_a_stage_behind_the_first_uses_what_reaches_its_layers_or_values(
+    use: Callable[[ReadWatch, Tensor, Tensor], object], expected: set[str]
+) -> None:
+    assert reads(use) == expected
+
+
+def test_the_first_stage_uses_all_that_it_reads() -> None:
+    found = reads(lambda watch, table, head: F.embedding(IDS, table), is_first=True)
+    assert found == {"table"}

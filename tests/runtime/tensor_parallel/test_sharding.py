@@ -1,0 +1,254 @@
+"""Tensor-parallel stages compute what one device would, in any mix of degrees."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.models import HeteroLM, LMConfig
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.tensor_parallel.plan import ShardingPlan
+from tests.processes import ProcessPool
+from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage
+from tests.runtime.tensor_parallel_runs import (
+    TOY_PLAN,
+    ToyLM,
+    fit_error,
+    predict_sharded,
+    read_states,
+    train_sharded,
+    use_sharded_logits,
+)
+from tests.runtime.test_parity import assert_same_training, assert_same_weights
+
+pytestmark = pytest.mark.dist
+
+TOY = {"tp_plan": TOY_PLAN}
+REFERENCE_PLAN = HeteroLM(LMConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2)).tp_plan
+# Some biases of the toy have gradients that nearly cancel: Adam would blow up their rounding.
+OPTIMIZERS = {"packed": "adamw", "toy": "sgd"}
+MIXED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 3)))
+STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3)))
+MIXED_STAGED = plan_of(pipeline(stage([2, 0], 0, 3)), pipeline(stage(1, 0, 2), stage(3, 2, 3)))
+THREE_STAGES_BESIDE = plan_of(
+    pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(4, 2, 3)), pipeline(stage([3, 2], 0, 3))
+)
+FOUR = plan_of(pipeline(stage([1, 0, 2, 3], 0, 3)))
+
+
+def check(pool: ProcessPool, case: Case, options: dict[str, Any] | None = None) -> list[Outcome]:
+    options = options or ({} if case.model == "packed" else TOY)
+    expected = pool.run(train_sharded, 1, case.on_single_device(), {})[0]
+    assert len(set(expected.losses)) == len(expected.losses) > 0, "the oracle doesn't train"
+    outcomes = pool.run(train_sharded, case.world_size, case, options)
+    for outcome in outcomes:
+        assert_same_training(outcome, expected)
+    return outcomes
+
+
+@pytest.mark.parametrize("model", ["packed", "toy"])
+@pytest.mark.parametrize(
+    ("plan", "world_size", "features"),
+    [
+        (MIXED, 3, {"tied": True, "accumulate": 2, "clip_val": 0.1}),
+        (STAGED, 4, {"tied": True, "clip_val": 0.3}),
+        (MIXED_STAGED, 4, {"num_microbatches": 3}),
+        (THREE_STAGES_BESIDE, 5, {"ownership": "even"}),
+    ],
+    ids=["mixed", "staged", "mixed and staged", "beside three stages"],
+)
+def test_unequal_degrees_train_as_a_single_device_does(
+    pool: ProcessPool, model: str, plan: dict[str, Any], world_size: int, features: dict[str, Any]
+) -> None:
+    case = Case(plan=plan, world_size=world_size, model=model, **features)
+    check(pool, replace(case, optimizer=OPTIMIZERS[model]))
+
+
+def test_four_ranks_share_each_layer_of_a_toy(pool: ProcessPool) -> None:
+    check(pool, Case(plan=FOUR, world_size=4, model="toy", optimizer="sgd", clip_val=0.2))
+
+
+@pytest.mark.parametrize("plan", [MIXED, STAGED], ids=["mixed", "staged"])
+def test_sequence_parallelism_changes_nothing_but_rounding(
+    pool: ProcessPool, plan: dict[str, Any]
+) -> None:
+    # Packed micro-batches of random lengths: most numbers of tokens are odd.
+    world_size = 3 if plan is MIXED else 4
+    case = Case(plan=plan, world_size=world_size, model="packed", tied=True, clip_val=0.2)
+    check(pool, case, {"sequence_parallel": True})
+
+
+@pytest.mark.parametrize("model", ["toy", "packed"])
+def test_a_loss_on_sharded_logits_is_the_loss(pool: ProcessPool, model: str) -> None:
+    config = {"packed": {**REFERENCE_PLAN, "lm_head": "vocab_loss"}, "toy": {**TOY_PLAN}}[model]
+    options = {"tp_plan": config | ({"head": "vocab_loss"} if model == "toy" else {})}
+    optimizer = OPTIMIZERS[model]
+    check(pool, Case(plan=STAGED, world_size=4, model=model, optimizer=optimizer), options)
+
+
+def test_predictions_from_sharded_logits_are_whole(pool: ProcessPool) -> None:
+    case = Case(plan=STAGED, world_size=4, model="toy")
+    options = {"tp_plan": {**TOY_PLAN, "head": "vocab_loss"}}
+    for differences in pool.run(predict_sharded, 4, case, options):
+        assert max(differences) < 1e-5
+
+
+def test_sharded_logits_become_whole_only_where_something_needs_that(pool: ProcessPool) -> None:
+    for found in pool.run(use_sharded_logits, 2):
+        assert found.pop("gathers before") == 0
+        assert found.pop("gathers after") > 0
+        assert all(abs(value) < 1e-6 for value in found.values()), found
+
+
+@st.composite
+def sharded_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
+    """Up to two pipelines of one or two stages and degrees 1, 2 and 4 on four ranks."""
+    ranks = list(draw(st.permutations(range(4))))
+    shapes = draw(
+        st.sampled_from(
+            [
+                [(2, 2)],
+                [(2, 1), (2, 1)],
+                [(2, 1), (1, 2)],
+                [(2, 1), (1, 1)],
+                [(1, 2), (2, 1)],
+                [(4, 1)],
+            ]
+        )
+    )
+    model = "toy" if shapes == [(4, 1)] else draw(st.sampled_from(["toy", "packed"]))
+    pipelines = []
+    for degree, num_stages in shapes:
+        cut = [0, 3] if num_stages == 1 else [0, draw(st.integers(1, 2)), 3]
+        stages = []
+        for first, last in pairwise(cut):
+            stages.append(stage([ranks.pop() for _ in range(degree)], first, last))
+        pipelines.append(pipeline(*stages))
+    case = Case(
+        plan=plan_of(*pipelines),
+        world_size=4,
+        model=model,
+        tied=draw(st.booleans()),
+        optimizer=OPTIMIZERS[model],
+        batch_size=draw(st.integers(2, 4)),
+        num_microbatches=draw(st.sampled_from([None, 1, 3])),
+        accumulate=draw(st.integers(1, 2)),
+        clip_val=draw(st.sampled_from([None, 0.1])),
+        ownership=draw(st.sampled_from(["auto", "holders", "even", "parameter"])),
+    )
+    if model == "toy":
+        return case, TOY
+    return case, {"sequence_parallel": draw(st.booleans())}
+
+
+@given(drawn=sharded_cases())
+@settings(
+    max_examples=6,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_any_small_plan_with_degrees_trains_as_a_single_device_does(
+    pool: ProcessPool, drawn: tuple[Case, dict[str, Any]]
+) -> None:
+    check(pool, *drawn)
+
+
+def test_a_rank_holds_its_share_of_what_is_sharded(pool: ProcessPool) -> None:
+    case = Case(plan=plan_of(pipeline(stage([0, 1], 0, 3))), world_size=2, model="packed")
+    outcomes = pool.run(train_sharded, 2, case, {})
+    whole = sum(value.nbytes for value in outcomes[0].weights.values())
+    norms = sum(value.nbytes for name, value in outcomes[0].weights.items() if "norm" in name)
+    # Both ranks hold norms, and halves of the vocabulary's 23 rows are a row apart.
+    slack = norms + 2 * 16 * 4
+    assert all(abs(outcome.parameter_bytes[-1] - whole / 2) <= slack for outcome in outcomes)
+
+
+@pytest.mark.parametrize("first_degree", [1, 2])
+def test_a_checkpoint_of_one_degree_resumes_under_another(
+    pool: ProcessPool, tmp_path: Path, first_degree: int
+) -> None:
+    case = Case(plan=STAGED, world_size=4, model="toy", num_rows=16, batch_size=4, tied=True)
+    other = replace(case, plan=plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 3))), world_size=2)
+    first, later = (other, case) if first_degree == 1 else (case, other)
+    path = str(tmp_path / "half.ckpt")
+    whole = pool.run(train_sharded, first.world_size, first, TOY, 2, path)[0]
+    resumed = pool.run(train_sharded, later.world_size, later, TOY, 0, "", path)[0]
+    assert len(whole.losses) > 2
+    np.testing.assert_allclose(resumed.losses, whole.losses[2:], rtol=1e-5)
+    assert_same_weights(resumed.weights, whole.weights)
+    shapes = pool.run(read_states, 1, path)[0]
+    assert {(48, 16), (16, 32), (23, 16)} <= set(shapes.values())
+
+
+def test_predictions_are_whole_logits(pool: ProcessPool) -> None:
+    case = Case(plan=STAGED, world_size=4, model="toy")
+    for differences in pool.run(predict_sharded, 4, case, TOY):
+        assert len(differences) == 2
+        assert max(differences) < 1e-5
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]])
+def test_degrees_that_heads_cannot_take_are_refused_with_those_they_can(
+    pool: ProcessPool, order: list[int]
+) -> None:
+    case = Case(plan=plan_of(pipeline(stage(order, 0, 3))), world_size=4, model="packed")
+    for message in pool.run(fit_error, 4, case, {}):
+        assert "ModelError" in message
+        assert "2 heads" in message
+        assert "Degrees that work for this model: 1, 2." in message
+
+
+def test_modules_without_a_plan_and_impossible_sequence_parallelism_are_refused(
+    pool: ProcessPool,
+) -> None:
+    case = Case(plan=plan_of(pipeline(stage([0, 1], 0, 3))), world_size=2, model="toy")
+    assert "tp_plan=" in pool.run(fit_error, 2, case, {})[0]
+    pair = {"blocks.*.proj": "rowwise_split_input", "blocks.*.qkv": "colwise_gather_output"}
+    message = pool.run(fit_error, 2, case, {"tp_plan": pair, "sequence_parallel": True})[0]
+    assert "sequence_parallel=True isn't possible" in message
+    assert "norm1.weight is whole inside a sharded region" in message
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        ({"blocks.*.qkv": "diagonal"}, ConfigurationError, "'diagonal' for 'blocks.*.qkv'"),
+        ({"blocks.*.query": "colwise"}, ConfigurationError, "'blocks.*.query' of tp_plan names no"),
+        ({"norm": "colwise"}, ModelError, "belongs to a LayerNorm"),
+        ({"head": "embedding_rowwise"}, ModelError, "belongs to a Linear"),
+        ({"head": "rowwise"}, ModelError, "registered as embed.weight"),
+        ({"head": "rowwise", "embed": "vocab"}, ModelError, "sharded along dim"),
+    ],
+)
+def test_plans_that_fit_no_module_are_refused(
+    plan: dict[str, str], error: type[Exception], message: str
+) -> None:
+    model = ToyLM(1, tied=True)
+    with pytest.raises(error, match=message):
+        ShardingPlan.of(model, ModelLayout.of(model), plan)
+
+
+def test_fused_projections_are_cut_block_by_block() -> None:
+    model = ToyLM(1, tied=False)
+    cuts = ShardingPlan.of(model, ModelLayout.of(model), TOY_PLAN).cuts
+    assert (cuts["blocks.0.qkv.weight"].dim, cuts["blocks.0.qkv.weight"].blocks) == (0, 3)
+    assert (cuts["blocks.0.proj.weight"].dim, cuts["blocks.0.proj.bias"].dim) == (1, None)
+    assert cuts["blocks.0.norm_head.weight"].partial
+    assert cuts["head.weight"].uneven
+    assert cuts["blocks.0.norm1.weight"].dim is None
+
+
+def test_embeddings_that_need_their_whole_weight_are_refused() -> None:
+    model = ToyLM(1, tied=False)
+    model.embed = nn.Embedding(23, 16, max_norm=1.0)
+    with pytest.raises(ModelError, match="max_norm"):
+        ShardingPlan.of(model, ModelLayout.of(model), {"embed": "vocab"})

@@ -1,0 +1,360 @@
+"""Features of the Trainer under HeteroStrategy do what they do on a single device."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelPruning
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from tests.processes import ProcessPool
+from tests.runtime.features import (
+    AFTER_FIT,
+    average_stochastically,
+    average_weights,
+    fit_by_name,
+    fit_single,
+    fit_with_defaults,
+    log_everything,
+    read_with_plain_lightning,
+    stop_early,
+    train_and_save,
+)
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.scripts import run_python
+from tests.toy import ToyModule, ToyOptions, loader, quiet
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = 1e-5
+
+ASYMMETRIC = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
+THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
+TWO_STAGES = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
+
+
+def assert_close(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_close(found[key], value, f"{where}.{key}")
+        return
+    if isinstance(expected, list) and expected and isinstance(expected[0], dict):
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_close(one, other, f"{where}[{index}]")
+        return
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * scale, err_msg=where)
+
+
+def assert_all_alike(results: list[dict[str, Any]], keys: list[str]) -> None:
+    for result in results[1:]:
+        for key in keys:
+            assert_close(result[key], results[0][key], key)
+
+
+COMPARED = ["losses", "fitted", "weights", "validated", "tested", "weights_again"]
+
+
+@pytest.mark.parametrize(("num_stages", "world_size"), [(1, 2), (2, 2), (2, 4)])
+def test_every_entry_point_gives_what_a_single_device_gives(
+    pool: ProcessPool, num_stages: int, world_size: int
+) -> None:
+    num_pipelines = world_size // num_stages
+    expected = pool.run(fit_single, 1, 2 * num_pipelines)[0]
+    results = pool.run(fit_with_defaults, world_size, num_stages, world_size)
+    for result in results:
+        for key in COMPARED:
+            assert_close(result[key], expected[key], key)
+
+
+def test_predictions_of_a_pipeline_are_complete_on_each_of_its_ranks(pool: ProcessPool) -> None:
+    expected = np.concatenate(pool.run(fit_single, 1, 4)[0]["predictions"])
+    results = pool.run(fit_with_defaults, 4, 2, 4)
+    pipelines = [results[:2], results[2:]]
+    for ranks in pipelines:
+        for one, other in zip(ranks[0]["predictions"], ranks[1]["predictions"], strict=True):
+            assert np.array_equal(one, other)
+    parts = [
+        part
+        for batches in zip(*(ranks[0]["predictions"] for ranks in pipelines), strict=True)
+        for part in batches
+        if part is not None
+    ]
+    assert np.array_equal(np.concatenate(parts), expected)
+
+
+def test_the_strategy_has_a_name(pool: ProcessPool) -> None:
+    by_name = pool.run(fit_by_name, 2, 2)[0]
+    by_class = pool.run(fit_with_defaults, 2, 1, 2)[0]["losses"]
+    assert by_name == by_class[: len(by_name)]
+
+
+@pytest.mark.parametrize("plan", [ASYMMETRIC, TWO_STAGES, THREE])
+def test_logged_values_are_those_of_a_single_device_on_every_rank(
+    pool: ProcessPool, plan: dict[str, Any]
+) -> None:
+    num_pipelines = len(plan["pipelines"])
+    world_size = 1 + max(r for p in plan["pipelines"] for s in p["stages"] for r in s["ranks"])
+    expected = pool.run(log_everything, 1, None, 1, 2 * num_pipelines)[0]
+    assert {"rare", "accuracy", "at_epoch_end", "val_synced"} <= expected["metrics"].keys()
+    for result in pool.run(log_everything, world_size, plan, world_size, 2):
+        assert_close(result["metrics"], expected["metrics"])
+        assert_close(result["bar"], expected["bar"])
+        assert_close(result["seen"], expected["seen"])
+
+
+def test_callbacks_that_watch_a_metric_decide_alike_on_all_ranks(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    results = pool.run(stop_early, 3, ASYMMETRIC, 3, str(tmp_path))
+    assert all(result == results[0] for result in results)
+    assert results[0]["best"] == "epoch=2.ckpt"
+    assert results[0]["score"] == 0.0
+    assert results[0]["stopped"] == 4
+    assert (tmp_path / "epoch=2.ckpt").is_file()
+
+
+ALONE = plan_of(pipeline(stage(0, 0, 3)))
+
+
+def assert_continued(result: dict[str, Any], whole: dict[str, Any], save_at: int) -> None:
+    assert_close(result["losses"], whole["losses"][save_at:], "losses")
+    for key in ("weights", "rate", "global_step"):
+        assert_close(result[key], whole[key], key)
+    assert_close(result["metrics"]["val_loss"], whole["metrics"]["val_loss"])
+
+
+def run(pool: ProcessPool, world_size: int, *arguments: Any, **options: Any) -> list[Any]:
+    return pool.run(functools.partial(train_and_save, **options), world_size, *arguments)
+
+
+@pytest.mark.parametrize("save_at", [2, 4, 6])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
+    pool: ProcessPool, tmp_path: Path, save_at: int, optimizer: str
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    options = ToyOptions(optimizer=optimizer, tied=optimizer == "sgd")
+    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, options=options)[0]
+    assert len(whole["losses"]) == 8
+    resumed = [(THREE, 3, 2), (TWO_STAGES, 2, 6), (ALONE, 1, 6), (None, 1, 6)]
+    for plan, world_size, batch_size in resumed:
+        for result in run(
+            pool, world_size, plan, world_size, batch_size, resume=path, options=options
+        ):
+            assert_continued(result, whole, save_at)
+
+
+@pytest.mark.parametrize("save_at", [2, 4, 6])
+def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
+    pool: ProcessPool, tmp_path: Path, save_at: int
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    whole = run(pool, 1, None, 1, 6, save_at=save_at, path=path)[0]
+    for result in run(pool, 3, ASYMMETRIC, 3, 3, resume=path):
+        assert_continued(result, whole, save_at)
+
+
+@pytest.mark.parametrize("save_at", [2, 6])
+def test_a_shuffled_run_resumes_inside_an_epoch_in_the_same_order(
+    pool: ProcessPool, tmp_path: Path, save_at: int
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, shuffle=True)[0]
+    for result in run(pool, 3, THREE, 3, 2, resume=path, shuffle=True):
+        assert_close(result["losses"], whole["losses"][save_at:], "losses")
+        assert_close(result["weights"], whole["weights"], "weights")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("save_at", [2, 6])
+def test_workers_of_a_resumed_loader_draw_the_same_order(tmp_path: Path, save_at: int) -> None:
+    # In this very process, since those of the pool may not start workers.
+    path = str(tmp_path / "some.ckpt")
+    order: dict[str, Any] = {"shuffle": True, "num_workers": 1}
+    try:
+        whole = train_and_save(0, ALONE, 1, 6, save_at=save_at, path=path, **order)
+        dist.destroy_process_group()
+        resumed = train_and_save(0, ALONE, 1, 6, resume=path, **order)
+    finally:
+        dist.destroy_process_group()
+    assert_close(resumed["losses"], whole["losses"][save_at:], "losses")
+
+
+def test_a_checkpoint_saved_after_fit_is_whole_and_resumes(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "some.ckpt")
+    whole = run(pool, 3, ASYMMETRIC, 3, 3)[0]
+    first = run(pool, 3, ASYMMETRIC, 3, 3, save_at=AFTER_FIT, path=path, max_epochs=1)[0]
+    assert_close(pool.run(read_with_plain_lightning, 1, path)[0]["weights"], first["weights"])
+    for plan, world_size, batch_size in [(TWO_STAGES, 2, 6), (None, 1, 6)]:
+        for result in run(pool, world_size, plan, world_size, batch_size, resume=path):
+            assert_continued(result, whole, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_saved_after_fit_and_validate_holds_what_the_optimizers_hold(
+    tmp_path: Path,
+) -> None:
+    module = ToyModule(ToyOptions())
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, 3)))))
+    trainer = L.Trainer(**quiet(max_epochs=1), strategy=strategy, devices=1)
+    trainer.fit(module, loader(8, 4))
+    trainer.save_checkpoint(tmp_path / "fitted.ckpt")
+    trainer.validate(module, loader(8, 4), verbose=False)
+    trainer.save_checkpoint(tmp_path / "validated.ckpt")
+    fitted, validated = (
+        torch.load(tmp_path / name, weights_only=True)["optimizer_states"][0]["state"]
+        for name in ("fitted.ckpt", "validated.ckpt")
+    )
+    assert len(fitted) == len(list(module.parameters()))
+    for index, state in fitted.items():
+        assert torch.equal(validated[index]["exp_avg"], state["exp_avg"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_is_compiled_as_a_whole_is_refused(*, in_place: bool) -> None:
+    module: Any = ToyModule(ToyOptions())
+    if in_place:
+        module.model.compile()
+    else:
+        module.model = torch.compile(module.model)
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match=r"model is compiled.*compile_layers=True"):
+        trainer.fit(module, loader(4, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.3)
+    trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match="ModelPruning masks whole parameters"):
+        trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
+
+
+class RunsCode:
+    """What a crafted file holds: reading it back makes a file."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.made,))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_zip", [False, True])
+@pytest.mark.parametrize("entry", ["fit", "validate"])
+def test_no_code_of_a_file_to_resume_from_is_run(
+    tmp_path: Path, entry: str, *, is_zip: bool
+) -> None:
+    crafted = {"state_dict": {}, "callbacks": RunsCode(tmp_path / "made")}
+    torch.save(crafted, tmp_path / "bad.ckpt", _use_new_zipfile_serialization=is_zip)
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(CheckpointError, match=r"bad.ckpt holds more than .* can run code"):
+        getattr(trainer, entry)(
+            ToyModule(ToyOptions()), loader(4, 2), ckpt_path=tmp_path / "bad.ckpt"
+        )
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with trainer.init_module(empty_init=True):
+        empty = torch.nn.Linear(2, 2)
+    with trainer.init_module():
+        full = torch.nn.Linear(2, 2)
+    assert empty.weight.is_meta
+    assert not full.weight.is_meta
+
+
+def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
+    run(pool, 3, ASYMMETRIC, 3, 3, save_at=4, path=paths[0])
+    run(pool, 1, None, 1, 6, save_at=4, path=paths[1])
+    found, expected = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
+    assert found["keys"] == expected["keys"]
+    assert found["shapes"] == expected["shapes"]
+    assert_close(found["weights"], expected["weights"])
+
+
+def test_averaged_weights_are_validated_and_kept(pool: ProcessPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
+    expected = pool.run(average_weights, 1, None, 1, 6, paths[1])[0]
+    for result in pool.run(average_weights, 3, ASYMMETRIC, 3, 3, paths[0]):
+        for key in expected:
+            assert_close(result[key], expected[key], key)
+    found, saved = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
+    assert_close(found["weights"], saved["weights"])
+    for result in pool.run(average_weights, 2, TWO_STAGES, 2, 6, paths[0], paths[0]):
+        assert_close(result["losses"], expected["losses"][3:], "losses")
+        assert_close(result["weights"], expected["weights"], "weights")
+
+
+def test_stochastic_averages_are_those_of_a_single_device(pool: ProcessPool) -> None:
+    expected = pool.run(average_stochastically, 1, None, 1, 6)[0]
+    for result in pool.run(average_stochastically, 3, ASYMMETRIC, 3, 3):
+        assert_close(result["losses"], expected["losses"], "losses")
+        assert_close(result["weights"], expected["weights"], "weights")
+
+
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from tests.toy import ToyModule, ToyOptions, loader
+
+
+class Module(ToyModule):
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__(ToyOptions(num_layers=num_layers))
+
+    def train_dataloader(self):
+        return loader(8, 2)
+
+    def on_train_end(self) -> None:
+        plan = self.trainer.strategy.plan
+        print(f"rank {self.global_rank} of {plan.num_pipelines} pipelines")
+        print(f"after {self.trainer.global_step} steps", flush=True)
+
+
+LightningCLI(Module, seed_everything_default=1, save_config_callback=None)
+"""
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  strategy:
+    class_path: lightning_hetero.HeteroStrategy
+    init_args:
+      num_stages: 2
+      num_microbatches: 2
+      ownership: even
+model:
+  num_layers: 4
+"""
+
+
+def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
+    script, config = tmp_path / "script.py", tmp_path / "config.yaml"
+    script.write_text(CLI)
+    config.write_text(CONFIG)
+    root = str(Path(__file__).resolve().parents[2])
+    command = [script, "fit", "--config", config]
+    code, output = run_python(command, folder=tmp_path, PYTHONPATH=root)
+    assert code == 0, output
+    assert "rank 0 of 1 pipelines" in output
+    assert "rank 1 of 1 pipelines" in output
+    assert output.count("after 4 steps") == 2
