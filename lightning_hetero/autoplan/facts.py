@@ -108,7 +108,7 @@ class RunFacts:
     """See `ComputeClock.slowdown`."""
     memory_bytes: int | None = None
     """What to plan with instead of the device's own memory."""
-    propagation_bytes: int = 4
+    compute_bytes: int = 4
     """Bytes of a value of weights and gradients on their way."""
     summed_bytes: int = 4
     """Bytes of a value of gradients that are summed over micro-batches."""
@@ -131,8 +131,8 @@ class RunFacts:
         share = trainable / count if count else 1.0
         frozen = self.master_bytes * (1 - share)
         return StateLayout(
-            weight_bytes=self.propagation_bytes,
-            gradient_bytes=math.ceil(self.propagation_bytes * share),
+            weight_bytes=self.compute_bytes,
+            gradient_bytes=math.ceil(self.compute_bytes * share),
             summed_bytes=math.ceil(self.summed_bytes * share),
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
         )

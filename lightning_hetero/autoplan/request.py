@@ -19,8 +19,8 @@ from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
 from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.stage.random_state import preserved_random_state
 
 __all__ = ["PlanRequest", "RunPlans", "find_data", "find_sizes"]
 

@@ -174,7 +174,7 @@ def state_bytes(
     """
     used = [0.0] * facts.comms.world_size
     for spec in specs:
-        held_bytes = facts.propagation_bytes + facts.summed_bytes * spec.requires_grad
+        held_bytes = facts.compute_bytes + facts.summed_bytes * spec.requires_grad
         owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for holding in holdings_of(spec, plan):
             rows = sum(stop - start for start, stop in holding.intervals)

@@ -108,7 +108,7 @@ class HeteroRun(PlainRun):
         engine = self._strategy.engine
         table = engine.transfer_table(self._strategy.plan)
         largest = max(map(table.numel, table.push(engine.comms.global_rank)), default=0)
-        return max(2**10, largest * engine.config.propagation_dtype.itemsize)
+        return max(2**10, largest * engine.config.compute_dtype.itemsize)
 
     @property
     def clock(self) -> ComputeClock:
@@ -171,7 +171,7 @@ class HeteroRun(PlainRun):
                 probe_s={} if equal else device_s,
                 link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
                 hidden_bytes=max(report.hidden_bytes for report in reports),
-                value_bytes=engine.config.propagation_dtype.itemsize,
+                value_bytes=engine.config.compute_dtype.itemsize,
                 table_of=engine.transfer_table,
                 is_assigned=self._datamodule is not None,
                 share=share,

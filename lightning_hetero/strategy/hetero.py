@@ -322,7 +322,7 @@ class HeteroStrategy(StepsStrategy):
     def _gather_facts(self, module: pl.LightningModule) -> RunFacts:
         assert self._communicators is not None
         trainer, precision = module.trainer, self.precision_plugin
-        master = precision.master_dtype or precision.propagation_dtype
+        master = precision.master_dtype or precision.compute_dtype
         return RunFacts(
             module=module,
             layout=ModelLayout.of(module, layers=self._layers),
@@ -331,7 +331,7 @@ class HeteroStrategy(StepsStrategy):
             sizes=lambda: find_sizes(trainer),
             slowdown=self.slowdown,
             memory_bytes=self.memory_bytes,
-            propagation_bytes=precision.propagation_dtype.itemsize,
+            compute_bytes=precision.compute_dtype.itemsize,
             summed_bytes=4 if self._engine_options["fp32_gradients"] else 2,
             master_bytes=master.itemsize,
             data=find_data(trainer),
@@ -360,7 +360,7 @@ class HeteroStrategy(StepsStrategy):
         return EngineConfig(
             num_microbatches=self._num_microbatches or several,
             ownership=self._ownership,
-            propagation_dtype=precision.propagation_dtype,
+            compute_dtype=precision.compute_dtype,
             master_dtype=precision.master_dtype,
             seed=self.broadcast(torch.initial_seed() % 2**31),
             **self._engine_options,

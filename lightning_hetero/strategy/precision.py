@@ -39,7 +39,7 @@ _REASONS = {
 
 
 class HeteroPrecision(Precision):
-    """Propagate in `propagation_dtype`, keep and update slices in `master_dtype`.
+    """Propagate in `compute_dtype`, keep and update slices in `master_dtype`.
 
     Args:
         precision: "32-true"; "bf16-mixed" (bf16 propagation, fp32 slices, no autocast) or
@@ -54,7 +54,7 @@ class HeteroPrecision(Precision):
                 f"of {', '.join(_DTYPES)}."
             )
         self.precision = precision
-        self.propagation_dtype, self.master_dtype = _DTYPES[precision]
+        self.compute_dtype, self.master_dtype = _DTYPES[precision]
         self.deposit_gradients: Callable[[], None] | None = None
         """Set by the strategy: moves the iteration's gradients into the slices."""
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None

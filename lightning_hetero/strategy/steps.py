@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.agreement import fingerprint_of
-from lightning_hetero.runtime.iteration.propagation import IterationKey
+from lightning_hetero.runtime.iteration.passes import IterationKey
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
 from lightning_hetero.strategy.sliced import SlicesStrategy

@@ -54,7 +54,7 @@ def start(cluster: Cluster, plan: ParallelPlan = PLAN, **changes: Any) -> StartU
         comms=comms,
         device=torch.device("cpu"),
         sizes=lambda: BatchSizes(samples=6, sequence_length=128),
-        propagation_bytes=2,
+        compute_bytes=2,
     )
     slices = assign_owners(layout.specs, plan, world_size=3, ownership=Ownership.EVEN)
     return StartUp(

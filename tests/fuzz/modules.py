@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_hetero.runtime.stage.random_state import seed_of
+from lightning_hetero.runtime.random_state import seed_of
 from tests.fuzz.recipes import NUM_LAYERS, Recipe
 from tests.toy import CONTEXT, VOCABULARY, TokenRows
 

@@ -52,11 +52,11 @@ def exchange(rank: int) -> None:
         note = list(range(NUM_NOTES * index))
         learned = [tensor for tensor in tensors if tensor.requires_grad]
         if rank == 0:
-            link.send_hidden(tensors, note)
+            link.send_activation(tensors, note)
             link.expect_gradient(index, learned)
             assert_equal(link.receive_gradient(index), [2 * tensor.detach() for tensor in learned])
         else:
-            received, found = link.receive_hidden()
+            received, found = link.receive_activation()
             assert found == note
             assert_equal(received, tensors)
             assert [tensor.requires_grad for tensor in received] == [

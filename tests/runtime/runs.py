@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, PackedCollate
 from lightning_hetero.models.loss import packed_cross_entropy
-from lightning_hetero.runtime.stage.random_state import seed_of
+from lightning_hetero.runtime.random_state import seed_of
 from tests.toy import ADAM_EPS, CONTEXT, GPT, VOCABULARY, TokenRows, quiet
 
 SEED = 11

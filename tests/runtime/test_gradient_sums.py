@@ -21,6 +21,6 @@ def test_gradients_of_bf16_are_summed_in_fp32(num_microbatches: int) -> None:
 
 
 def test_the_gradients_of_one_micro_batch_take_no_more_than_weights() -> None:
-    config = EngineConfig(num_microbatches=4, propagation_dtype=torch.bfloat16)
+    config = EngineConfig(num_microbatches=4, compute_dtype=torch.bfloat16)
     assert config.gradient_dtype(1) is torch.bfloat16
     assert config.gradient_dtype(2) is torch.float32

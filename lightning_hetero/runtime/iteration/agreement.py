@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.core.plan import RankPlace
 from lightning_hetero.runtime.iteration.buffers import BufferChange
-from lightning_hetero.runtime.iteration.microbatches import epoch_weight
+from lightning_hetero.runtime.microbatches import epoch_weight
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.reductions import Kind
 from lightning_hetero.runtime.results.step_logs import LogEntry

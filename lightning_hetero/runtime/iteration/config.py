@@ -21,7 +21,7 @@ class EngineConfig:
     ownership: Ownership = Ownership.AUTO
     owner_weights: tuple[float, ...] | None = None
     """Share of slices of each rank; equal if None."""
-    propagation_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""
     seed: int = 0
@@ -42,5 +42,5 @@ class EngineConfig:
     def gradient_dtype(self, num_microbatches: int) -> torch.dtype:
         """Return the dtype in which a rank keeps gradients; one micro-batch's are no sum."""
         if num_microbatches > 1 and self.fp32_gradients:
-            return torch.promote_types(self.propagation_dtype, torch.float32)
-        return self.propagation_dtype
+            return torch.promote_types(self.compute_dtype, torch.float32)
+        return self.compute_dtype

@@ -31,10 +31,11 @@ from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Repo
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.finiteness import answer_nonfinite, describe_ranks
-from lightning_hetero.runtime.iteration.microbatches import cut_batch
-from lightning_hetero.runtime.iteration.plan_run import PlanRun
+from lightning_hetero.runtime.iteration.passes import IterationKey, Propagation, StepContext
 from lightning_hetero.runtime.iteration.plan_switch import PlanSwitch
-from lightning_hetero.runtime.iteration.propagation import IterationKey, Propagation, StepContext
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.microbatches import cut_batch
+from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.iteration_loss import (
     GUESSED_LOSS,
@@ -51,7 +52,6 @@ from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
-from lightning_hetero.runtime.stage.random_state import preserved_random_state
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -109,7 +109,7 @@ class Engine:
             self.store,
             communicators,
             clock=self.clock,
-            dtype=config.propagation_dtype,
+            dtype=config.compute_dtype,
             tensor_parallel=tensor_parallel,
         )
         self._context = StepContext(
@@ -370,7 +370,7 @@ class Engine:
         self._context = replace(self._context, seed=seed)
 
     @property
-    def _run(self) -> PlanRun:
+    def _run(self) -> RunningPlan:
         return self._plans.run
 
     def _make_store(self, plan: ParallelPlan) -> SliceStore:

@@ -16,7 +16,7 @@ from lightning_hetero.core.slices import OuterRole, ParameterSpec
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.agreement import Report
-from lightning_hetero.runtime.iteration.plan_run import PlanRun
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
@@ -159,10 +159,10 @@ class PlanSwitch:
             del self.run
             self.run = self._make_run(plan, share_memory=share_memory)
 
-    def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> PlanRun:
+    def _make_run(self, plan: ParallelPlan, *, share_memory: bool) -> RunningPlan:
         if self._tensor_parallel is not None:
             self._tensor_parallel.enter_plan(plan, self._comms)
-        return PlanRun(
+        return RunningPlan(
             plan,
             self._specs,
             self._store,

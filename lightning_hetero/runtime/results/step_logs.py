@@ -32,7 +32,7 @@ from lightning_hetero.runtime.results.reductions import (
     ends_of,
     ratio_of,
 )
-from lightning_hetero.runtime.stage.unknown import check_known
+from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "LogEntry", "StepLogs"]
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.weight_sources import StoredPlace, WeightSources
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.state import gather_rows
 from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
-from lightning_hetero.runtime.stage.random_state import preserved_random_state, seed_of
 
 __all__ = ["materialize"]
 

@@ -17,7 +17,7 @@ from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
-from lightning_hetero.runtime.stage.unknown import Origin, Unknown
+from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["ComputeWeights", "SliceStore", "narrow_rows", "own_interval"]
 

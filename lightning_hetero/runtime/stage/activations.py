@@ -92,7 +92,7 @@ class ActivationLink:
         self._sent_forward = _Sends()
         self._sent_backward = _Sends()
 
-    def receive_hidden(self) -> tuple[list[Tensor], Any]:
+    def receive_activation(self) -> tuple[list[Tensor], Any]:
         """Return the next hidden state with its side tensors, and the note on it.
 
         The tensors ask for gradients where those sent did.
@@ -104,7 +104,7 @@ class ActivationLink:
             tensor.requires_grad_(form.requires_grad)
         return received, note
 
-    def send_hidden(self, tensors: Sequence[Tensor], note: Any = None) -> None:
+    def send_activation(self, tensors: Sequence[Tensor], note: Any = None) -> None:
         """Send a hidden state and side tensors to the stage behind, without waiting for them.
 
         Args:

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.random_state import seed_everything, seed_of
 from lightning_hetero.runtime.stage.hidden_state import hidden_output, hidden_place, named_arguments
 from lightning_hetero.runtime.stage.layer_calls import check_finished, check_order, note_checkpoint
-from lightning_hetero.runtime.stage.microbatch_run import MicrobatchRun, StageEnd
-from lightning_hetero.runtime.stage.random_state import seed_everything, seed_of
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 from lightning_hetero.runtime.stage.skipped_layer import SkippedLayer
 from lightning_hetero.runtime.stage.stage_input import StageInput
-from lightning_hetero.runtime.stage.unknown import check_known
+from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StageBoundary"]
 
@@ -64,8 +64,8 @@ class StageBoundary:
         self._skipped = [
             SkippedLayer(layer, index, self._leavings) for index, layer in enumerate(self._layers)
         ]
-        self._run: MicrobatchRun | None = None
-        self._again: MicrobatchRun | None = None
+        self._run: MicrobatchPass | None = None
+        self._again: MicrobatchPass | None = None
         """The micro-batch whose backward runs."""
         self._enter_stage = enter_stage
         self._leave_stage = leave_stage
@@ -95,7 +95,7 @@ class StageBoundary:
                 del layer.forward
 
     @contextmanager
-    def running(self, run: MicrobatchRun) -> Iterator[None]:
+    def running(self, run: MicrobatchPass) -> Iterator[None]:
         """Run the user's step inside this context; checks that it called the model once."""
         self._run = run
         run.with_gradients = torch.is_grad_enabled()
@@ -111,7 +111,7 @@ class StageBoundary:
             run.end_watch()
             self._run = None
 
-    def check_finished(self, run: MicrobatchRun) -> None:
+    def check_finished(self, run: MicrobatchPass) -> None:
         """Refuse a step that has ended without all layers of a stage.
 
         Raises:
@@ -120,12 +120,12 @@ class StageBoundary:
         if not self._is_free(run):
             check_finished(run)
 
-    def _is_free(self, run: MicrobatchRun) -> bool:
+    def _is_free(self, run: MicrobatchPass) -> bool:
         """Whether layers are called as the user likes."""
         return not run.has_stages and self._enter_stage is None
 
     @contextmanager
-    def backward_of(self, run: MicrobatchRun) -> Iterator[None]:
+    def backward_of(self, run: MicrobatchPass) -> Iterator[None]:
         """Compute layers that the user's model checkpoints again as in this run's forward."""
         self._again = run
         try:
@@ -164,7 +164,7 @@ class StageBoundary:
 
     def _compute(
         self,
-        run: MicrobatchRun,
+        run: MicrobatchPass,
         index: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -185,7 +185,7 @@ class StageBoundary:
             self._leavings.note(before, hidden, rest, run.handed_on)
         return output
 
-    def _check_call(self, run: MicrobatchRun, index: int, given: dict[int | str, Any]) -> None:
+    def _check_call(self, run: MicrobatchPass, index: int, given: dict[int | str, Any]) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""
         place = hidden_place(given, run.last_hidden if index else None, index)
         before = run.hidden_places.get(index - 1, place)
@@ -203,7 +203,7 @@ class StageBoundary:
             check_known(others, f"Layer {index} takes")
 
     def _enter(
-        self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: MicrobatchPass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if run.receive is not None:
             run.stage_input = StageInput(run.arrived().tensors[0])
@@ -214,7 +214,7 @@ class StageBoundary:
         return args, kwargs
 
     def _first_arguments(
-        self, run: MicrobatchRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: MicrobatchPass, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the stage's first layer gets."""
         if run.stage_input is None and self._enter_stage is None:
@@ -234,7 +234,7 @@ class StageBoundary:
         hidden = self._leave_stage(hidden_output(output, index))
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
-    def _leave(self, run: MicrobatchRun, output: Any) -> Any:
+    def _leave(self, run: MicrobatchPass, output: Any) -> Any:
         run.finished = True
         index = run.layers.stop - 1
         output = self._last_output(index, output)
@@ -249,7 +249,7 @@ class StageBoundary:
 
     def _call_freely(
         self,
-        run: MicrobatchRun,
+        run: MicrobatchPass,
         index: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -270,7 +270,7 @@ class StageBoundary:
 
     def _call_again(
         self,
-        run: MicrobatchRun,
+        run: MicrobatchPass,
         index: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -295,7 +295,7 @@ class StageBoundary:
 
     def _skip(
         self,
-        run: MicrobatchRun,
+        run: MicrobatchPass,
         index: int,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
@@ -332,7 +332,7 @@ def _rest_of(output: Any, given: Sequence[Any] = ()) -> tuple[Any, ...]:
 
 
 def _hidden_of(
-    run: MicrobatchRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    run: MicrobatchPass, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     given = named_arguments(args, kwargs)
     place = run.hidden_places.get(index)

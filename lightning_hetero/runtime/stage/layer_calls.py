@@ -9,12 +9,12 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_hetero.core.errors import ModelError, StepError
-from lightning_hetero.runtime.stage.microbatch_run import MicrobatchRun
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 
 __all__ = ["check_finished", "check_order", "note_checkpoint"]
 
 
-def note_checkpoint(run: MicrobatchRun, index: int) -> None:
+def note_checkpoint(run: MicrobatchPass, index: int) -> None:
     """Note that autograd doesn't see a layer for the time being.
 
     Raises:
@@ -30,7 +30,7 @@ def note_checkpoint(run: MicrobatchRun, index: int) -> None:
             )
 
 
-def check_order(run: MicrobatchRun, index: int) -> None:
+def check_order(run: MicrobatchPass, index: int) -> None:
     """Note that a layer is called.
 
     Raises:
@@ -49,7 +49,7 @@ def check_order(run: MicrobatchRun, index: int) -> None:
     run.called.append(index)
 
 
-def check_finished(run: MicrobatchRun) -> None:
+def check_finished(run: MicrobatchPass) -> None:
     """Refuse a step that has ended without all layers of a stage.
 
     Raises:

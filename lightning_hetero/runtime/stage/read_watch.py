@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.runtime.stage.unknown import Unknown, written_by
+from lightning_hetero.runtime.unknown import Unknown, written_by
 
 __all__ = ["ReadWatch"]
 

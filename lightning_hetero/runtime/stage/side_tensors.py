@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.stage.unknown import Origin, Unknown
+from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["Handover", "LayerLeavings"]
 

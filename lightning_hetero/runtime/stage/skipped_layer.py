@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.stage.hidden_state import hidden_output, named_arguments
 from lightning_hetero.runtime.stage.layer_wrapping import is_cache
-from lightning_hetero.runtime.stage.microbatch_run import in_place_between
-from lightning_hetero.runtime.stage.random_state import preserved_random_state
+from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
-from lightning_hetero.runtime.stage.unknown import Origin, Unknown
+from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["SkippedLayer"]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.microbatch_run import MicrobatchRun, StageEnd
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.side_tensors import Handover
-from lightning_hetero.runtime.stage.unknown import Unknown
+from lightning_hetero.runtime.unknown import Unknown
 
 
 class Layer(nn.Module):
@@ -57,11 +57,11 @@ class Model(nn.Module):
 
 def run_of(
     layers: range, received: Tensor | Handover | None, watch: LossWatch | None = None
-) -> MicrobatchRun:
+) -> MicrobatchPass:
     if isinstance(received, Tensor):
         forms = [(tuple(received.shape), received.dtype)] * layers.start
         received = Handover([received], [pickle.dumps([])] * layers.start, forms)
-    return MicrobatchRun(
+    return MicrobatchPass(
         layers=layers,
         num_layers=3,
         seed=(1, 2, 3),
@@ -220,7 +220,7 @@ def test_outputs_that_are_no_hidden_state_are_refused() -> None:
 
     layer = Odd()
     boundary = StageBoundary([layer])
-    run = MicrobatchRun(
+    run = MicrobatchPass(
         layers=range(1),
         num_layers=2,
         seed=(1,),

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.microbatch_run import MicrobatchRun, StageEnd
-from lightning_hetero.runtime.stage.unknown import Unknown
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.unknown import Unknown
 
 if TYPE_CHECKING:
     from lightning_hetero.runtime.stage.side_tensors import Handover
@@ -72,7 +72,7 @@ def in_stages(model: Model, boundary: StageBoundary, x: Tensor) -> Tensor:
     """Return what a second stage makes of layers 1 and 2, of what a first made of layer 0."""
     handed_on: list[Handover] = []
     for layers in (range(1), range(1, 3)):
-        run = MicrobatchRun(
+        run = MicrobatchPass(
             layers=layers,
             num_layers=3,
             seed=(1,),

@@ -24,10 +24,10 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
 
-__all__ = ["GradientCounter", "PlanRun"]
+__all__ = ["GradientCounter", "RunningPlan"]
 
 
-class PlanRun:
+class RunningPlan:
     """One plan, made ready on one rank.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.finiteness import has_nonfinite
-from lightning_hetero.runtime.iteration.plan_run import PlanRun
+from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.iteration_loss import no_totals
 from lightning_hetero.runtime.results.outputs import StepRecord
@@ -26,11 +26,11 @@ from lightning_hetero.runtime.results.targets import (
     weigh_loss,
 )
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.microbatch_run import MicrobatchRun, StageEnd
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.read_watch import ReadWatch
 from lightning_hetero.runtime.stage.side_tensors import Handover
-from lightning_hetero.runtime.stage.unknown import check_known
 from lightning_hetero.runtime.trace import traced
+from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["IterationKey", "Propagation", "StepContext"]
 
@@ -74,7 +74,7 @@ class StepContext:
 class _InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward."""
 
-    run: MicrobatchRun
+    run: MicrobatchPass
     received: list[Tensor]
     """Hidden state and side tensors from the stage before, as far as they have gradients."""
     outputs: list[Tensor]
@@ -100,7 +100,7 @@ class Propagation:
 
     def __init__(
         self,
-        run: PlanRun,
+        run: RunningPlan,
         context: StepContext,
         microbatches: Sequence[Any],
         *,
@@ -149,7 +149,7 @@ class Propagation:
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch = self.microbatches[index]
         watch = LossWatch()
-        run = self._microbatch_run(index, watch)
+        run = self._microbatch_pass(index, watch)
         self._lists.begin()
         try:
             with self._run.weights.in_step(), self._context.boundary.running(run):
@@ -158,7 +158,7 @@ class Propagation:
             self._context.logs.drop_microbatch()
             self._lists.take(behind_layers=False)
             self._context.clock.stretch()
-            self._run.link.send_hidden(
+            self._run.link.send_activation(
                 end.handed_on.tensors, (end.handed_on.left, end.handed_on.forms)
             )
             self._hold(index, run, end.handed_on.tensors)
@@ -219,7 +219,7 @@ class Propagation:
     def _hold(
         self,
         index: int,
-        run: MicrobatchRun,
+        run: MicrobatchPass,
         outputs: Sequence[Tensor],
         gradient: Tensor | None = None,
     ) -> None:
@@ -230,14 +230,14 @@ class Propagation:
             self._in_flight[index] = held
             self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
-    def _microbatch_run(self, index: int, watch: LossWatch) -> MicrobatchRun:
+    def _microbatch_pass(self, index: int, watch: LossWatch) -> MicrobatchPass:
         key, link = self._key, self._run.link
 
         def receive() -> Handover:
-            tensors, note = link.receive_hidden()
+            tensors, note = link.receive_activation()
             return Handover(tensors, *note)
 
-        return MicrobatchRun(
+        return MicrobatchPass(
             layers=self._run.layers,
             num_layers=self._context.num_layers,
             seed=(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models import pack_samples
-from lightning_hetero.runtime.iteration.microbatches import count_samples, cut_batch
+from lightning_hetero.runtime.microbatches import count_samples, cut_batch
 
 
 def batch_of(num_samples: int) -> dict[str, Any]:

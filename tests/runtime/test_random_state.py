@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_hetero.runtime.stage.random_state import preserved_random_state, seed_of
+from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
 
 
 def test_seeds_depend_on_every_part_and_their_order() -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.random_state import seed_of, seed_torch
 from lightning_hetero.runtime.results.targets import LossWatch
-from lightning_hetero.runtime.stage.random_state import seed_of, seed_torch
 from lightning_hetero.runtime.stage.read_watch import ReadWatch
 from lightning_hetero.runtime.stage.side_tensors import Handover
 from lightning_hetero.runtime.stage.stage_input import StageInput
 
-__all__ = ["MicrobatchRun", "StageEnd", "in_place_between"]
+__all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 
 
 class StageEnd(BaseException):
@@ -30,7 +30,7 @@ class StageEnd(BaseException):
 
 
 @dataclass
-class MicrobatchRun:
+class MicrobatchPass:
     """One pass of one micro-batch through the user's step on this stage."""
 
     layers: range

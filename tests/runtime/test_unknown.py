@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.stage.unknown import Origin, Unknown, check_known
+from lightning_hetero.runtime.unknown import Origin, Unknown, check_known
 
 CPU = torch.device("cpu")
 ORIGIN = Origin("the output of layer 2", "Compute it elsewhere.")
