@@ -16,10 +16,6 @@ Nothing here waits for time to pass: each fault comes when the run has answered 
 import argparse
 import contextlib
 import json
-import multiprocessing
-import os
-import shutil
-import signal
 import statistics
 import threading
 import time
@@ -29,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from local_nodes import Agents, forget, prepare_folder, run_alone
 from long_run_node import Settings, be_agent, checkpoint_of, train_alone
 from long_run_timeline import Event, Timeline, show
 from rich.console import Console
@@ -84,40 +80,29 @@ class MetadataServer:
 
 
 class Nodes:
-    """The nodes of the run: an agent each, a memory and a disk."""
+    """The nodes of the run."""
 
     def __init__(self, settings: Settings) -> None:
-        # Served from here, so that any node may die; a real run has a host that stays, or etcd.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.settings = replace(settings, rendezvous_port=self._store.port)
-        self.agents: dict[str, Any] = {}
+        self.agents = Agents()
+        self.settings = replace(settings, rendezvous_port=self.agents.port)
 
     def start(self, *names: str) -> None:
         """Start agents."""
         for name in names:
-            self.agents[name] = fork(be_agent, self.settings, name, SLOWDOWNS[name])
+            self.agents.start(name, be_agent, self.settings, name, SLOWDOWNS[name])
 
     def kill(self, name: str) -> None:
         """Take a node away at once: SIGKILL to its processes, and what it kept is lost."""
-        agent = self.agents.pop(name)
-        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
-        workers = children.read_text().split() if children.exists() else []
-        # The worker first, since the end of its agent would be a signal to it.
-        for pid in (*map(int, workers), agent.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        agent.join()
+        self.agents.kill(name)
         self.forget(name)
 
     def forget(self, name: str) -> None:
         """Empty a node's memory and disk."""
-        places = checkpoint_of(self.settings, name).places
-        places.forget_memory()
-        shutil.rmtree(str(places.local_dir), ignore_errors=True)
+        forget(checkpoint_of(self.settings, name))
 
     def check(self) -> None:
         """End everything where an agent has ended badly."""
-        for name, agent in self.agents.items():
+        for name, agent in self.agents.processes.items():
             if agent.exitcode:
                 log = (self.settings.folder / f"{name}.log").read_text()
                 raise SystemExit(f"node {name} has failed:\n{log[-4000:]}")
@@ -228,12 +213,12 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
 
     metadata.take_away("b")
     watch.did("notice", node="b")
-    nodes.agents.pop("b").join()
+    nodes.agents.processes.pop("b").join()
     watch.wait_for(started(3))
     watch.wait_for(steps(8))
     watch.order(end=True)
     watch.wait_for(happened("ended"))
-    for agent in nodes.agents.values():
+    for agent in nodes.agents.processes.values():
         agent.join()
 
 
@@ -251,19 +236,10 @@ def playing(settings: Settings) -> Iterator[tuple[Nodes, Watch]]:
     try:
         yield nodes, Watch(nodes)
     finally:
-        for name in list(nodes.agents):
+        for name in list(nodes.agents.processes):
             nodes.kill(name)
         for name in SLOWDOWNS:
             nodes.forget(name)
-
-
-def fork(function: Callable[..., None], *arguments: Any) -> Any:
-    """Run a function in a process that has torch and all else imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["long_run_node"])
-    process = context.Process(target=function, args=arguments)
-    process.start()
-    return process
 
 
 def main() -> None:
@@ -276,12 +252,7 @@ def main() -> None:
         "--first-callback", default="", help='of every node, made by "module:function"'
     )
     arguments = parser.parse_args()
-    out = arguments.out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    # For the process that imports once and is forked from then on.
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    os.environ["OMP_NUM_THREADS"] = "1"
+    out = prepare_folder(arguments.out)
     metadata = MetadataServer()
     run = Settings(
         folder=out / "run",
@@ -294,11 +265,7 @@ def main() -> None:
     num_steps = watch.last("trained")["step"]
     print(f"\nthe same {num_steps} steps undisturbed, in one process of plain Lightning")
     single = replace(run, folder=out / "undisturbed", num_steps=num_steps)
-    single.folder.mkdir()
-    process = fork(train_alone, single)
-    process.join()
-    if process.exitcode:
-        raise SystemExit((single.folder / "run.log").read_text()[-4000:])
+    run_alone(train_alone, single.folder, single)
     (out / "slowdowns.json").write_text(json.dumps(SLOWDOWNS))
     show(watch.events, list(read_log(single.events)), SLOWDOWNS)
 

@@ -9,10 +9,7 @@ there are
 """
 
 import json
-import os
-import sys
 import time
-import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +21,8 @@ import lightning as L
 import torch
 from hetero import SourceData
 from lightning.pytorch.loggers import CSVLogger
+from local_nodes import launch, quiet_trainer, write_to
 from text_data import VOCAB_SIZE
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
 from train_text import TextLM
 
 from lightning_hetero import (
@@ -164,8 +159,16 @@ def checkpoint_of(settings: Settings, node: str) -> LayerwiseCheckpoint:
 
 def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> None:
     """Train as the settings say, under any strategy."""
-    warnings.simplefilter("ignore")
-    L.seed_everything(0, verbose=False)
+    trainer = quiet_trainer(
+        strategy,
+        callbacks=[*callbacks, Trained(settings.num_steps)],
+        limit_val_batches=4,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        default_root_dir=settings.folder,
+        logger=CSVLogger(settings.folder, name="logs"),
+    )
     sizes = {"hidden_size": settings.hidden_size, "num_layers": settings.num_layers}
     model = TextLM(
         model={"vocab_size": VOCAB_SIZE, "num_heads": 4, "num_kv_heads": 2, **sizes},
@@ -177,22 +180,6 @@ def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> N
         context_length=settings.context_length,
         tokens_per_step=settings.tokens_per_step,
         max_files=settings.max_files,
-    )
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        callbacks=[*callbacks, Trained(settings.num_steps)],
-        max_epochs=-1,
-        limit_val_batches=4,
-        num_sanity_val_steps=0,
-        gradient_clip_val=1.0,
-        log_every_n_steps=1,
-        default_root_dir=settings.folder,
-        logger=CSVLogger(settings.folder, name="logs"),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        # LayerwiseCheckpoint stands for Lightning's own.
-        enable_checkpointing=isinstance(strategy, HeteroStrategy),
     )
     trainer.fit(model, data)
 
@@ -222,29 +209,15 @@ def work(settings: Settings, node: str, slowdown: float) -> None:
 def be_agent(settings: Settings, node: str, slowdown: float) -> None:
     """Be a node's torchrun; it and its workers write to a file of the node."""
     write_to(settings.folder / f"{node}.log")
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # For its own records a torchrun asks all modules who called it; this process has thousands.
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     options = [
         # At least more than half, or nodes that don't find each other would train two runs.
-        "--nnodes=3:4", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{settings.rendezvous_port}", "--rdzv-id=long-run",
+        "--nnodes=3:4", "--max-restarts=20", "--rdzv-id=long-run",
         "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_interval=1,"
         "keep_alive_max_attempt=8",
-        "--local-addr=127.0.0.1", "--monitor-interval=0.1", "--start-method=fork", "none",
     ]  # fmt: skip
-    config, _, _ = config_from_args(parse_args(options))
-    elastic_launch(config, work)(settings, node, slowdown)
+    launch(work, settings, node, slowdown, options=options, port=settings.rendezvous_port)
 
 
 def train_alone(settings: Settings) -> None:
     """Train in one process of plain Lightning."""
-    write_to(settings.folder / "run.log")
     fit(settings, "auto", [RunLog(settings.events)])
-
-
-def write_to(path: Path) -> None:
-    """Send what this process and its children print to a file."""
-    with path.open("a") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())

@@ -14,9 +14,7 @@ must have been trained, each time with the same loss. What the faults have cost 
 
 import argparse
 import json
-import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -24,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from soak_faults import KINDS, Faults, Nodes, fork, playing
+from local_nodes import prepare_folder, run_alone
+from soak_faults import KINDS, Faults, Nodes, playing
 from soak_node import Settings, train_alone
 from soak_table import Fault, compare, tell
 
@@ -112,7 +111,7 @@ def play(watch: Watch, num_faults: int, random_: random.Random) -> list[Fault]:
         if moment == "upload":
             watch.wait_for_upload()
         kind = random_.choices(list(KINDS), list(KINDS.values()))[0]
-        while not (running := [name for name in nodes.agents if nodes.workers(name)]):
+        while not (running := nodes.running()):
             watch.look()
         name = random_.choice(running)
         if moment == "recovery" and watch.is_training:
@@ -143,12 +142,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # So that the nodes end with this process, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to go"))
-    out = arguments.out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    # For the process that imports once and is forked from then on.
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-    os.environ["OMP_NUM_THREADS"] = "1"
+    out = prepare_folder(arguments.out)
     run = Settings(folder=out / "run", timeout_s=arguments.timeout)
     run.folder.mkdir(parents=True)
     with playing(run) as nodes:
@@ -157,11 +151,7 @@ def main() -> None:
     num_steps = max(event["step"] for event in watch.events if event["event"] == "trained")
     print(f"\nthe same {num_steps} steps undisturbed, in one process of plain Lightning")
     single = replace(run, folder=out / "undisturbed", num_steps=num_steps, pace_s=0.0)
-    single.folder.mkdir()
-    process = fork(train_alone, single)
-    process.join()
-    if process.exitcode:
-        raise SystemExit((single.folder / "run.log").read_text()[-4000:])
+    run_alone(train_alone, single.folder, single)
     print(tell(faults, watch.events))
     difference = compare(watch.events, single.events)
     print(f"every step was trained; losses differ by {difference:.1e} at most")

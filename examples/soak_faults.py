@@ -1,8 +1,6 @@
 """The nodes of `soak.py`, and all that can happen to them."""
 
 import contextlib
-import multiprocessing
-import os
 import random
 import shutil
 import signal
@@ -10,24 +8,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
+from local_nodes import Agents, forget
 from soak_node import Settings, be_agent, checkpoint_of
 
-__all__ = ["KINDS", "NODES", "Faults", "Nodes", "fork", "playing"]
+__all__ = ["KINDS", "NODES", "Faults", "Nodes", "playing"]
 
 NODES = ("a", "b", "c")
 
 
 class Nodes:
-    """The nodes of the run: an agent each, a memory and a disk."""
+    """The nodes of the run, and what is to be mended of them."""
 
     def __init__(self, settings: Settings) -> None:
-        # Served from here, so that any node may die; a real run has a host that stays, or etcd.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.settings = replace(settings, rendezvous_port=self._store.port)
-        self.agents: dict[str, Any] = {}
+        self.agents = Agents()
+        self.settings = replace(settings, rendezvous_port=self.agents.port)
         self.repairs: list[tuple[float, Callable[[], None]]] = []
         self.num_lost_agents = 0
         for name in NODES:
@@ -35,33 +30,15 @@ class Nodes:
 
     def start(self, name: str) -> None:
         """Start a node's agent."""
-        self.agents[name] = fork(be_agent, self.settings, name)
+        self.agents.start(name, be_agent, self.settings, name)
 
-    def workers(self, name: str) -> list[int]:
-        """Return a node's worker, nothing while there is none."""
-        pid = self.agents[name].pid
-        try:
-            words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        except OSError:
-            return []
-        return [int(word) for word in words]
-
-    def signal(self, number: int, pids: list[int]) -> None:
-        """Send a signal to processes that may be gone."""
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def kill(self, name: str) -> None:
-        """End a node's processes at once."""
-        # The worker first, since the end of its agent would be a signal to it.
-        self.signal(signal.SIGKILL, [*self.workers(name), self.agents[name].pid])
-        self.agents.pop(name).join()
+    def running(self) -> list[str]:
+        """Return the nodes that have a worker now."""
+        return [name for name in self.agents.processes if self.agents.workers(name)]
 
     def forget(self, name: str) -> None:
         """Empty a node's memory and disk."""
-        checkpoint_of(self.settings, name).places.forget_memory()
-        shutil.rmtree(self.settings.disk(name), ignore_errors=True)
+        forget(checkpoint_of(self.settings, name))
 
     def later(self, seconds: float, repair: Callable[[], None]) -> None:
         """Do something after a while."""
@@ -73,8 +50,9 @@ class Nodes:
         self.repairs = [item for item in self.repairs if item[0] > time.monotonic()]
         for repair in due:
             repair()
-        for name in [name for name, agent in self.agents.items() if agent.exitcode is not None]:
-            self.agents.pop(name).join()
+        agents = self.agents.processes
+        for name in [name for name, agent in agents.items() if agent.exitcode is not None]:
+            agents.pop(name).join()
             self.num_lost_agents += 1
             self.later(random.uniform(0.0, 2.0), lambda name=name: self.start(name))
 
@@ -91,34 +69,36 @@ class Faults:
 
     def worker_killed(self, name: str, _: float) -> None:
         """SIGKILL to a worker; its agent is there."""
-        self.nodes.signal(signal.SIGKILL, self.nodes.workers(name))
+        self.nodes.agents.signal(signal.SIGKILL, self.nodes.agents.workers(name))
 
     def worker_frozen(self, name: str, seconds: float) -> None:
         """SIGSTOP to a worker for a while, perhaps longer than the others wait."""
-        self._freeze(self.nodes.workers(name), seconds)
+        self._freeze(self.nodes.agents.workers(name), seconds)
 
     def worker_told_to_go(self, name: str, _: float) -> None:
         """SIGTERM to a worker."""
-        self.nodes.signal(signal.SIGTERM, self.nodes.workers(name))
+        self.nodes.agents.signal(signal.SIGTERM, self.nodes.agents.workers(name))
 
     def node_killed(self, name: str, seconds: float) -> None:
         """SIGKILL to all processes of a node, which comes back with what it has kept."""
-        self.nodes.kill(name)
+        self.nodes.agents.kill(name)
         self.nodes.later(seconds / 3, lambda: self.nodes.start(name))
 
     def node_lost(self, name: str, seconds: float) -> None:
         """SIGKILL to all processes of a node, which comes back empty."""
-        self.nodes.kill(name)
+        self.nodes.agents.kill(name)
         self.nodes.forget(name)
         self.nodes.later(seconds / 3, lambda: self.nodes.start(name))
 
     def node_frozen(self, name: str, seconds: float) -> None:
         """SIGSTOP to all processes of a node: a paused machine."""
-        self._freeze([self.nodes.agents[name].pid, *self.nodes.workers(name)], seconds)
+        self._freeze(
+            [self.nodes.agents.processes[name].pid, *self.nodes.agents.workers(name)], seconds
+        )
 
     def node_told_to_go(self, name: str, _: float) -> None:
         """SIGTERM to a node's agent, which passes it on and leaves; the node comes back."""
-        self.nodes.signal(signal.SIGTERM, [self.nodes.agents[name].pid])
+        self.nodes.agents.signal(signal.SIGTERM, [self.nodes.agents.processes[name].pid])
 
     def disk_deleted(self, name: str, _: float) -> None:
         """A disk loses all files while its node trains."""
@@ -133,8 +113,8 @@ class Faults:
         self._flag(self.nodes.settings.store_fails, seconds)
 
     def _freeze(self, pids: list[int], seconds: float) -> None:
-        self.nodes.signal(signal.SIGSTOP, pids)
-        self.nodes.later(seconds, lambda: self.nodes.signal(signal.SIGCONT, pids))
+        self.nodes.agents.signal(signal.SIGSTOP, pids)
+        self.nodes.later(seconds, lambda: self.nodes.agents.signal(signal.SIGCONT, pids))
 
     def _flag(self, flag: Path, seconds: float) -> None:
         flag.touch()
@@ -163,16 +143,7 @@ def playing(settings: Settings) -> Iterator[Nodes]:
     try:
         yield nodes
     finally:
-        for name in list(nodes.agents):
-            nodes.kill(name)
+        for name in list(nodes.agents.processes):
+            nodes.agents.kill(name)
         for name in NODES:
             nodes.forget(name)
-
-
-def fork(function: Callable[..., None], *arguments: Any) -> Any:
-    """Run a function in a process that has torch and all else imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["soak_node"])
-    process = context.Process(target=function, args=arguments)
-    process.start()
-    return process

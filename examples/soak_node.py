@@ -7,9 +7,7 @@ file says so: the node's disk, which is full then, and the remote store, which a
 import errno
 import os
 import random
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,10 +18,9 @@ import fsspec
 import lightning as L
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from local_nodes import launch, quiet_trainer, write_to
 from text_data import VOCAB_SIZE, PythonSourceDataset
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
 from train_text import TextLM
 
 from lightning_hetero import (
@@ -204,8 +201,14 @@ def checkpoint_of(settings: Settings, node: str) -> LayerwiseCheckpoint:
 
 def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> None:
     """Train as the settings say, under any strategy."""
-    warnings.simplefilter("ignore")
-    L.seed_everything(0, verbose=False)
+    trainer = quiet_trainer(
+        strategy,
+        callbacks=[Trained(settings), *callbacks],
+        max_steps=settings.num_steps,
+        limit_val_batches=0,
+        default_root_dir=settings.folder,
+        logger=False,
+    )
     sizes = {"hidden_size": 32, "num_layers": NUM_LAYERS, "num_heads": 2}
     model = SmallLM(
         model={"vocab_size": VOCAB_SIZE, **sizes}, learning_rate=0.01, warmup_steps=1, num_steps=1
@@ -216,20 +219,6 @@ def fit(settings: Settings, strategy: Any, callbacks: Sequence[L.Callback]) -> N
         context_length=64,
         lengths=[len(sample) for sample in TEXT.samples],
         ahead=AheadOptions(num_producers=0),
-    )
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        callbacks=[Trained(settings), *callbacks],
-        max_epochs=-1,
-        max_steps=settings.num_steps,
-        limit_val_batches=0,
-        default_root_dir=settings.folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        # LayerwiseCheckpoint stands for Lightning's own.
-        enable_checkpointing=isinstance(strategy, HeteroStrategy),
     )
     trainer.fit(model, data)
 
@@ -247,39 +236,23 @@ def work(settings: Settings, node: str) -> None:
 
 
 def hasten_rendezvous() -> None:
-    """Do without what spares the store of a large cluster: a second for each look at the others.
-
-    Nor is the name of a caller looked for in all modules, of which this process has thousands.
-    """
+    """Do without what spares the store of a large cluster: a second for each look at the others."""
     dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.05, 0.15))
     dynamic_rendezvous._BackendRendezvousStateHolder.__init__.__defaults__ = (0,)
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
 
 def be_agent(settings: Settings, node: str) -> None:
     """Be a node's torchrun; it and its workers write to a file of the node."""
     write_to(settings.folder / f"{node}.log")
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     hasten_rendezvous()
     options = [
-        "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=100000", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{settings.rendezvous_port}", "--rdzv-id=soak",
+        "--nnodes=2:3", "--max-restarts=100000", "--rdzv-id=soak",
         "--rdzv-conf=is_host=false,last_call_timeout=2,keep_alive_interval=1,"
         "keep_alive_max_attempt=4",
-        "--local-addr=127.0.0.1", "--monitor-interval=0.1", "--start-method=fork", "none",
     ]  # fmt: skip
-    config, _, _ = config_from_args(parse_args(options))
-    elastic_launch(config, work)(settings, node)
+    launch(work, settings, node, options=options, port=settings.rendezvous_port)
 
 
 def train_alone(settings: Settings) -> None:
     """Train in one process of plain Lightning."""
-    write_to(settings.folder / "run.log")
     fit(settings, "auto", [RunLog(settings.events)])
-
-
-def write_to(path: Path) -> None:
-    """Send what this process and its children print to a file."""
-    with path.open("a") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
