@@ -19,9 +19,8 @@ from lightning_hetero.data.assignment_store import AssignmentStore
 
 __all__ = ["PlanningProcess", "Producer"]
 
-# The name makes the package import neither torch nor Lightning.
 _PROGRAM = (
-    "import sys; sys.argv[0] = 'lightning-hetero-producer'; sys.path.insert(0, {root!r}); "
+    "import sys; sys.path.insert(0, {root!r}); "
     "from lightning_hetero.assign.requests import serve; serve()"
 )
 
