@@ -105,7 +105,7 @@ class RunFacts:
     sizes: Callable[[], BatchSizes]
     """Finds out the loader's sizes; called on rank 0 only."""
     slowdown: float = 1.0
-    """See `ComputeClock.slowdown`."""
+    """See `HeteroStrategy.slowdown`."""
     memory_bytes: int | None = None
     """What to plan with instead of the device's own memory."""
     compute_bytes: int = 4

@@ -150,7 +150,7 @@ class StragglerSession:
         clock, device = self._run.clock, self._run.device
         device_s: dict[int, float] = {}
         if suspicion.ranks or not suspicion.is_informed:
-            within = None if clock is None else clock.stretching()
+            within = None if clock is None else clock.probing()
             device_s = probe_devices(device, size=self._matmul_size, within=within)
         link_s: dict[Pair, float] = {}
         if rounds:

@@ -8,23 +8,21 @@ action on a CPU; on CUDA, events are recorded on the stream and read after the i
 
 Waits for messages are also kept by peer, which is where the search for a slow link begins.
 
-The clock can also stretch an action by sleeping, so that a fast device plays a slow one (see
-`lightning_hetero.testing.EmulatedDevices`), and let messages of a peer arrive late.
+`lightning_hetero.testing.EmulatedClock` stands in for the clock where a device or a link plays a
+slower one: it overrides what begins and ends here, and the two methods that do nothing.
 """
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from lightning_hetero.core.actions import ActionKind
-from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "LinkDelay", "MessageTime"]
+__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "MessageTime"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +48,6 @@ class MessageTime:
     """Seconds for which this rank stood still because the message wasn't there."""
     is_exchange: bool
     """Whether it held weights or gradients of parameters, not a hidden state or its gradient."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkDelay:
-    """How much later than it does a message should arrive.
-
-    Raises:
-        ConfigurationError: A value is out of range.
-    """
-
-    bytes_per_s: float = math.inf
-    """Bandwidth, above 0."""
-    latency_s: float = 0.0
-    """Seconds of each message, 0 or more."""
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
-            raise ConfigurationError(
-                f"A link has latency_s {self.latency_s} and bytes_per_s {self.bytes_per_s}; the "
-                "first must be 0 or more, the second above 0."
-            )
 
 
 class _Work(Protocol):
@@ -118,8 +95,6 @@ class ComputeClock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._slowdown = 1.0
-        self._delays: dict[int, LinkDelay] = {}
         self._last: IterationTimes | None = None
         self._pending: _Marks | None = None
         self._marks = _Marks()
@@ -128,44 +103,6 @@ class ComputeClock:
         self._action = _Section(self._begin_action, self._end_action)
         self._depth = 0
         self._in_action = False
-        self._wall_start = self._cpu_start = 0.0
-        self._wall_wait = self._cpu_wait = 0.0
-
-    @property
-    def slowdown(self) -> float:
-        """How many times its CPU time an action takes, 1 or more; 1 doesn't stretch it.
-
-        The CPU time is that of the thread, so that other processes of the machine don't count.
-        """
-        return self._slowdown
-
-    @slowdown.setter
-    def slowdown(self, slowdown: float) -> None:
-        if not slowdown >= 1:
-            raise ConfigurationError(
-                f"slowdown is {slowdown}; it must be 1 or more, because sleeping makes nothing "
-                "faster. Scale all factors so that the fastest rank has 1."
-            )
-        if slowdown > 1 and self._is_cuda:
-            raise ConfigurationError(
-                f"slowdown is {slowdown} on a CUDA device; only CPU ranks can be slowed down. Use "
-                'Trainer(accelerator="cpu").'
-            )
-        self._slowdown = slowdown
-
-    @property
-    def delays(self) -> Mapping[int, LinkDelay]:
-        """By global rank of the sender, how late messages arrive; those of other ranks don't."""
-        return self._delays
-
-    @delays.setter
-    def delays(self, delays: Mapping[int, LinkDelay]) -> None:
-        if delays and self._is_cuda:
-            raise ConfigurationError(
-                f"Messages of ranks {sorted(delays)} are to be delayed on a CUDA device; only CPU "
-                'ranks can wait longer. Use Trainer(accelerator="cpu").'
-            )
-        self._delays = dict(delays)
 
     @property
     def last(self) -> IterationTimes | None:
@@ -180,7 +117,7 @@ class ComputeClock:
         return self._iteration
 
     def action(self, kind: ActionKind, microbatch_index: int) -> "_Section":
-        """Time one action inside this context, and stretch it at its end."""
+        """Time one action inside this context."""
         self._marks.action = (kind, microbatch_index)
         return self._action
 
@@ -188,38 +125,26 @@ class ComputeClock:
         """Count the time inside this context as waiting; it may stand inside itself."""
         return self._waiting
 
-    def stretching(self) -> "_Section":
-        """Stretch what runs inside this context as an action, without keeping its time: probes."""
+    def probing(self) -> "_Section":
+        """Let a probe inside this context take as long as an action would; its time isn't kept."""
         return self._action
 
     def wait_for(
         self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
     ) -> None:
-        """Wait for a message of a peer; counts as waiting, and is delayed if the peer's are.
-
-        The header of a message counts 0 bytes, and isn't delayed beside it.
-        """
+        """Wait for a message of a peer; counts as waiting. A message's header counts 0 bytes."""
         self._begin_wait()
         start = self._now()
         work.wait()
-        delay = self._delays.get(peer)
-        if delay is not None and num_bytes:
-            time.sleep(delay.latency_s + num_bytes / delay.bytes_per_s)
+        self._delay_message(peer, num_bytes)
         self._marks.messages.append((peer, num_bytes, start, self._now(), is_exchange))
         self._end_wait()
 
-    def stretch(self) -> None:
-        """Sleep until the running action has taken as long as the slowdown asks.
+    def before_send(self) -> None:
+        """Called before an action's result leaves the rank: a slower device would have it later."""
 
-        Called before a result leaves the rank, which a slow device would have later.
-        """
-        if self._slowdown == 1 or not self._in_action or self._depth:
-            return
-        cpu_s = time.thread_time() - self._cpu_start - self._cpu_wait
-        due = self._wall_start + self._wall_wait + cpu_s * self._slowdown
-        missing_s = due - time.perf_counter()
-        if missing_s > 0:
-            time.sleep(missing_s)
+    def _delay_message(self, peer: int, num_bytes: int) -> None:
+        """Called when a message has arrived: a slower link would deliver it later."""
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -237,32 +162,23 @@ class ComputeClock:
 
     def _begin_action(self) -> None:
         self._in_action = True
-        if self._slowdown > 1:
-            self._wall_start, self._cpu_start = time.perf_counter(), time.thread_time()
-            self._wall_wait = self._cpu_wait = 0.0
         self._marks.action_start = self._now()
         self._marks.waits_before = len(self._marks.waits)
 
     def _end_action(self) -> None:
-        self.stretch()
+        self.before_send()
         self._in_action = False
         self._marks.end_action(self._now())
 
     def _begin_wait(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            if self._slowdown > 1:
-                self._wall_wait -= time.perf_counter()
-                self._cpu_wait -= time.thread_time()
             self._marks.wait_start = self._now()
 
     def _end_wait(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._marks.waits.append((self._marks.wait_start, self._now()))
-            if self._slowdown > 1:
-                self._wall_wait += time.perf_counter()
-                self._cpu_wait += time.thread_time()
 
 
 class _Section:

@@ -13,7 +13,7 @@ this one brings the plan. In order:
 6. `teardown`: the module keeps its slices behind the run, or gets whole parameters back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +39,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
@@ -146,8 +147,9 @@ class HeteroStrategy(StepsStrategy):
             precision_plugin=precision_plugin,
         )
         if num_microbatches is not None and num_microbatches < 1:
-            text = f"num_microbatches is {num_microbatches}; it must be 1 or more."
-            raise ConfigurationError(text)
+            raise ConfigurationError(
+                f"num_microbatches is {num_microbatches}; it must be 1 or more."
+            )
         self._request = PlanRequest.of(
             plan, num_stages=num_stages, num_candidate_plans=num_candidate_plans
         )
@@ -157,6 +159,8 @@ class HeteroStrategy(StepsStrategy):
         """What their pipelines cost; None where nobody has measured it."""
         self.slowdown = 1.0
         """How many times slower this rank computes than it could; set before `setup`."""
+        self.make_clock: Callable[[torch.device], ComputeClock] = ComputeClock
+        """Makes what times the rank's actions; set before `setup`."""
         self.memory_bytes: int | None = None
         """Memory that an automatic plan may use of this rank's device; None asks the device."""
         self.auto_planned: AutoPlanned | None = None
@@ -313,10 +317,10 @@ class HeteroStrategy(StepsStrategy):
             facts.comms,
             config=config,
             device=self.root_device,
+            clock=self.make_clock(self.root_device),
             tensor_parallel=tensor_parallel,
         )
         self._make_candidate_groups()
-        engine.clock.slowdown = self.slowdown
         return engine
 
     def _gather_facts(self, module: pl.LightningModule) -> RunFacts:

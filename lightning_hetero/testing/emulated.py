@@ -18,6 +18,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, describe_device, slowed
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.testing.emulated_clock import emulate
 
 __all__ = ["EmulatedDevices"]
 
@@ -69,6 +70,7 @@ class EmulatedDevices(Callback):
             )
         strategy.slowdown = self.slowdowns[0 if self._is_own else trainer.global_rank]
         strategy.memory_bytes = self.memory_bytes
+        emulate(strategy)
 
     def cluster(self) -> Cluster:
         """Return these devices as one host's cluster, for the planner and the simulator.

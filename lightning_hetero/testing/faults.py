@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.clock import LinkDelay
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.testing.emulated_clock import EmulatedClock, LinkDelay, emulate
 
 __all__ = ["Fault", "InjectFaults", "SlowLink", "SlowRank"]
 
@@ -142,6 +142,8 @@ class InjectFaults(Callback):
                     f"Messages of {type(trainer.strategy).__name__} can't be delayed. Use "
                     "Trainer(strategy=HeteroStrategy()), or leave slow links out."
                 )
+        if isinstance(trainer.strategy, HeteroStrategy):
+            emulate(trainer.strategy)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -184,6 +186,7 @@ class InjectFaults(Callback):
         )
         if isinstance(trainer.strategy, HeteroStrategy):
             clock = trainer.strategy.engine.clock
+            assert isinstance(clock, EmulatedClock)
             clock.slowdown = trainer.strategy.slowdown * self._slowdown
             links = [f for f in faults if isinstance(f, SlowLink) and own in f.ranks]
             clock.delays = {

@@ -20,7 +20,7 @@ from lightning_hetero.callbacks import run_metrics, step_times, straggler_sessio
 from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.runtime import clock
 from lightning_hetero.straggler import probe
-from lightning_hetero.testing import faults
+from lightning_hetero.testing import emulated_clock, faults
 
 _CPU_S = 1e-3
 _READING_S = 1e-6
@@ -34,7 +34,8 @@ class VirtualTime(L.Callback):
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
         self.action_s = _CPU_S
-        for module in (clock, step_times, probe, run_metrics, straggler_session, faults):
+        timed = (clock, emulated_clock, step_times, probe, run_metrics, straggler_session, faults)
+        for module in timed:
             patch.setattr(module, "time", self)
         begin = clock.ComputeClock._begin_action
 

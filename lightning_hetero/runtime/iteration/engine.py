@@ -67,6 +67,7 @@ class Engine:
         communicators: The process groups.
         config: Options.
         device: The rank's device.
+        clock: Times the rank's actions.
         tensor_parallel: The sharded modules; None if no plan has a degree above 1.
     """
 
@@ -79,6 +80,7 @@ class Engine:
         *,
         config: EngineConfig,
         device: torch.device,
+        clock: ComputeClock,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.module = module
@@ -87,7 +89,7 @@ class Engine:
         self.device = device
         self.comms = communicators
         self.peak_in_flight = 0
-        self.clock = ComputeClock(device)
+        self.clock = clock
         self.tensor_parallel = tensor_parallel
         self.boundary = StageBoundary(
             layout.layers,

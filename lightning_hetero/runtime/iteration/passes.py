@@ -157,7 +157,7 @@ class Propagation:
         except StageEnd as end:
             self._context.logs.drop_microbatch()
             self._lists.take(behind_layers=False)
-            self._context.clock.stretch()
+            self._context.clock.before_send()
             self._run.link.send_activation(
                 end.handed_on.tensors, (end.handed_on.left, end.handed_on.forms)
             )
@@ -297,7 +297,7 @@ class Propagation:
                 self._num_backwards += 1
                 torch.autograd.backward(held.outputs, gradients)
         if link.previous is not None:
-            self._context.clock.stretch()
+            self._context.clock.before_send()
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]
             )

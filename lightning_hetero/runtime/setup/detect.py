@@ -68,7 +68,7 @@ def detect_seats(
     Args:
         comms: The run's communicators.
         device: This rank's device.
-        slowdown: See `ComputeClock.slowdown`.
+        slowdown: How many times slower than it could the device computes.
         memory_bytes: What to plan with instead of the device's own memory.
     """
     base = describe_device(device)

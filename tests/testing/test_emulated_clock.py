@@ -1,0 +1,119 @@
+import time
+
+import pytest
+import torch
+
+from lightning_hetero.core.actions import ActionKind
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime import clock as clock_module
+from lightning_hetero.testing import EmulatedClock, LinkDelay, emulated_clock
+from tests.fake_time import Arriving, FakeTime
+
+FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(clock_module, "time", fake)
+    monkeypatch.setattr(emulated_clock, "time", fake)
+    return fake
+
+
+def make_clock(slowdown: float = 1.0) -> EmulatedClock:
+    return EmulatedClock(torch.device("cpu"), slowdown=slowdown)
+
+
+def test_a_slowed_action_takes_its_cpu_time_times_the_slowdown(fake: FakeTime) -> None:
+    clock = make_clock(4.0)
+    with clock.iteration(), clock.action(FORWARD, 3):
+        fake.compute(1.0)
+        with clock.waiting():
+            fake.wait(10.0)
+        fake.compute(1.0)
+    assert clock.last is not None
+    assert clock.last.compute_s() == pytest.approx(8.0)
+    assert fake.slept_s == [pytest.approx(6.0)]
+
+
+def test_other_processes_that_delay_an_action_do_not_slow_it_further(fake: FakeTime) -> None:
+    clock = make_clock(4.0)
+    with clock.iteration():
+        with clock.action(FORWARD, 0):
+            fake.compute(1.0, wall_s=3.0)
+        with clock.action(FORWARD, 1):
+            fake.compute(1.0, wall_s=9.0)
+    assert clock.last is not None
+    assert [action.compute_s for action in clock.last.actions] == pytest.approx([4.0, 9.0])
+
+
+def test_stretching_before_a_send_is_not_repeated_at_the_end(fake: FakeTime) -> None:
+    clock = make_clock(3.0)
+    with clock.iteration(), clock.action(BACKWARD, 0):
+        fake.compute(1.0)
+        clock.before_send()
+        assert fake.slept_s == [pytest.approx(2.0)]
+        fake.compute(0.5)
+    assert clock.last is not None
+    assert clock.last.compute_s() == pytest.approx(4.5)
+
+
+def test_waits_and_gaps_are_never_stretched(fake: FakeTime) -> None:
+    clock = make_clock(3.0)
+    with clock.iteration():
+        fake.compute(1.0)
+        clock.before_send()
+        with clock.waiting():
+            fake.compute(1.0)
+            clock.before_send()
+    assert fake.slept_s == []
+
+
+def test_delayed_peers_messages_take_longer_by_their_bytes(fake: FakeTime) -> None:
+    clock = make_clock()
+    clock.delays = {1: LinkDelay(bytes_per_s=10.0, latency_s=0.5)}
+    with clock.iteration():
+        clock.wait_for(Arriving(fake, 2.0), peer=1, num_bytes=30)
+        clock.wait_for(Arriving(fake, 2.0), peer=2, num_bytes=30)
+    assert clock.last is not None
+    assert [message.wait_s for message in clock.last.messages] == [5.5, 2.0]
+
+
+@pytest.mark.parametrize("options", [{"bytes_per_s": 0.0}, {"latency_s": -1.0}])
+def test_a_delay_must_be_possible(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="bytes_per_s"):
+        LinkDelay(**options)
+
+
+def test_probes_are_stretched_like_actions_and_leave_no_trace(fake: FakeTime) -> None:
+    clock = make_clock(3.0)
+    with clock.probing():
+        fake.compute(1.0)
+    assert fake.slept_s == [pytest.approx(2.0)]
+    with clock.iteration(), clock.action(FORWARD, 0):
+        fake.compute(1.0)
+    assert clock.last is not None
+    assert clock.last.num_actions(FORWARD) == 1
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 0.0, -1.0, float("nan")])
+def test_a_slowdown_below_one_is_refused(slowdown: float) -> None:
+    with pytest.raises(ConfigurationError, match="1 or more"):
+        make_clock(slowdown)
+
+
+def test_cuda_ranks_cannot_be_slowed_down() -> None:
+    with pytest.raises(ConfigurationError, match="only CPU"):
+        EmulatedClock(torch.device("cuda", 0)).slowdown = 2.0
+    with pytest.raises(ConfigurationError, match="only CPU"):
+        EmulatedClock(torch.device("cuda", 0)).delays = {1: LinkDelay(latency_s=1.0)}
+
+
+def test_real_sleep_stretches_real_work() -> None:
+    clock = make_clock(5.0)
+    with clock.iteration(), clock.action(FORWARD, 0):
+        start_s = time.thread_time()
+        while time.thread_time() - start_s < 0.01:
+            pass
+    assert clock.last is not None
+    assert clock.last.compute_s() >= 0.049
