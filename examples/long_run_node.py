@@ -35,7 +35,7 @@ from lightning_hetero import (
 )
 from lightning_hetero.callbacks.run_log import note
 from lightning_hetero.checkpoint import AwsSpotNotice
-from lightning_hetero.core.batches import AssignedBatch
+from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank
 
 __all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
@@ -139,7 +139,7 @@ class Trained(L.Callback):
 
 def samples_of(batch: Any) -> list[tuple[int, int]]:
     """Return a checksum and the tokens of each sample of a batch."""
-    packed = batch.micro_batches if isinstance(batch, AssignedBatch) else [batch]
+    packed = batch.microbatches if isinstance(batch, AssignedBatch) else [batch]
     return [
         (zlib.crc32(row.numpy().tobytes()), len(row))
         for item in packed

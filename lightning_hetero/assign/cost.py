@@ -139,8 +139,8 @@ def sequence_times_s(lengths: IntArray, cost: PipelineCost) -> FloatArray:
 
 
 def microbatch_times_s(
-    lengths: IntArray, micro_batches: Sequence[Sequence[int]], cost: PipelineCost
+    lengths: IntArray, microbatches: Sequence[Sequence[int]], cost: PipelineCost
 ) -> FloatArray:
     """Return the seconds of a stage for each micro-batch of sample indices, with `c`."""
     times_s = sequence_times_s(lengths, cost)
-    return np.array([times_s[list(batch)].sum() + cost.c for batch in micro_batches])
+    return np.array([times_s[list(batch)].sum() + cost.c for batch in microbatches])

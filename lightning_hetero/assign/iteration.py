@@ -73,7 +73,7 @@ def assign_iteration(
         )
     return Assignment(
         plan_index=best_index,
-        micro_batches=_sample_indices(best),
+        microbatches=_sample_indices(best),
         latency_s=best.latency_s,
         lower_bound_s=min(*bounds_s, best.latency_s),
     )
@@ -84,7 +84,7 @@ def _packed(sizes: IntArray, dispatched: Dispatch, pipelines: Sequence[PipelineC
     packings = pack_dispatch(sizes, dispatched, pipelines)
     pipeline_of = np.array(dispatched.pipeline_of, dtype=np.int64)
     ends_s = [
-        cost.schedule_s(microbatch_times_s(sizes[pipeline_of == j], packing.micro_batches, cost))
+        cost.schedule_s(microbatch_times_s(sizes[pipeline_of == j], packing.microbatches, cost))
         for j, (cost, packing) in enumerate(zip(pipelines, packings, strict=True))
     ]
     return _Packed(dispatch=dispatched, packings=packings, latency_s=max(ends_s))
@@ -112,7 +112,5 @@ def _sample_indices(packed: _Packed) -> tuple[tuple[tuple[int, ...], ...], ...]:
     result = []
     for index, packing in enumerate(packed.packings):
         members = np.flatnonzero(pipeline_of == index)
-        result.append(
-            tuple(tuple(members[list(batch)].tolist()) for batch in packing.micro_batches)
-        )
+        result.append(tuple(tuple(members[list(batch)].tolist()) for batch in packing.microbatches))
     return tuple(result)

@@ -31,7 +31,7 @@ _TOLERANCE = 1e-3  # Relative gap to the lower bound that is worth no integer pr
 class Packing:
     """One pipeline's micro-batches and the time they take."""
 
-    micro_batches: tuple[tuple[int, ...], ...]
+    microbatches: tuple[tuple[int, ...], ...]
     """For each micro-batch the indices of its sequences; none is empty."""
     latency_s: float
     """Eq. 1 with c; 0 for a pipeline without sequences."""
@@ -79,7 +79,7 @@ class _Problem:
             for batch in np.argsort(-loads_s, kind="stable")
         )
         return Packing(
-            micro_batches=batches,
+            microbatches=batches,
             latency_s=self.latency_s,
             lower_bound_s=min(self.bound_s, self.latency_s),
         )
@@ -122,7 +122,7 @@ def pack_all(
     _spread_large([p for p in rest if len(p.order) > MAX_ENUMERATED])
     if time_budget_s > 0:
         _close_gaps(work, deadline_s)
-    empty = Packing(micro_batches=(), latency_s=0.0, lower_bound_s=0.0)
+    empty = Packing(microbatches=(), latency_s=0.0, lower_bound_s=0.0)
     return tuple(empty if problem is None else problem.packing() for problem in problems)
 
 

@@ -20,23 +20,21 @@ What `StragglerMonitor` sees it logs itself, as `straggler/…`.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, is_dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
 from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
 from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.callbacks.run_log import note
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data import HeteroDataModule
+from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.strategy.hetero import HeteroStrategy
@@ -105,7 +103,7 @@ class RunMetrics(Callback):
         total.exchange_wait_s += sum(m.wait_s for m in times.messages if m.is_exchange)
         total.planning_stall_s += data.planning_stall_s if isinstance(data, HeteroDataModule) else 0
         if place is not None and place.stage_index == place.tp_rank == 0:
-            lengths = _lengths(batch)
+            lengths = sample_lengths(batch)
             total.num_tokens += sum(lengths)
             total.flops += 0.0 if self._spec is None else self._spec.step_flops(lengths)
         # Batches that only accumulate gradients end no step.
@@ -167,21 +165,6 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
     if all(peaks):
         scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)
     return scalars
-
-
-def _lengths(batch: Any) -> list[int]:
-    """Return the tokens of each sample of a batch, padding included; none if it holds none."""
-    if isinstance(batch, AssignedBatch):
-        return [length for item in batch.micro_batches for length in _lengths(item)]
-    lengths = getattr(batch, "lengths", None)
-    if lengths is not None:
-        return [int(length) for length in lengths]
-    if is_dataclass(batch):
-        batch = vars(batch)
-    leaves = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim >= 2]
-    tokens = [leaf for leaf in tensors if not leaf.is_floating_point()] or tensors
-    return [] if not tokens else [tokens[0].shape[1]] * len(tokens[0])
 
 
 def _strategy_of(trainer: pl.Trainer) -> HeteroStrategy:

@@ -7,20 +7,14 @@ checkpoints between batches don't count.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_flatten
-
 from lightning_hetero.core.actions import ActionKind
-from lightning_hetero.core.batches import EmptyBatch
-from lightning_hetero.models.packing import QUADRATIC_WEIGHT
+from lightning_hetero.models.batches import work_of
 from lightning_hetero.runtime.clock import IterationTimes
 from lightning_hetero.straggler import Observation
 
-__all__ = ["StepTimes", "work_of"]
+__all__ = ["StepTimes"]
 
 
 class StepTimes:
@@ -98,25 +92,3 @@ class StepTimes:
         iteration_s = self._iteration_s
         self._clear()
         return observation, iteration_s
-
-
-def work_of(batch: Any) -> float:
-    """Return a batch's work in tokens, whatever it holds, without waiting for a device.
-
-    Packed samples count the square of their lengths, too; of other batches the largest tensor
-    counts, whose size is proportional to the tokens.
-    """
-    if isinstance(batch, EmptyBatch):
-        return 0.0
-    if hasattr(batch, "micro_batches"):
-        return sum(map(work_of, batch.micro_batches))
-    starts = getattr(batch, "cu_seqlens", None)
-    if isinstance(starts, Tensor) and starts.device.type == "cpu":
-        lengths = starts.diff().double()
-        return float((lengths + QUADRATIC_WEIGHT * lengths.square()).sum())
-    if is_dataclass(batch):
-        batch = vars(batch)
-    elif isinstance(batch, Mapping):
-        batch = dict(batch)
-    leaves = tree_flatten(batch)[0]
-    return float(max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1))

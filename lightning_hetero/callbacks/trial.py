@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.checkpoint import Recovered, Tier, TierKind, Transport
 from lightning_hetero.checkpoint.probation import (
@@ -26,6 +25,7 @@ from lightning_hetero.checkpoint.probation import (
 )
 from lightning_hetero.checkpoint.quarantine import acquit, put_in_quarantine, read_failed_tries
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.models.batches import tensors_of
 from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
@@ -206,7 +206,7 @@ def _left_out(trainer: pl.Trainer) -> bool:
 def _describe(trainer: pl.Trainer, batch: Any) -> str:
     """Name a batch so that it can be found."""
     place = f"batch {trainer.fit_loop.batch_idx} of epoch {trainer.current_epoch}"
-    leaves = [item for item in tree_leaves(batch) if isinstance(item, Tensor) and item.numel()]
+    leaves = [tensor for tensor in tensors_of(batch) if tensor.numel()]
     if not leaves:
         return place
     first = leaves[0]

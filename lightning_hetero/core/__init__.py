@@ -13,7 +13,6 @@ from lightning_hetero.core.actions import (
     schedule_forward,
 )
 from lightning_hetero.core.assignment import Assignment
-from lightning_hetero.core.batches import AssignedBatch, EmptyBatch
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec, find_device
 from lightning_hetero.core.errors import (
@@ -66,7 +65,6 @@ __all__ = [
     "KNOWN_MODELS",
     "Action",
     "ActionKind",
-    "AssignedBatch",
     "Assignment",
     "AssignmentError",
     "BatchError",
@@ -77,7 +75,6 @@ __all__ = [
     "ConfigurationError",
     "DeviceProfile",
     "DeviceSpec",
-    "EmptyBatch",
     "HeteroError",
     "Holding",
     "Interval",

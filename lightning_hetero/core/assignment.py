@@ -24,7 +24,7 @@ class Assignment:
 
     plan_index: int
     """Index of the plan among the candidates."""
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """For each pipeline of the plan its micro-batches, each the indices of its samples."""
     latency_s: float
     """Estimated seconds of propagation."""
@@ -33,7 +33,7 @@ class Assignment:
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
-        for pipeline_index, batches in enumerate(self.micro_batches):
+        for pipeline_index, batches in enumerate(self.microbatches):
             for batch_index, batch in enumerate(batches):
                 if not batch:
                     raise AssignmentError(
@@ -51,13 +51,13 @@ class Assignment:
     @property
     def num_samples(self) -> int:
         """Number of samples in all micro-batches."""
-        return sum(len(batch) for batches in self.micro_batches for batch in batches)
+        return sum(len(batch) for batches in self.microbatches for batch in batches)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the assignment as JSON-ready dicts and lists."""
         return {
             "plan_index": self.plan_index,
-            "micro_batches": [[list(batch) for batch in item] for item in self.micro_batches],
+            "microbatches": [[list(batch) for batch in item] for item in self.microbatches],
             "latency_s": self.latency_s,
             "lower_bound_s": self.lower_bound_s,
         }
@@ -68,9 +68,9 @@ class Assignment:
         try:
             return cls(
                 plan_index=int(data["plan_index"]),
-                micro_batches=tuple(
+                microbatches=tuple(
                     tuple(tuple(int(i) for i in batch) for batch in item)
-                    for item in data["micro_batches"]
+                    for item in data["microbatches"]
                 ),
                 latency_s=float(data["latency_s"]),
                 lower_bound_s=float(data["lower_bound_s"]),

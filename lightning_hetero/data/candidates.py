@@ -128,13 +128,13 @@ def fill_empty(assignment: Assignment) -> Assignment:
     Raises:
         ConfigurationError: There are fewer samples than pipelines.
     """
-    if assignment.num_samples < len(assignment.micro_batches):
+    if assignment.num_samples < len(assignment.microbatches):
         raise ConfigurationError(
             f"An iteration has {assignment.num_samples} samples for "
-            f"{len(assignment.micro_batches)} ranks. Use a larger tokens_per_step or fewer ranks."
+            f"{len(assignment.microbatches)} ranks. Use a larger tokens_per_step or fewer ranks."
         )
-    rows = [[i for batch in batches for i in batch] for batches in assignment.micro_batches]
+    rows = [[i for batch in batches for i in batch] for batches in assignment.microbatches]
     for row in rows:
         if not row:
             row.append(max(rows, key=len).pop())
-    return replace(assignment, micro_batches=tuple((tuple(row),) for row in rows))
+    return replace(assignment, microbatches=tuple((tuple(row),) for row in rows))

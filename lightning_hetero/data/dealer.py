@@ -5,11 +5,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
 from lightning_hetero.data.schedule import Deal, PlanSchedule, deal_of
+from lightning_hetero.models.batches import AssignedBatch
 
 __all__ = ["Dealer"]
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
-from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.data.schedule import Deal
+from lightning_hetero.models.batches import EmptyBatch
 
 __all__ = ["DealtBatchSampler", "DealtIterable", "deal_out"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data.progress import Progress
 from lightning_hetero.data.tickets import Ticket, TicketDealer
+from lightning_hetero.models.batches import AssignedBatch
 
 if TYPE_CHECKING:
     from lightning_hetero.data.order import Cursor
@@ -36,8 +36,8 @@ class BatchMaker:
         self._samples = samples
         self._collate = collate
 
-    def __getitem__(self, micro_batches: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-        return tuple(self._collate(self._read(batch)) for batch in micro_batches)
+    def __getitem__(self, microbatches: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        return tuple(self._collate(self._read(batch)) for batch in microbatches)
 
     def _read(self, batch: tuple[Any, ...]) -> list[Any]:
         return list(batch) if self._samples is None else [self._samples[key] for key in batch]
@@ -96,12 +96,12 @@ class AssignedLoader:
             collate_fn=_as_is,
             num_workers=self._num_workers,
         )
-        for micro_batches in batches:
+        for microbatches in batches:
             ticket = self._tickets.dealt.popleft()
             self._progress.cursor = ticket.after
             self._recent.append(self._progress.cursor)
             self.stall_s = self._tickets.take_waited_s()
-            yield _batch_of(ticket, micro_batches)
+            yield _batch_of(ticket, microbatches)
         self._progress.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,15 +185,15 @@ class _Tickets:
             if ticket is None:
                 return
             self.dealt.append(ticket)
-            yield ticket.micro_batches
+            yield ticket.microbatches
 
 
-def _batch_of(ticket: Ticket, micro_batches: tuple[Any, ...]) -> Any:
+def _batch_of(ticket: Ticket, microbatches: tuple[Any, ...]) -> Any:
     """Return what the strategy runs; without plans the rank's only micro-batch as it is."""
     if ticket.plan is None:
-        return micro_batches[0]
+        return microbatches[0]
     return AssignedBatch(
-        plan=ticket.plan, micro_batches=micro_batches, first_index=ticket.first_index
+        plan=ticket.plan, microbatches=microbatches, first_index=ticket.first_index
     )
 
 

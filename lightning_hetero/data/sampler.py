@@ -92,7 +92,7 @@ class TwoStageBatchSampler(Sampler[list[int]]):
             self._dealer = self._make_dealer()
         for ticket in self._dealer.deal(self._progress.cursor):
             self._progress.cursor = ticket.after
-            (batch,) = ticket.micro_batches
+            (batch,) = ticket.microbatches
             yield list(batch)
         self._progress.end_epoch()
 

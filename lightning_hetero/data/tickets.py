@@ -25,7 +25,7 @@ class Ticket:
 
     plan: ParallelPlan | None
     """The plan that runs; None where each rank is a pipeline of its own."""
-    micro_batches: tuple[tuple[Any, ...], ...]
+    microbatches: tuple[tuple[Any, ...], ...]
     """For each micro-batch of the rank's pipeline what the source calls its samples."""
     first_index: int
     """Micro-batches of the pipelines before it."""
@@ -176,8 +176,8 @@ class TicketDealer:
         index = item.candidates.pipeline_index(assignment.plan_index, self._global_rank)
         return Ticket(
             plan=plan,
-            micro_batches=_samples(assignment, item.drawn, index),
-            first_index=sum(len(batches) for batches in assignment.micro_batches[: index or 0]),
+            microbatches=_samples(assignment, item.drawn, index),
+            first_index=sum(len(batches) for batches in assignment.microbatches[: index or 0]),
             after=item.drawn.after,
         )
 
@@ -187,6 +187,4 @@ def _samples(
 ) -> tuple[tuple[Any, ...], ...]:
     if index is None:
         return ()
-    return tuple(
-        tuple(drawn.samples[i] for i in batch) for batch in assignment.micro_batches[index]
-    )
+    return tuple(tuple(drawn.samples[i] for i in batch) for batch in assignment.microbatches[index])

@@ -11,9 +11,8 @@ import lightning.pytorch as pl
 import torch
 from typing_extensions import override
 
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.iteration.agreement import fingerprint_of
+from lightning_hetero.models.batches import AssignedBatch, fingerprint_of
 from lightning_hetero.runtime.iteration.passes import IterationKey
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
@@ -70,15 +69,15 @@ class StepsStrategy(SlicesStrategy):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         # Here, because on an accelerator reading values would wait for it.
-        parts = batch.micro_batches if isinstance(batch, AssignedBatch) else [batch]
+        parts = batch.microbatches if isinstance(batch, AssignedBatch) else [batch]
         self.engine.fingerprint = fingerprint_of(parts)
         if not isinstance(batch, AssignedBatch):
             return super().batch_to_device(batch, device, dataloader_idx)
         moved = [
             super(StepsStrategy, self).batch_to_device(item, device, dataloader_idx)
-            for item in batch.micro_batches
+            for item in batch.microbatches
         ]
-        return replace(batch, micro_batches=tuple(moved))
+        return replace(batch, microbatches=tuple(moved))
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ def test_every_sample_stands_in_one_microbatch_within_the_limit(case, seed) -> N
     candidates = [pipelines, [cost(max_len=1)], [cost(max_len=3000, c=2.0)]]
     found = assign_iteration(lengths, candidates, seed=seed)
     plan = candidates[found.plan_index]
-    assert len(found.micro_batches) == len(plan)
-    samples = [i for batches in found.micro_batches for batch in batches for i in batch]
+    assert len(found.microbatches) == len(plan)
+    samples = [i for batches in found.microbatches for batch in batches for i in batch]
     assert sorted(samples) == list(range(len(lengths)))
-    for pipeline, batches in zip(plan, found.micro_batches, strict=True):
+    for pipeline, batches in zip(plan, found.microbatches, strict=True):
         assert all(sum(lengths[i] for i in batch) <= pipeline.max_len for batch in batches)
     assert found.lower_bound_s <= found.latency_s
     assert assign_iteration(lengths, candidates, seed=seed) == found

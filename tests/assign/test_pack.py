@@ -49,11 +49,11 @@ def optimum_s(lengths, pipeline) -> float:
 def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) -> None:
     lengths, pipeline = case
     packing = pack(lengths, pipeline, time_budget_s=0)
-    assert sorted(i for batch in packing.micro_batches for i in batch) == list(range(len(lengths)))
-    sums = [sum(lengths[i] for i in batch) for batch in packing.micro_batches]
+    assert sorted(i for batch in packing.microbatches for i in batch) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in batch) for batch in packing.microbatches]
     assert min(sums) > 0
     assert max(sums) <= pipeline.max_len
-    longest_s = max(time_s([lengths[i] for i in b], pipeline) for b in packing.micro_batches)
+    longest_s = max(time_s([lengths[i] for i in b], pipeline) for b in packing.microbatches)
     assert packing.latency_s == pytest.approx(pipeline.latency_s(longest_s, len(sums)))
     assert packing.lower_bound_s <= packing.latency_s
 
@@ -127,7 +127,7 @@ def test_an_integer_programme_says_when_too_few_microbatches_hold_no_packing() -
 def test_a_time_budget_of_almost_nothing_still_packs() -> None:
     lengths = np.random.default_rng(0).integers(100, 2000, 40)
     packing = pack(lengths, cost(max_len=8000, num_stages=6), time_budget_s=1e-9)
-    assert sum(map(len, packing.micro_batches)) == 40
+    assert sum(map(len, packing.microbatches)) == 40
 
 
 def test_microbatches_range_from_maxlen_to_utillen() -> None:
@@ -141,8 +141,8 @@ def test_deep_pipelines_get_more_microbatches() -> None:
     lengths = np.full(32, 500)
     shallow = pack(lengths, cost(num_stages=1), time_budget_s=0)
     deep = pack(lengths, cost(num_stages=8), time_budget_s=0)
-    assert len(shallow.micro_batches) == 1
-    assert len(deep.micro_batches) > 4
+    assert len(shallow.microbatches) == 1
+    assert len(deep.microbatches) > 4
 
 
 def test_a_sequence_above_maxlen_is_named() -> None:
@@ -152,4 +152,4 @@ def test_a_sequence_above_maxlen_is_named() -> None:
 
 def test_a_pipeline_without_sequences_has_no_microbatches() -> None:
     packing = pack([], cost())
-    assert (packing.micro_batches, packing.latency_s) == ((), 0.0)
+    assert (packing.microbatches, packing.latency_s) == ((), 0.0)

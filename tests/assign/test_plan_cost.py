@@ -64,7 +64,7 @@ def test_the_faster_device_gets_more_tokens() -> None:
     lengths = [600 + 13 * i for i in range(100)]
     found = assign_iteration(lengths, [costs])
     slow, fast = (
-        sum(lengths[i] for batch in batches for i in batch) for batches in found.micro_batches
+        sum(lengths[i] for batch in batches for i in batch) for batches in found.microbatches
     )
     assert fast > 1.2 * slow
 

@@ -131,8 +131,8 @@ class Case:
         """Return our simulated iteration time against the best peer's."""
         ours_s = []
         for lengths, plan, chosen in zip(self.iterations, self.plans, self.chosen, strict=True):
-            check_work(lengths, plan, chosen.micro_batches)
-            ours_s.append(max(pipeline_times_s(lengths, plan, chosen.micro_batches)))
+            check_work(lengths, plan, chosen.microbatches)
+            ours_s.append(max(pipeline_times_s(lengths, plan, chosen.microbatches)))
         times_s: dict[str, float] = {}
         for plan_name, plan in homogeneous_plans(self.schemes, self.devices, CONTEXT).items():
             for peer, assign in PEERS.items():

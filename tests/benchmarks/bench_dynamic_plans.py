@@ -76,7 +76,7 @@ class PackedText(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.stalls_s.append(self.trainer.datamodule.planning_stall_s)  # type: ignore[attr-defined]
         self.plans.append(batch.plan.to_json())
-        self.lengths.append([tuple(part.lengths) for part in batch.micro_batches])
+        self.lengths.append([tuple(part.lengths) for part in batch.microbatches])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         now_s = time.perf_counter()

@@ -102,7 +102,7 @@ def run_ours(iterations: list[NDArray[np.int64]], candidates: list[Plan]) -> Out
     for lengths in iterations:
         chosen = assign_iteration(lengths, candidates)
         plan = candidates[chosen.plan_index]
-        ends_s = _ends_s(lengths, plan, list(chosen.micro_batches))
+        ends_s = _ends_s(lengths, plan, list(chosen.microbatches))
         times_s.append(max(ends_s))
         imbalances.append((max(ends_s) - min(ends_s)) / max(ends_s))
         plans.append(chosen.plan_index)

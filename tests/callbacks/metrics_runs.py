@@ -15,9 +15,9 @@ from lightning_hetero.callbacks import (
     StragglerMonitor,
     run_metrics,
 )
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.data import AheadOptions, HeteroDataModule
+from lightning_hetero.models.batches import AssignedBatch
 from tests.data.dynamic_runs import LENGTHS, Candidates, Module
 from tests.data.rows import Rows
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -65,7 +65,7 @@ class Record(L.Callback):
         assert isinstance(strategy, HeteroStrategy)
         times, data = strategy.engine.clock.last, trainer.datamodule
         start_s, end_s = self.clock_s[-2:]
-        packed = batch.micro_batches if isinstance(batch, AssignedBatch) else []
+        packed = batch.microbatches if isinstance(batch, AssignedBatch) else []
         self.iterations.append(
             Iteration(
                 wall_s=end_s - start_s,

@@ -1,15 +1,16 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_hetero.callbacks.step_times import StepTimes, work_of
+from lightning_hetero.callbacks.step_times import StepTimes
 from lightning_hetero.core.actions import ActionKind
-from lightning_hetero.core.batches import EmptyBatch
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models import pack_samples
+from lightning_hetero.models.batches import AssignedBatch, EmptyBatch, work_of
 from lightning_hetero.runtime.clock import ActionTime, IterationTimes, MessageTime
 
+PLAN = ParallelPlan.even(world_size=1, num_layers=1, num_stages=1)
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
@@ -21,7 +22,7 @@ def test_work_follows_the_tokens_and_in_packed_batches_their_lengths():
         for lengths in ([100] * 40, [4000])
     )
     assert work_of(long) > 1.2 * work_of(short)
-    parts = SimpleNamespace(micro_batches=(short, long))
+    parts = AssignedBatch(plan=PLAN, microbatches=(short, long), first_index=0)
     assert work_of(parts) == pytest.approx(work_of(short) + work_of(long))
     assert work_of(EmptyBatch()) == 0.0
     assert work_of("text") == 1.0

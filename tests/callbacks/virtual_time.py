@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import run_metrics, step_times, straggler_session
-from lightning_hetero.core.batches import AssignedBatch
+from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.runtime import clock
 from lightning_hetero.straggler import probe
 from lightning_hetero.testing import emulated_clock, faults
@@ -96,7 +96,7 @@ class PackedVirtualTime(VirtualTime):
         super().on_train_batch_start(trainer, *args)
         batch = args[1]
         if isinstance(batch, AssignedBatch):
-            sizes = [item.num_tokens for item in batch.micro_batches] or [0]
+            sizes = [item.num_tokens for item in batch.microbatches] or [0]
             share = batch.plan.share(trainer.global_rank)
             self.action_s = self._token_s * share * sum(sizes) / len(sizes)
 

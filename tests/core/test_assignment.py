@@ -4,8 +4,8 @@ from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError
 
 
-def assignment(micro_batches: tuple = (((0, 2), (1,)), ())) -> Assignment:
-    return Assignment(plan_index=1, micro_batches=micro_batches, latency_s=2.5, lower_bound_s=2.0)
+def assignment(microbatches: tuple = (((0, 2), (1,)), ())) -> Assignment:
+    return Assignment(plan_index=1, microbatches=microbatches, latency_s=2.5, lower_bound_s=2.0)
 
 
 def test_an_assignment_survives_json() -> None:
@@ -23,7 +23,7 @@ def test_an_empty_microbatch_is_refused() -> None:
         assignment((((0,), ()),))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"plan_index": 0, "micro_batches": 3}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"plan_index": 0, "microbatches": 3}'])
 def test_broken_json_is_refused(text) -> None:
     with pytest.raises(AssignmentError):
         Assignment.from_json(text)

@@ -10,9 +10,9 @@ import numpy as np
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.autoplan.facts import AutoPlanned
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 from lightning_hetero.models import PackedBatch
+from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.models.loss import packed_cross_entropy
 from lightning_hetero.straggler import move_ranks
 from lightning_hetero.testing import EmulatedDevices
@@ -53,7 +53,7 @@ class Module(PackedModule):
         self.stalls_s.append(self.trainer.datamodule.planning_stall_s)
         if isinstance(batch, AssignedBatch):
             self.plans.append(batch.plan.to_dict())
-            sizes = [item.num_tokens for item in batch.micro_batches]
+            sizes = [item.num_tokens for item in batch.microbatches]
             self.longest = max([self.longest, *sizes])
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.schedule import PlanSchedule
+from lightning_hetero.models.batches import AssignedBatch
 
 TWO, ONE = (
     ParallelPlan.even(world_size=2, num_layers=2, num_stages=num_stages) for num_stages in (1, 2)
@@ -42,7 +42,7 @@ def test_a_change_holds_from_the_first_iteration_that_was_not_dealt() -> None:
 def test_batches_that_bring_their_plan_run_under_it_and_it_is_not_changed_elsewhere() -> None:
     dealer = make_dealer()
     dealer.deal(Assigning(), is_training=True, epoch=0)
-    batch = AssignedBatch(plan=ONE, micro_batches=(), first_index=0)
+    batch = AssignedBatch(plan=ONE, microbatches=(), first_index=0)
     assert dealer.plan_to_run(batch, 0) is ONE
     with pytest.raises(ConfigurationError, match="set_candidate_plans"):
         dealer.change_plan(TWO, most_of_ranks=most)

@@ -68,14 +68,14 @@ def by_pipeline(candidates: Candidates, tickets: list[Ticket]) -> list[int]:
     samples: list[int] = []
     first_index = 0
     for pipeline in plan.pipelines:
-        own = {tickets[rank].micro_batches for rank in pipeline.ranks}
+        own = {tickets[rank].microbatches for rank in pipeline.ranks}
         assert len(own) == 1, "ranks of a pipeline differ"
         assert {tickets[rank].first_index for rank in pipeline.ranks} == {first_index}
         (batches,) = own
         first_index += len(batches)
         samples += [index for batch in batches for index in batch]
     idle = set(range(len(tickets))) - set(plan.ranks)
-    assert all(tickets[rank].micro_batches == () for rank in idle)
+    assert all(tickets[rank].microbatches == () for rank in idle)
     return samples
 
 
@@ -97,7 +97,7 @@ def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
             for j in range(candidates.plans[index].num_pipelines):
                 rank = candidates.plans[index].pipelines[j].ranks[0]
                 limit = candidates.costs[index][j].max_len
-                for batch in tickets[rank].micro_batches:
+                for batch in tickets[rank].microbatches:
                     assert sum(lengths[i] for i in batch) <= limit
             assert sum(lengths[i] for i in found) <= 150 + max(lengths)
             seen += found
@@ -342,7 +342,7 @@ def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> N
         warnings.simplefilter("ignore")  # Whether it is in time again depends on the machine.
         dealt += iterations
     planners[0].close()
-    batches = [batch for tickets in dealt for item in tickets for batch in item.micro_batches]
+    batches = [batch for tickets in dealt for item in tickets for batch in item.microbatches]
     assert sorted(i for batch in batches for i in batch) == list(range(100))
 
 
@@ -363,7 +363,7 @@ def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:
     shares: list[float] = []
     since: set[int] = set()
     for number, tickets in enumerate(zip(*(r.deal(Cursor()) for r in ranks), strict=True)):
-        tokens = [sum(lengths[i] for i in ticket.micro_batches[0]) for ticket in tickets]
+        tokens = [sum(lengths[i] for i in ticket.microbatches[0]) for ticket in tickets]
         shares.append(tokens[0] / sum(tokens))
         if number == 1:
             since = {dealer.set_slowdowns([3.0, 1.0]) for dealer in ranks}
@@ -393,11 +393,11 @@ def test_no_rank_stays_without_samples(pipeline_of: list[int], num_pipelines: in
     for sample, pipeline in enumerate(pipeline_of):
         rows[pipeline % num_pipelines].append((sample,))
     given_rows = tuple(tuple(row) for row in rows)
-    uneven = Assignment(plan_index=0, micro_batches=given_rows, latency_s=1.0, lower_bound_s=0.5)
+    uneven = Assignment(plan_index=0, microbatches=given_rows, latency_s=1.0, lower_bound_s=0.5)
     if len(pipeline_of) < num_pipelines:
         with pytest.raises(ConfigurationError, match="larger tokens_per_step"):
             fill_empty(uneven)
         return
-    filled = fill_empty(uneven).micro_batches
+    filled = fill_empty(uneven).microbatches
     assert all(len(batches) == 1 and batches[0] for batches in filled)
     assert sorted(i for ((*batch,),) in filled for i in batch) == list(range(len(pipeline_of)))

@@ -277,9 +277,9 @@ class DeclaredModule(FuzzedModule):
 class SeededModule(FuzzedModule):
     """Draws what the strategy draws, on one device: one micro-batch a batch, seeded by hand."""
 
-    def __init__(self, recipe: Recipe, micro_batches: int) -> None:
+    def __init__(self, recipe: Recipe, num_microbatches: int) -> None:
         super().__init__(recipe)
-        self.micro_batches = micro_batches
+        self.num_microbatches = num_microbatches
         self.parts: tuple[int, ...] = ()
         for index, layer in enumerate(self.model.layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._seed(index))
@@ -290,7 +290,7 @@ class SeededModule(FuzzedModule):
             torch.manual_seed(seed_of(*self.parts, *more))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        iteration, index = divmod(batch_idx, self.micro_batches)
+        iteration, index = divmod(batch_idx, self.num_microbatches)
         self.parts = (SEED, 0, self.current_epoch, iteration, index)
         self._seed()
         return super().training_step(batch, batch_idx)

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.core.batches import EmptyBatch
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models import pack_samples
-from lightning_hetero.runtime.microbatches import count_samples, cut_batch
+from lightning_hetero.models.batches import EmptyBatch, count_samples, cut_batch
 
 
 def batch_of(num_samples: int) -> dict[str, Any]:

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.core.plan import RankPlace
+from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.iteration.buffers import BufferChange
-from lightning_hetero.runtime.microbatches import epoch_weight
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.reductions import Kind
 from lightning_hetero.runtime.results.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Header", "Report", "fingerprint_of", "header_of"]
+__all__ = ["Agreed", "Agreement", "Header", "Report", "header_of"]
 
 _NUM_INTEGERS = 7
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8}
@@ -207,22 +206,3 @@ def header_of(
         fingerprint=fingerprint,
         leaves=leaves,
     )
-
-
-def fingerprint_of(parts: Sequence[object]) -> int:
-    """Return a checksum of what a rank works on, a batch or several micro-batches.
-
-    It takes their number, the shapes of the first and the last one and, of tensors that aren't on
-    an accelerator yet, the first values.
-    """
-    digest = len(parts)
-    for part in (*parts[:1], *parts[1:][-1:]):
-        has_fields = hasattr(part, "__dict__") and not isinstance(part, Tensor)
-        data = vars(part) if has_fields else part
-        for leaf in tree_flatten(data)[0]:
-            if isinstance(leaf, Tensor):
-                digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
-                if leaf.device.type == "cpu" and leaf.numel():
-                    head = leaf.detach().reshape(-1)[:64].contiguous()
-                    digest = zlib.crc32(head.view(torch.uint8).numpy().tobytes(), digest)
-    return digest

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.batches import AssignedBatch
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.models.batches import AssignedBatch, cut_batch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Report, header_of
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
@@ -34,7 +34,6 @@ from lightning_hetero.runtime.iteration.finiteness import answer_nonfinite, desc
 from lightning_hetero.runtime.iteration.passes import IterationKey, Propagation, StepContext
 from lightning_hetero.runtime.iteration.plan_switch import PlanSwitch
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
-from lightning_hetero.runtime.microbatches import cut_batch
 from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.iteration_loss import (
@@ -209,7 +208,7 @@ class Engine:
         microbatches: list[Any] = []
         first_index = 0
         if isinstance(batch, AssignedBatch):
-            microbatches, first_index = list(batch.micro_batches), batch.first_index
+            microbatches, first_index = list(batch.microbatches), batch.first_index
         elif self.place is not None:
             index = self.place.pipeline_index
             microbatches = cut_batch(batch, self.num_microbatches[index])

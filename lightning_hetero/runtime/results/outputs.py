@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.microbatches import count_samples
+from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.reductions import Kind, Reductions
 

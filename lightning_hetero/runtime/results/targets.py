@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetero.runtime.microbatches import count_samples
+from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.reductions import (
     CONSTANT,
     UNKNOWN,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.microbatches import cut_batch
+from lightning_hetero.models.batches import cut_batch
 from lightning_hetero.runtime.results import outputs
 from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
 from lightning_hetero.runtime.results.targets import LossWatch

@@ -9,7 +9,7 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import BatchError, HeteroError
-from lightning_hetero.runtime.iteration.agreement import fingerprint_of
+from lightning_hetero.models.batches import fingerprint_of
 from lightning_hetero.runtime.setup import alike
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
