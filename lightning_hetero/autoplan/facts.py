@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.autoplan.data_facts import BatchSizes, DataFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.data.batch_sizes import BatchSizes
 from lightning_hetero.planner import CandidatePlans, Workload
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -30,7 +29,7 @@ from lightning_hetero.simulator import (
     StateLayout,
 )
 
-__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "DataFacts", "PlanBasis", "RunFacts"]
+__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "PlanBasis", "RunFacts"]
 
 NUM_STATES = 4
 """What an Adam keeps of each owned parameter: master, summed gradient and two moments."""
@@ -72,26 +71,6 @@ class AutoPlan:
                 raise ConfigurationError(
                     f"AutoPlan has {name} {values}; give one or more numbers, 1 or more."
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataFacts:
-    """What a data module knows of its samples."""
-
-    lengths: IntArray
-    """Tokens of the samples, or of a fair part of them."""
-    tokens_per_step: int
-    """Tokens of an iteration on all pipelines together."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return int(self.lengths.max())
-
-    @property
-    def typical(self) -> int:
-        """Tokens of the sample that the average token is in."""
-        return round(float((self.lengths.astype(float) ** 2).sum() / self.lengths.sum()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, DataFacts, PlanBasis, RunFacts
+from lightning_hetero.autoplan.data_facts import DataFacts
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, PlanBasis, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ClusterError, PlanningError

@@ -4,25 +4,19 @@
 `autoplan` makes plans where that is asked for.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, DataFacts, RunFacts
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.batch_sizes import BatchSizes, find_batch_sizes
-from lightning_hetero.data.module import HeteroDataModule
-from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
-__all__ = ["PlanRequest", "RunPlans", "find_data", "find_sizes"]
+__all__ = ["PlanRequest", "RunPlans"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,22 +117,3 @@ def _check(plan: ParallelPlan, layout: ModelLayout, *, world_size: int) -> None:
             f"The plan covers {plan.num_layers} layers but the module has no list of layers. "
             'Name it: HeteroStrategy(layers="model.blocks").'
         )
-
-
-def find_data(trainer: pl.Trainer) -> Callable[[], DataFacts] | None:
-    """Return what tells of the samples that a data module assigns to plans; None without one."""
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if not isinstance(datamodule, HeteroDataModule):
-        return None
-    return lambda: DataFacts(
-        lengths=datamodule.sample_lengths(), tokens_per_step=datamodule.tokens_per_step
-    )
-
-
-def find_sizes(trainer: pl.Trainer) -> BatchSizes:
-    """Return how much a batch of the training loader holds, as far as something says it."""
-    # Nothing public holds the loader before the first epoch.
-    loader = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    with preserved_random_state():
-        return find_batch_sizes([loader, datamodule, trainer.lightning_module])

@@ -91,9 +91,8 @@ class StartUp:
         )
         return "\n".join([head, format_table(table.header, table.rows), *lines])
 
-    def _counts(self) -> list[int]:
-        given = [pipeline.num_microbatches for pipeline in self.plan.pipelines]
-        return [self.num_microbatches if count is None else count for count in given]
+    def _counts(self) -> tuple[int, ...]:
+        return self.plan.count_microbatches(self.num_microbatches)
 
     def _counted_facts(self) -> list[list[StageFacts]]:
         """Return each stage's device and the memory of its fullest rank, without activations."""

@@ -188,10 +188,7 @@ class HeteroRun(PlainRun):
     def _counts(self, plan: ParallelPlan, reports: Sequence[RankReport]) -> tuple[int, ...]:
         """Return the micro-batches of a plan's pipelines in an iteration."""
         if self._datamodule is None:
-            usual = self._strategy.engine.config.num_microbatches
-            return tuple(
-                usual if p.num_microbatches is None else p.num_microbatches for p in plan.pipelines
-            )
+            return plan.count_microbatches(self._strategy.engine.config.num_microbatches)
         return tuple(
             max(1, *(round(reports[rank].num_microbatches) for rank in pipeline.ranks))
             for pipeline in plan.pipelines

@@ -90,6 +90,11 @@ class PipelinePlan:
         return self.stages[-1].layers.stop
 
     @property
+    def usual_num_microbatches(self) -> int:
+        """Micro-batches that keep its stages busy, where nobody names a number."""
+        return 4 * self.num_stages if self.num_stages > 1 else 1
+
+    @property
     def tp_degree(self) -> int:
         """Tensor-parallel degree, the same in every stage."""
         return self.stages[0].tp_degree
@@ -179,6 +184,21 @@ class ParallelPlan:
             return 0.0
         stage = self.pipelines[place.pipeline_index].stages[place.stage_index]
         return len(stage.layers) / (self.num_layers * stage.tp_degree)
+
+    def count_microbatches(self, unnamed: int | None = None) -> tuple[int, ...]:
+        """Return the micro-batches of each pipeline in a full iteration.
+
+        Args:
+            unnamed: Of pipelines for which the plan names no number; None takes the usual one.
+        """
+        return tuple(
+            item.num_microbatches
+            if item.num_microbatches is not None
+            else item.usual_num_microbatches
+            if unnamed is None
+            else unnamed
+            for item in self.pipelines
+        )
 
     def iter_stages(self) -> Iterator[tuple[int, int, StagePlan]]:
         """Yield (pipeline_index, stage_index, stage) in order."""

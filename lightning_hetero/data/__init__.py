@@ -1,10 +1,11 @@
 """Batches and how they reach the ranks.
 
 Read in this order: `order` (which samples an iteration takes), `candidates` (the plans it may run
-under), `planning` and `producers` (who assigns them, ahead of time), `tickets` (what a rank gets),
-`loader` and `module` (what a Trainer iterates). `dealing` is for ordinary data loaders.
+under), `ahead` (who assigns them, ahead of time), `tickets` (what a rank gets), `loader` and
+`module` (what a Trainer iterates). `dealer` and `dealing` are for ordinary data loaders.
 """
 
+from lightning_hetero.data.ahead import AheadOptions
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
     DistributedAssignmentStore,
@@ -13,7 +14,6 @@ from lightning_hetero.data.assignment_store import (
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.planning import AheadOptions
 from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.data.samples import OnOverlong
 

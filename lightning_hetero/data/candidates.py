@@ -100,10 +100,7 @@ def assumed_costs(
     A pipeline's pace is that of the stage with most layers a rank. Its micro-batches hold a whole
     context, or what four a stage would hold if tokens were spread evenly, if that is more.
     """
-    num_microbatches = sum(
-        p.num_microbatches or (4 * p.num_stages if p.num_stages > 1 else 1) for p in plan.pipelines
-    )
-    limit = max(context_length, -(-tokens_per_step // num_microbatches))
+    limit = max(context_length, -(-tokens_per_step // sum(plan.count_microbatches())))
     costs = []
     for pipeline in plan.pipelines:
         layers = max(len(stage.layers) / stage.tp_degree for stage in pipeline.stages)

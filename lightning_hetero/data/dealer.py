@@ -1,4 +1,9 @@
-"""Give every loader of a run its deals, and every batch the plan it was dealt for."""
+"""Give every loader of a run its deals, and every batch the plan it was dealt for.
+
+Workers of a data loader load batches before they are trained on, and a batch that was dealt for one
+plan can't run under a plan that cuts it otherwise. So a change of plan holds from the first
+iteration that no rank has dealt yet. All ranks keep the same schedule of plans.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.dealing import DealtBatchSampler, deal_out
-from lightning_hetero.data.schedule import Deal, PlanSchedule, deal_of
+from lightning_hetero.data.dealing import Deal, DealtBatchSampler, deal_of, deal_out
 from lightning_hetero.models.batches import AssignedBatch
 
-__all__ = ["Dealer"]
+__all__ = ["Dealer", "PlanSchedule"]
 
 
 class Dealer:
@@ -121,3 +125,51 @@ class Dealer:
 
     def _deal(self, plan: ParallelPlan) -> Deal:
         return deal_of(plan, global_rank=self._global_rank, num_microbatches=self._num_microbatches)
+
+
+class PlanSchedule:
+    """The plan of each iteration of one pass over a loader.
+
+    Args:
+        plan: Runs until it is changed.
+    """
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._changes = [(0, plan)]
+        self._first_batch_idx: int | None = None
+        self.num_dealt = 0
+        """Iterations dealt so far on this rank."""
+        self.num_run = 0
+        """Iterations trained on so far."""
+
+    def start_pass(self) -> None:
+        """Begin another pass over the loader, under the newest plan."""
+        self._changes = [(0, self._changes[-1][1])]
+        self._first_batch_idx = None
+        self.num_dealt = self.num_run = 0
+
+    def plan_to_deal(self, iteration: int) -> ParallelPlan:
+        """Return the plan of an iteration that is about to be dealt; the first begins a pass."""
+        if iteration == 0:
+            self.start_pass()
+        self.num_dealt = iteration + 1
+        return self._plan_at(iteration)
+
+    def plan_to_run(self, batch_idx: int) -> ParallelPlan:
+        """Return the plan of the batch that Lightning trains on."""
+        if self._first_batch_idx is None:
+            # A pass that resumes an epoch begins where the last run stopped.
+            self._first_batch_idx = batch_idx
+        iteration = batch_idx - self._first_batch_idx
+        self.num_run = iteration + 1
+        return self._plan_at(iteration)
+
+    def change(self, plan: ParallelPlan, *, from_iteration: int) -> None:
+        """Run another plan from an iteration on that no rank has dealt yet."""
+        begun = [start for start, _ in self._changes if start <= max(0, self.num_run - 1)]
+        # What ran before the present iteration's plan is never asked for again.
+        self._changes = [item for item in self._changes if begun[-1] <= item[0] < from_iteration]
+        self._changes.append((from_iteration, plan))
+
+    def _plan_at(self, iteration: int) -> ParallelPlan:
+        return next(plan for start, plan in reversed(self._changes) if start <= iteration)

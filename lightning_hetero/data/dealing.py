@@ -9,6 +9,7 @@ and a pipeline that gets nothing of it still takes part.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
 
@@ -19,11 +20,37 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.sampler import TwoStageBatchSampler
-from lightning_hetero.data.schedule import Deal
 from lightning_hetero.models.batches import EmptyBatch
 
-__all__ = ["DealtBatchSampler", "DealtIterable", "deal_out"]
+__all__ = ["Deal", "DealtBatchSampler", "DealtIterable", "deal_of", "deal_out"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deal:
+    """How an iteration's samples are dealt out to pipelines, as one rank sees it."""
+
+    shares: tuple[int, ...]
+    """Relative number of samples of each pipeline."""
+    pipeline_index: int | None
+    """This rank's pipeline, None if it is idle."""
+
+
+def deal_of(plan: ParallelPlan, *, global_rank: int, num_microbatches: int) -> Deal:
+    """Return a rank's deal under a plan: samples in proportion to micro-batches.
+
+    Args:
+        plan: The plan.
+        global_rank: The rank.
+        num_microbatches: Of pipelines for which the plan names no number.
+    """
+    place = plan.place(global_rank)
+    return Deal(
+        shares=plan.count_microbatches(num_microbatches),
+        pipeline_index=None if place is None else place.pipeline_index,
+    )
+
 
 _DealAt = Callable[[int], Deal]
 """Returns the deal of the n-th iteration of a pass, right before it is dealt; 0 begins a pass."""
@@ -177,7 +204,7 @@ class DealtBatchSampler(Sampler[list[int]]):
             torch.manual_seed(self._seed + self.epoch)
             sampler = getattr(self._batch_sampler, "sampler", None)
             if isinstance(sampler, StatefulRandomSampler):
-                # Seeded by chance when it was made, and its order hangs on the epochs before.
+                # Seeded by chance when it was made, and its order depends on the epochs before.
                 sampler.generator.manual_seed(self._seed + self.epoch)
             batches = iter(self._batch_sampler)
             batch = next(batches, None)
@@ -200,7 +227,7 @@ class _DealtIterator:
 
     def _start(self, num_samples: int) -> None:
         self._num_samples = num_samples
-        self._dealt = self._sampler.deal(_behind(self._sampler.draw(), num_samples))
+        self._dealt = self._sampler.deal(_skip(self._sampler.draw(), num_samples))
 
     def __iter__(self) -> Iterator[list[int]]:
         return self
@@ -215,12 +242,12 @@ class _DealtIterator:
         return {"epoch": self._sampler.epoch, "samples_yielded": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on behind the samples that were given when the state was saved."""
+        """Go on after the samples that were given when the state was saved."""
         self._sampler.set_epoch(state.get("epoch", self._sampler.epoch))
         self._start(state["samples_yielded"])
 
 
-def _behind(batches: Iterator[list[int]], num_samples: int) -> Iterator[list[int]]:
+def _skip(batches: Iterator[list[int]], num_samples: int) -> Iterator[list[int]]:
     """Yield batches without their first samples."""
     for batch in batches:
         if num_samples < len(batch):

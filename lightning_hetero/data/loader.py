@@ -8,16 +8,14 @@ were not handed out don't count, nor does the one that a Trainer fetches ahead o
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_hetero.data.progress import Progress
+from lightning_hetero.data.order import Cursor, Progress
+from lightning_hetero.data.samples import as_is
 from lightning_hetero.data.tickets import Ticket, TicketDealer
 from lightning_hetero.models.batches import AssignedBatch
-
-if TYPE_CHECKING:
-    from lightning_hetero.data.order import Cursor
 
 __all__ = ["AssignedLoader", "BatchMaker", "SizedLoader"]
 
@@ -93,7 +91,7 @@ class AssignedLoader:
             self._maker,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._tickets,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             num_workers=self._num_workers,
         )
         for microbatches in batches:
@@ -128,7 +126,7 @@ class AssignedLoader:
         """Go on where a state was saved, under any topology; CheckpointError if it can't."""
         self._progress.load_state_dict(state)
 
-    def _trained(self) -> "Cursor | None":
+    def _trained(self) -> Cursor | None:
         """Return how far the Trainer has come, who may have fetched more; None if unknown."""
         done = None if self._num_trained is None else self._num_trained()
         trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
@@ -195,7 +193,3 @@ def _batch_of(ticket: Ticket, microbatches: tuple[Any, ...]) -> Any:
     return AssignedBatch(
         plan=ticket.plan, microbatches=microbatches, first_index=ticket.first_index
     )
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -14,20 +14,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.pytorch.strategies import ParallelStrategy
 from numpy.typing import ArrayLike
 from typing_extensions import override
 
+from lightning_hetero.assign import PipelineCost
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner
 from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
-from lightning_hetero.data.lengths import cached_lengths
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader
-from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource
-from lightning_hetero.data.planning import AheadOptions, AheadPlanner
-from lightning_hetero.data.progress import Progress
-from lightning_hetero.data.samples import OnOverlong, TokenSamples
+from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
+from lightning_hetero.data.samples import OnOverlong, TokenSamples, cached_lengths
 from lightning_hetero.data.streaming import StreamOrder, is_stream
 from lightning_hetero.data.tickets import TicketDealer
 from lightning_hetero.models import PackedCollate
@@ -102,6 +102,7 @@ class HeteroDataModule(pl.LightningDataModule):
         self._planner: AheadPlanner | None = None
         self._train_loader: AssignedLoader | None = None
         self._val_loader: AssignedLoader | None = None
+        self._candidates: Candidates | None = None
         self._slowdowns: tuple[float, ...] | None = None
         self._num_loaders = 0
         if val_dataset is None:
@@ -164,7 +165,8 @@ class HeteroDataModule(pl.LightningDataModule):
             self._planner.close()
         if self._train_loader is not None:
             self._train_loader.dealer.close()
-        self._planner = self._train_loader = self._val_loader = self._slowdowns = None
+        self._planner = self._train_loader = self._val_loader = None
+        self._candidates = self._slowdowns = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -202,9 +204,32 @@ class HeteroDataModule(pl.LightningDataModule):
         self._slowdowns = tuple(by_rank)
         return self._count_planned()
 
-    def refresh_plans(self) -> int:
-        """Choose among the strategy's present plans; see `HeteroStrategy.set_candidate_plans`."""
-        candidates = self._find_candidates()
+    def set_candidate_plans(
+        self,
+        plans: Sequence[ParallelPlan],
+        costs: Sequence[Sequence[PipelineCost]] | None = None,
+    ) -> int:
+        """Choose among these plans from the first iteration on that isn't planned yet.
+
+        Called by `HeteroStrategy`, on every rank alike, when a run is set up and when it gets other
+        plans; see `HeteroStrategy.set_candidate_plans`.
+
+        Args:
+            plans: The plans, the best without changing first.
+            costs: What their pipelines cost; None assumes it.
+
+        Returns:
+            Training iterations, at most, that are planned already and still to be trained.
+        """
+        if costs is None:
+            costs = [
+                assumed_costs(
+                    plan, context_length=self.context_length, tokens_per_step=self.tokens_per_step
+                )
+                for plan in plans
+            ]
+        candidates = Candidates(plans=tuple(plans), costs=tuple(tuple(item) for item in costs))
+        self._candidates = candidates
         if self._val_loader is not None:
             self._val_loader.dealer.set_candidates(candidates.first())
         if self._train_loader is None:
@@ -249,17 +274,7 @@ class HeteroDataModule(pl.LightningDataModule):
         return Progress(**identity, shuffle_buffer=self._shuffle_buffer)
 
     def _find_candidates(self) -> Candidates:
-        strategy: Any = None if self.trainer is None else self.trainer.strategy
-        plans = getattr(strategy, "candidate_plans", None)
-        if not plans:
-            return Candidates.equal_ranks(self._place()[1])
-        costs = getattr(strategy, "candidate_costs", None) or tuple(
-            assumed_costs(
-                plan, context_length=self.context_length, tokens_per_step=self.tokens_per_step
-            )
-            for plan in plans
-        )
-        return Candidates(plans=tuple(plans), costs=tuple(costs))
+        return self._candidates or Candidates.equal_ranks(self._place()[1])
 
     def _make_source(self, split: str, min_samples: int) -> IterationSource:
         training = split == "train"
@@ -329,10 +344,10 @@ class HeteroDataModule(pl.LightningDataModule):
         """
         if self.trainer is None:
             return 0, 1
-        strategy: Any = self.trainer.strategy
+        strategy = self.trainer.strategy
         by_rank = {"rank": self.trainer.global_rank, "num_replicas": self.trainer.world_size}
-        if not getattr(strategy, "candidate_plans", ()):
-            by_rank |= getattr(strategy, "distributed_sampler_kwargs", None) or {}
+        if self._candidates is None and isinstance(strategy, ParallelStrategy):
+            by_rank |= strategy.distributed_sampler_kwargs
         return by_rank["rank"], by_rank["num_replicas"]
 
     def _overfits(self) -> bool:

@@ -6,7 +6,7 @@ buffer: its lengths are known, so it can be planned. A stream that is resumed is
 and what was consumed is thrown away, which any topology does alike.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.order import Cursor, Drawn, checksum
-from lightning_hetero.data.samples import OnOverlong, cut_sample, num_tokens, spans_of
+from lightning_hetero.data.samples import (
+    OnOverlong,
+    as_is,
+    cut_sample,
+    num_tokens,
+    spans_of,
+    token_ids,
+)
 
 __all__ = ["StreamOrder", "is_stream"]
 
@@ -78,7 +85,7 @@ class StreamOrder:
         self._reader: Iterable[Any] = dataset
         if read_ahead and isinstance(dataset, IterableDataset):
             # One process, because several would change the order.
-            self._reader = DataLoader(dataset, batch_size=None, collate_fn=_as_is, num_workers=1)
+            self._reader = DataLoader(dataset, batch_size=None, collate_fn=as_is, num_workers=1)
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
         """Yield the iterations from a cursor to the end of its epoch."""
@@ -159,9 +166,5 @@ class StreamOrder:
 
 
 def _middle_token(sample: Any) -> Any:
-    row = sample["input_ids"] if isinstance(sample, Mapping) else sample
+    row = token_ids(sample)
     return row[len(row) // 2]
-
-
-def _as_is(sample: Any) -> Any:
-    return sample

@@ -12,9 +12,9 @@ from typing import Any
 from lightning_hetero.assign.requests import AssignmentRequest
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data.ahead import AheadPlanner
 from lightning_hetero.data.candidates import Candidates, fill_empty
 from lightning_hetero.data.order import Cursor, Drawn, IterationSource
-from lightning_hetero.data.planning import AheadPlanner
 
 __all__ = ["Ticket", "TicketDealer"]
 

@@ -31,8 +31,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan.data_facts import find_data, find_sizes
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
-from lightning_hetero.autoplan.request import PlanRequest, RunPlans, find_data, find_sizes
+from lightning_hetero.autoplan.request import PlanRequest, RunPlans
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -227,9 +228,14 @@ class HeteroStrategy(StepsStrategy):
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
         self._make_candidate_groups()
+        return self._hand_over_plans()
+
+    def _hand_over_plans(self) -> int:
+        """Let a data module choose among the candidates; return what it has planned before."""
         trainer: Any = self._module.trainer
-        datamodule = trainer.datamodule
-        return datamodule.refresh_plans() if isinstance(datamodule, HeteroDataModule) else 0
+        if not isinstance(trainer.datamodule, HeteroDataModule):
+            return 0
+        return trainer.datamodule.set_candidate_plans(self.candidate_plans, self.candidate_costs)
 
     def _make_candidate_groups(self) -> None:
         """Make tensor-parallel groups, all ranks together, so that no iteration waits for one."""
@@ -276,6 +282,7 @@ class HeteroStrategy(StepsStrategy):
             check_trainable(module, trainer.callbacks)  # type: ignore[attr-defined]
         facts = self._gather_facts(module)
         self._engine, self._kept = self._make_engine(facts), None
+        self._hand_over_plans()
         if trainer.state.fn == TrainerFn.FITTING:
             self._trained = self._engine.store
         num_batches = self.plan.num_pipelines if self.auto_planned is None else self.world_size
@@ -360,9 +367,9 @@ class HeteroStrategy(StepsStrategy):
             self._layer_options.refuse_without_layers()
             rank_zero_warn(WITHOUT_LAYERS)
         precision = self.precision_plugin
-        several = 4 * plan.max_stages if plan.max_stages > 1 else 1
         return EngineConfig(
-            num_microbatches=self._num_microbatches or several,
+            num_microbatches=self._num_microbatches
+            or max(item.usual_num_microbatches for item in plan.pipelines),
             ownership=self._ownership,
             compute_dtype=precision.compute_dtype,
             master_dtype=precision.master_dtype,

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hetero.autoplan.data_facts import BatchSizes
 from lightning_hetero.autoplan.facts import RunFacts
 from lightning_hetero.autoplan.summary import StartUp, state_bytes
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, assign_owners
-from lightning_hetero.data.batch_sizes import BatchSizes
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec

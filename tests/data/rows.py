@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.data.ahead import AheadPlanner
 from lightning_hetero.data.assignment_store import AssignmentStore, InMemoryAssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Drawn, IterationSource
-from lightning_hetero.data.planning import AheadPlanner
 from lightning_hetero.data.tickets import TicketDealer
 
 VOCABULARY = 23

@@ -6,8 +6,7 @@ import pytest
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.dealer import Dealer
-from lightning_hetero.data.schedule import PlanSchedule
+from lightning_hetero.data.dealer import Dealer, PlanSchedule
 from lightning_hetero.models.batches import AssignedBatch
 
 TWO, ONE = (

@@ -20,8 +20,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.dealing import DealtBatchSampler, DealtIterable, deal_out
-from lightning_hetero.data.schedule import Deal
+from lightning_hetero.data.dealing import Deal, DealtBatchSampler, DealtIterable, deal_out
 from lightning_hetero.models.batches import EmptyBatch
 
 shares_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.data import AheadOptions, HeteroDataModule
-from lightning_hetero.data.planning import AheadPlanner
+from lightning_hetero.data.ahead import AheadPlanner
 from lightning_hetero.models import PackedBatch
 from tests.data.rows import Collects, Rows, RowStream, indices, lengths_of
 from tests.toy import quiet

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.progress import Progress
+from lightning_hetero.data.order import Cursor, EpochOrder, Progress
 from tests.data.rows import samples_of
 
 

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError, BatchError, ConfigurationError, PeerError
-from lightning_hetero.data import producers
+from lightning_hetero.data import ahead
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, PlanningProcess, Producer
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
     DistributedAssignmentStore,
@@ -29,8 +30,6 @@ from lightning_hetero.data.assignment_store import (
 )
 from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
 from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.planning import AheadOptions, AheadPlanner
-from lightning_hetero.data.producers import PlanningProcess, Producer
 from lightning_hetero.data.streaming import StreamOrder
 from lightning_hetero.data.tickets import Ticket, TicketDealer
 from lightning_hetero.straggler import move_ranks
@@ -214,7 +213,7 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
 
 def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     root = os.getcwd()
-    program = producers._PROGRAM.format(root=root).replace("serve()", "print(sorted(sys.modules))")
+    program = ahead._PROGRAM.format(root=root).replace("serve()", "print(sorted(sys.modules))")
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -6,9 +6,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.data.dealing import deal_out
+from lightning_hetero.data.dealing import Deal, deal_out
 from lightning_hetero.data.sampler import TwoStageBatchSampler
-from lightning_hetero.data.schedule import Deal
 from tests.data.rows import Collects, Rows, indices, lengths_of
 from tests.processes import ProcessPool
 from tests.toy import quiet

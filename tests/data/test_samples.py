@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import BatchError, ConfigurationError
-from lightning_hetero.data.lengths import cached_lengths, lengths_file, read_lengths
-from lightning_hetero.data.samples import OnOverlong, TokenSamples, cut_sample, spans_of
+from lightning_hetero.data.samples import (
+    OnOverlong,
+    TokenSamples,
+    cached_lengths,
+    cut_sample,
+    lengths_file,
+    read_lengths,
+    spans_of,
+)
 from lightning_hetero.data.streaming import StreamOrder
 from tests.data.rows import Rows
 

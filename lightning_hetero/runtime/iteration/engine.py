@@ -360,10 +360,7 @@ class Engine:
     @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Micro-batches of each pipeline in a full iteration."""
-        return tuple(
-            self.config.num_microbatches if p.num_microbatches is None else p.num_microbatches
-            for p in self.plan.pipelines
-        )
+        return self.plan.count_microbatches(self.config.num_microbatches)
 
     def reseed(self, seed: int) -> None:
         """Draw the random numbers of another seed from now on; called by every rank alike."""
