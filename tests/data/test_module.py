@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.data import AheadOptions, HeteroDataModule
@@ -166,12 +167,26 @@ def test_batches_are_planned_ahead_and_fetched_ahead_without_counting(num_worker
     datamodule.teardown("fit")
 
 
+class InPairs(DDPStrategy):
+    """Two ranks each share a model."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 2, "rank": self.rank // 2}
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+
 def test_ranks_that_share_a_model_get_the_same_samples_where_the_strategy_says_so() -> None:
     ranks = []
     for rank in range(4):
         datamodule = data()
-        sharing = {"num_replicas": 2, "rank": rank // 2}
-        strategy = SimpleNamespace(distributed_sampler_kwargs=sharing, broadcast=lambda name: name)
+        strategy = InPairs(rank)
         options = {"strategy": strategy, "global_rank": rank, "world_size": 4, "overfit_batches": 0}
         datamodule.setup("fit")
         datamodule.trainer = SimpleNamespace(**options)  # type: ignore[assignment]
