@@ -1,7 +1,8 @@
 """`RunLog`: what happened to a run and when, one JSON object a line, over all its restarts.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
-since the epoch. The log itself notes
+since the epoch. `read_log` reads it, and `lightning-hetero stragglers` what it says of stragglers.
+The log itself notes
 
 - `started`: training begins; who the ranks are and the plans it may run under,
 - `plan`: an iteration ran under another plan than the one before; plans are numbered as `started`
@@ -17,9 +18,7 @@ Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the stat
 (`faults`).
 """
 
-import math
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hetero.callbacks.ranks import Ranks
-from lightning_hetero.core.lines import append_line, read_lines
+from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
@@ -63,10 +62,8 @@ class RunLog(Callback):
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, whichever rank this is."""
-        entry = {"event": event, "at_s": time.time(), "step": trainer.global_step, **fields}
         path = Path(trainer.default_root_dir) / self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, _plain(entry))
+        append_event(path, event, **{"step": trainer.global_step, **fields})
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -129,17 +126,5 @@ def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log so far; torn lines are left out, with a warning."""
-    for _, entry in read_lines(path):
+    for _, entry in read_entries(path):
         yield entry
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON has words for; no infinities, no tensors."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, str | int | None):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else str(number)

@@ -12,7 +12,7 @@ Any strategy can be watched: computing is told from waiting by `HeteroStrategy`'
 the forward is timed, which waits for nobody under DDP. Only `HeteroStrategy` can run another plan.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from lightning_hetero.straggler import (
     Mitigation,
     PolicyConfig,
     WatchConfig,
+    to_entry,
 )
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
@@ -163,5 +164,4 @@ class StragglerMonitor(Callback):
         if self._log is not None:
             self._log.write(event)
         if not isinstance(event, IterationEvent):
-            name = type(event).__name__.removesuffix("Event").lower()
-            note(trainer, name, **{k: v for k, v in asdict(event).items() if k != "step"})
+            note(trainer, **to_entry(event))

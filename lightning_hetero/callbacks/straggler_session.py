@@ -14,7 +14,7 @@ from lightning_hetero.callbacks.ranks import Ranks
 from lightning_hetero.callbacks.watched_run import PlainRun
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
-    Act,
+    Decision,
     DecisionKind,
     Event,
     Mitigation,
@@ -26,7 +26,7 @@ from lightning_hetero.straggler import (
     RunWatch,
     Suspicion,
     WatchConfig,
-    conclude,
+    diagnose,
     probe_rounds,
     suspect,
 )
@@ -96,12 +96,12 @@ class StragglerSession:
         onset_step = 0 if change is None else self._history.step_of(change.onset_step)
         load_s = self._history.load_s(observation)
         note = RankNote.of(iteration_s, load_s, change, onset_step)
-        rows = self._ranks.to_leader(note.to_row())
+        rows = self._ranks.to_leader(note)
         order, since_step = Order.GO_ON, 0
         if self._watch is not None:
             order = self._watch.see(
                 observation.step,
-                [RankNote.from_row(row) for row in rows],
+                [RankNote(*row) for row in rows],
                 predicted_s=predicted_s,
                 is_changing=is_changing,
             )
@@ -127,11 +127,11 @@ class StragglerSession:
         probes = self._probe(suspicion, rounds, self._healthy.hosts)
         if watch is None:
             return
-        findings = conclude(suspicion, probes, self._healthy)
+        findings = diagnose(suspicion, probes, self._healthy)
         watch.found(
             step,
             findings,
-            lambda: self._run.find_measures(
+            lambda: self._run.find_mitigations(
                 reports, findings, healthy_s=watch.base_s(), probes=self._healthy
             ),
             where=self._run.where(findings),
@@ -161,24 +161,24 @@ class StragglerSession:
 
     def _obey(self) -> None:
         """Hear from the leader whether a fault is known and what to do; do it."""
-        verdict: tuple[bool, Act | None] = (False, None)
+        verdict: tuple[bool, Decision | None] = (False, None)
         if self._watch is not None:
-            verdict = bool(self._watch.known), self._watch.next_act()
+            verdict = bool(self._watch.known), self._watch.next_decision()
         was_known = self._is_known
-        self._is_known, act = self._ranks.share(verdict)
-        if act is not None:
-            self._do(act)
+        self._is_known, decision = self._ranks.share(verdict)
+        if decision is not None:
+            self._do(decision)
         elif was_known and not self._is_known:
             self._history.recover()
         elif not self._is_known:
             self._history.unsettle()
 
-    def _do(self, act: Act) -> None:
+    def _do(self, decision: Decision) -> None:
         start_s = time.perf_counter()
-        refusal = self._run.act(act)
+        refusal = self._run.act(decision)
         if refusal is None:
-            undoes = act.kind is DecisionKind.UNDO
-            factors = {} if undoes else act.measure.factors
+            undoes = decision.kind is DecisionKind.UNDO
+            factors = {} if undoes else decision.choice.factors
             self._factor = factors.get(self._ranks.global_rank, 1.0)
             self._recovers = undoes and not self._is_known
         if self._watch is not None:

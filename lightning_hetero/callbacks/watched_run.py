@@ -13,19 +13,19 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
-    Act,
+    Decision,
     DecisionKind,
     Finding,
-    Measure,
     MeasuredRun,
     PlaceTimes,
+    PossibleMitigation,
     Probes,
     RankReport,
     RunModel,
     Slowness,
     WatchedPlans,
-    find_measures,
-    restart_measure,
+    find_mitigations,
+    restart_mitigation,
 )
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
@@ -59,29 +59,30 @@ class PlainRun:
         """Return whose slowness it is: "pipeline 1"."""
         return "the run"
 
-    def find_measures(
+    def find_mitigations(
         self,
         reports: Sequence[RankReport],
         findings: Sequence[Finding],
         *,
         healthy_s: float,
         probes: Probes,
-    ) -> Sequence[Measure]:
+    ) -> Sequence[PossibleMitigation]:
         """Return what could be done, S4 if a callback can restart the run; on rank 0 only."""
         if self._restarter is None:
             return ()
-        measure = restart_measure(
+        restart = restart_mitigation(
             findings,
             healthy_s=healthy_s,
             world_size=self._world_size,
             num_left=self._restarter.num_left,
         )
-        return () if measure is None else (measure,)
+        return () if restart is None else (restart,)
 
-    def act(self, act: Act) -> str | None:
+    def act(self, decision: Decision) -> str | None:
         """Ask for a restart; called by all ranks. Returns why not, if it can't be done."""
         if self._restarter is not None:
-            self._restarter.request_restart(act.measure.effect, exclude=act.measure.exclude)
+            choice = decision.choice
+            self._restarter.request_restart(choice.effect, exclude=choice.exclude)
         return None
 
     def is_changing(self) -> bool:
@@ -121,16 +122,16 @@ class HeteroRun(PlainRun):
         indices = {place.pipeline_index for place in places if place is not None}
         return f"pipeline {indices.pop()}" if len(indices) == 1 else "the run"
 
-    def find_measures(
+    def find_mitigations(
         self,
         reports: Sequence[RankReport],
         findings: Sequence[Finding],
         *,
         healthy_s: float,
         probes: Probes,
-    ) -> Sequence[Measure]:
+    ) -> Sequence[PossibleMitigation]:
         """Return S2 and S3 where what was measured tells what they would give; and S4."""
-        restarts = super().find_measures(reports, findings, healthy_s=healthy_s, probes=probes)
+        restarts = super().find_mitigations(reports, findings, healthy_s=healthy_s, probes=probes)
         slowness = Slowness.of(findings, self._world_size)
         plans = self._plans_without_fault()
         measured = self._measure(plans, reports, healthy_s, probes)
@@ -140,7 +141,7 @@ class HeteroRun(PlainRun):
         if not models:
             return restarts
         watched = WatchedPlans(plans=plans, models=tuple(models))
-        return (*find_measures(watched, slowness), *restarts)
+        return (*find_mitigations(watched, slowness), *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
         """Return the plans that ran before the fault, whatever was done since."""
@@ -194,13 +195,13 @@ class HeteroRun(PlainRun):
             for pipeline in plan.pipelines
         )
 
-    def act(self, act: Act) -> str | None:
+    def act(self, decision: Decision) -> str | None:
         """Run other plans, or assign by other slowdowns, from now on; or ask for a restart."""
-        measure, undoes = act.measure, act.kind is DecisionKind.UNDO
-        if not measure.plans:
-            return super().act(act)
-        plans = measure.first_plans if undoes else measure.plans
-        slowdowns = {} if undoes else measure.slowdowns
+        choice, undoes = decision.choice, decision.kind is DecisionKind.UNDO
+        if not choice.plans:
+            return super().act(decision)
+        plans = choice.first_plans if undoes else choice.plans
+        slowdowns = {} if undoes else choice.slowdowns
         try:
             if self._datamodule is None:
                 self._strategy.change_plan(plans[0])
@@ -212,7 +213,7 @@ class HeteroRun(PlainRun):
                 self._last_before = self._trainer.fit_loop.total_batch_idx + num_left
         except (PlanError, ConfigurationError) as error:
             return str(error)
-        self._first_plans = () if undoes else measure.first_plans
+        self._first_plans = () if undoes else choice.first_plans
         self._wanted = plans[0]
         return None
 

@@ -12,6 +12,7 @@ from lightning_hetero.straggler.events import (
     IterationEvent,
     format_message,
     read_events,
+    to_entry,
 )
 from lightning_hetero.straggler.history import Observation, RankHistory, RankReport
 from lightning_hetero.straggler.levels import LevelWatch, RankNote
@@ -22,26 +23,22 @@ from lightning_hetero.straggler.locate import (
     diagnose_links,
     find_suspects,
     ring_rounds,
-    tree_rounds,
 )
-from lightning_hetero.straggler.look import Probes, Suspicion, conclude, probe_rounds, suspect
-from lightning_hetero.straggler.measures import (
-    Act,
-    Measure,
-    WatchedPlans,
-    find_measures,
-    restart_measure,
-)
+from lightning_hetero.straggler.look import Probes, Suspicion, diagnose, probe_rounds, suspect
 from lightning_hetero.straggler.mitigation import (
-    Decision,
-    DecisionKind,
     Mitigation,
-    MitigationPolicy,
-    Option,
-    PolicyConfig,
-    PolicyState,
+    PossibleMitigation,
+    WatchedPlans,
+    find_mitigations,
+    restart_mitigation,
 )
 from lightning_hetero.straggler.period import CommunicationOp, Period, infer_period
+from lightning_hetero.straggler.policy import (
+    Decision,
+    DecisionKind,
+    MitigationPolicy,
+    PolicyConfig,
+)
 from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
 from lightning_hetero.straggler.swap import (
     SwapConfig,
@@ -55,7 +52,6 @@ from lightning_hetero.straggler.traces import read_flight_recorder, read_profile
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 __all__ = [
-    "Act",
     "ActionEvent",
     "BocdConfig",
     "BocdDetector",
@@ -72,17 +68,15 @@ __all__ = [
     "FindingKind",
     "IterationEvent",
     "LevelWatch",
-    "Measure",
     "MeasuredRun",
     "Mitigation",
     "MitigationPolicy",
     "Observation",
-    "Option",
     "Order",
     "Period",
     "PlaceTimes",
     "PolicyConfig",
-    "PolicyState",
+    "PossibleMitigation",
     "Probes",
     "RankHistory",
     "RankNote",
@@ -97,9 +91,9 @@ __all__ = [
     "WatchConfig",
     "WatchedPlans",
     "balance_microbatches",
-    "conclude",
+    "diagnose",
     "diagnose_links",
-    "find_measures",
+    "find_mitigations",
     "find_suspects",
     "format_message",
     "gradient_links",
@@ -110,9 +104,9 @@ __all__ = [
     "read_events",
     "read_flight_recorder",
     "read_profiler_trace",
-    "restart_measure",
+    "restart_mitigation",
     "ring_rounds",
     "suspect",
     "swap_ranks",
-    "tree_rounds",
+    "to_entry",
 ]

@@ -11,10 +11,8 @@ of outliers from a level, and is tried again with each further value.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
 from lightning_hetero.straggler.run_length import RunLengthPosterior
 from lightning_hetero.straggler.verification import (
@@ -231,50 +229,3 @@ class BocdDetector:
             ),
             is_slow=still_slow,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything the detector has learnt, JSON-ready."""
-        kept = {name: getattr(self, name) for name in _STATE}
-        return {
-            "version": 1,
-            "posterior": self._posterior.state_dict(),
-            **{
-                name: list(value) if isinstance(value, list) else value
-                for name, value in kept.items()
-            },
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the detector that gave this state stood.
-
-        Raises:
-            ConfigurationError: The state is of another version or another configuration.
-        """
-        if state.get("version") != 1 or not all(name in state for name in (*_STATE, "posterior")):
-            raise ConfigurationError(
-                f"Detector state has keys {sorted(state)} and version {state.get('version')!r}; "
-                "this release reads version 1. Start with a fresh detector."
-            )
-        try:
-            self._posterior.load_state_dict(state["posterior"])
-        except ValueError as error:
-            raise ConfigurationError(f"{error} Use the configuration it was saved with.") from error
-        for name in _STATE:
-            value = state[name]
-            setattr(self, name, list(value) if isinstance(value, list) else value)
-
-
-_STATE = (
-    "_next_step",
-    "_logs",
-    "_steps",
-    "_num_values",
-    "_num_in_regime",
-    "_old_logs",
-    "_noise",
-    "_healthy_log",
-    "_healthy_logs",
-    "_scale",
-    "_in_first_regime",
-    "_last_rose",
-)

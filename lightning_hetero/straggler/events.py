@@ -1,21 +1,21 @@
-"""Decide nothing: write down what was seen and done, one JSON object a line, and read it back.
+"""The events of a watched run: typed, written to a log (`core.event_log`), and read back.
 
-A line is `{"event": "iteration", "step": 412, ...}`; the other keys are the fields of the dataclass
-of that event. Lines are written at once. Those that a crash has torn are left out, with a warning;
-anything else that is wrong is an error with its line number.
+A line is `{"event": "iteration", "at_s": 1732180000.25, "step": 412, ...}`; the other keys are the
+fields of the dataclass of that event. Events of others in the same log are passed over; lines that
+a crash has torn are left out, with a warning; anything else is an error with its line number.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.lines import append_line, read_lines
+from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.straggler.change import ChangeKind, ChangePoint
 from lightning_hetero.straggler.locate import Finding, FindingKind
-from lightning_hetero.straggler.mitigation import Decision, DecisionKind, Mitigation
+from lightning_hetero.straggler.mitigation import Mitigation
+from lightning_hetero.straggler.policy import Decision, DecisionKind
 
 __all__ = [
     "ActionEvent",
@@ -26,6 +26,7 @@ __all__ = [
     "IterationEvent",
     "format_message",
     "read_events",
+    "to_entry",
 ]
 
 
@@ -107,27 +108,14 @@ class ActionEvent:
     dry_run: bool = False
 
     @classmethod
-    def from_decision(
-        cls,
-        decision: Decision,
-        *,
-        step: int,
-        effect: str = "",
-        before_s: float | None = None,
-        after_s: float | None = None,
-        cost_s: float | None = None,
-    ) -> Self:
-        """Return the event of a decision that was carried out."""
+    def from_decision(cls, decision: Decision, *, step: int) -> Self:
+        """Return the event of a decision; what it did and gained is filled in once it is known."""
         return cls(
             step=step,
             kind=decision.kind,
             mitigation=decision.mitigation,
             reason=decision.reason,
             dry_run=decision.dry_run,
-            effect=effect,
-            before_s=before_s,
-            after_s=after_s,
-            cost_s=cost_s,
         )
 
 
@@ -149,57 +137,55 @@ class EventLog:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path).absolute()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, event: Event) -> None:
         """Append an event as one line, at once."""
-        append_line(self._path, _to_entry(event))
+        append_event(self._path, **to_entry(event))
 
 
-def _to_entry(event: Event) -> dict[str, Any]:
+def to_entry(event: Event) -> dict[str, Any]:
+    """Return the name of an event and its fields, as they stand in a log."""
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
-    data = {key: value for key, value in asdict(event).items() if value is not None}
-    return {"event": name, **{k: _finite(v) for k, v in data.items()}}
-
-
-def _finite(value: Any) -> Any:
-    # JSON has no inf and no nan; strings keep the line readable for every parser.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    known = {key: value for key, value in asdict(event).items() if value is not None}
+    return {"event": name, **known}
 
 
 def read_events(path: str | Path) -> tuple[Event, ...]:
-    """Return the events of a log in order.
+    """Return the events of a log in order: of `StragglerMonitor`'s own or of a `RunLog`.
 
     Raises:
         ConfigurationError: The file can't be read, or a line isn't an event; the message names it.
     """
     try:
-        lines = list(read_lines(path))
+        lines = list(read_entries(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"Can't read the event log {path}: {error}.") from error
-    return tuple(_parse_line(number, data, str(path)) for number, data in lines)
+    events = []
+    for number, entry in lines:
+        try:
+            event = _parse(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"{path}, line {number}: {str(entry)[:80]} is no event: {error}. Events are "
+                f"{', '.join(_NAMES)}."
+            ) from error
+        events += [] if event is None else [event]
+    return tuple(events)
 
 
-def _parse_line(number: int, data: Any, path: str) -> Event:
-    try:
-        return _parse(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path}, line {number}: {str(data)[:80]} is no event: {error}. Events are "
-            f"{', '.join(_NAMES)}."
-        ) from error
-
-
-def _parse(data: Any) -> Event:
-    if not isinstance(data, dict) or data.get("event") not in _NAMES:
+def _parse(entry: Any) -> Event | None:
+    """Return the event of a line; None if it is somebody else's."""
+    kind = _NAMES.get(str(entry.get("event"))) if isinstance(entry, dict) else None
+    if kind is None:
+        # Logs of older releases hold no others, and no times.
+        if isinstance(entry, dict) and {"event", "at_s"} <= entry.keys():
+            return None
         raise ValueError('it needs "event" with a known name')
-    kind = _NAMES[data["event"]]
-    known = {field.name: str(field.type) for field in fields(kind)}
-    unknown = data.keys() - known.keys() - {"event"}
+    unknown = entry.keys() - {field.name for field in fields(kind)} - {"event", "at_s"}
     if unknown:
         raise ValueError(f"unknown keys {sorted(unknown)}")
-    values = {key: _as(kind, key, value) for key, value in data.items() if key != "event"}
-    return kind(**values)
+    given = {k: v for k, v in entry.items() if k not in ("event", "at_s") and v is not None}
+    return kind(**{key: _as(kind, key, value) for key, value in given.items()})
 
 
 def _as(kind: type[Event], key: str, value: Any) -> Any:

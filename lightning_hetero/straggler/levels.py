@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
@@ -27,14 +27,13 @@ _RECENT = 4
 """Iterations that tell whether they are up, and steps between two dates of one change."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankNote:
-    """What one rank says about one iteration; travels as a row of floats."""
+class RankNote(NamedTuple):
+    """What one rank says about one iteration: numbers, which travel as a row of floats."""
 
     iteration_s: float
     load_s: float
     """Seconds of computing that its work should be; NaN if unknown, 0 of a rank without work."""
-    change: int = 0
+    change: float = 0.0
     """Whether a change of this rank's pace has just been found: 1 slower, -1 faster, else 0."""
     onset_step: float = 0.0
     before: float = 0.0
@@ -47,39 +46,9 @@ class RankNote:
     ) -> Self:
         """Return the note of an iteration and of what the rank's own detector said."""
         if change is None:
-            return cls(iteration_s=iteration_s, load_s=load_s)
-        return cls(
-            iteration_s=iteration_s,
-            load_s=load_s,
-            change=1 if change.kind is ChangeKind.SLOWDOWN else -1,
-            onset_step=float(onset_step),
-            before=change.before,
-            after=change.after,
-        )
-
-    def to_row(self) -> list[float]:
-        """Return the note as numbers."""
-        return [
-            self.iteration_s,
-            self.load_s,
-            float(self.change),
-            self.onset_step,
-            self.before,
-            self.after,
-        ]
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> Self:
-        """Return the note that gave these numbers."""
-        iteration_s, load_s, change, onset_step, before, after = row
-        return cls(
-            iteration_s=iteration_s,
-            load_s=load_s,
-            change=int(change),
-            onset_step=onset_step,
-            before=before,
-            after=after,
-        )
+            return cls(iteration_s, load_s)
+        sign = 1.0 if change.kind is ChangeKind.SLOWDOWN else -1.0
+        return cls(iteration_s, load_s, sign, onset_step, change.before, change.after)
 
 
 @dataclass(frozen=True, slots=True)

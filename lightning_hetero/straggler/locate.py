@@ -3,7 +3,7 @@
 Two steps, as in Greyhound: *suspects* are those at 1.1 times the median of their peers or more, in
 times the run gives for free; then only suspects are probed, at a step boundary. Point-to-point
 probes go in rounds of disjoint pairs, so that no probe disturbs another, and in as many rounds for
-a thousand ranks as for eight: 2 for an even ring, 3 for an odd one, at most 4 for a tree.
+a thousand ranks as for eight: 2 for an even ring, 3 for an odd one.
 """
 
 import math
@@ -24,7 +24,6 @@ __all__ = [
     "find_suspects",
     "normalise_pair",
     "ring_rounds",
-    "tree_rounds",
 ]
 
 Pair = tuple[int, int]
@@ -75,7 +74,9 @@ def normalise_pair(rank_a: int, rank_b: int) -> Pair:
 
 def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
     """Return rounds of disjoint pairs that cover every edge of a ring once: 2 if even, 3 if odd."""
-    size = _check_members(ranks)
+    size = len(ranks)
+    if len(set(ranks)) != size:
+        raise ConfigurationError(f"Ranks {list(ranks)} name one twice; probe each rank once.")
     if size < 2:
         return ()
     if size == 2:
@@ -85,26 +86,6 @@ def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
         # The edge that closes an odd ring touches both kinds of edges, so it goes alone.
         return (tuple(edges[0:-1:2]), tuple(edges[1:-1:2]), (edges[-1],))
     return (tuple(edges[0::2]), tuple(edges[1::2]))
-
-
-def tree_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
-    """Return at most 4 rounds that cover a binary tree's edges once: by level parity and side.
-
-    The parent of position i is position (i - 1) // 2, as in a heap.
-    """
-    size = _check_members(ranks)
-    rounds: list[list[Pair]] = [[], [], [], []]
-    for child in range(1, size):
-        level = (child + 1).bit_length() - 1
-        edge = normalise_pair(ranks[child], ranks[(child - 1) // 2])
-        rounds[2 * (level % 2) + child % 2].append(edge)
-    return tuple(tuple(pairs) for pairs in rounds if pairs)
-
-
-def _check_members(ranks: Sequence[int]) -> int:
-    if len(set(ranks)) != len(ranks):
-        raise ConfigurationError(f"Ranks {list(ranks)} name one twice; probe each rank once.")
-    return len(ranks)
 
 
 class FindingKind(StrEnum):

@@ -25,7 +25,7 @@ from lightning_hetero.straggler.locate import (
     ring_rounds,
 )
 
-__all__ = ["Probes", "Suspicion", "Waiting", "are_alike", "conclude", "probe_rounds", "suspect"]
+__all__ = ["Probes", "Suspicion", "Waiting", "are_alike", "diagnose", "probe_rounds", "suspect"]
 
 _LEAST_LINK_RATIO = 1.5
 """A message between two ranks varies more than a matrix product does."""
@@ -81,7 +81,7 @@ class Probes:
     device_s: Mapping[int, float] = field(default_factory=dict)
     """A matrix product of each rank."""
     link_s: Mapping[Pair, float] = field(default_factory=dict)
-    """A message to and fro of each pair."""
+    """A message there and back of each pair."""
     link_bytes: int = 0
     """Bytes of that message, one way."""
     hosts: tuple[str, ...] = ()
@@ -171,7 +171,7 @@ def _with_pairs(rounds: list[list[Pair]], wanted: Sequence[Pair]) -> tuple[tuple
     return tuple(tuple(pairs) for pairs in rounds)
 
 
-def conclude(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Finding, ...]:
+def diagnose(suspicion: Suspicion, probes: Probes, healthy: Probes) -> tuple[Finding, ...]:
     """Return what is slow, the slowest first.
 
     Args:

@@ -15,7 +15,6 @@ call that is a floor of 15 µs, whatever the arithmetic.
 """
 
 import math
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,23 +134,3 @@ class RunLengthPosterior:
     def likeliest_run(self, *, longest: int) -> int:
         """Return the likeliest run length up to `longest`, 1 or more."""
         return 1 + int(self.mass[1 : longest + 1].argmax())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as lists of floats (JSON-ready)."""
-        return {
-            "mass": self.mass.tolist(),
-            "stats": self._stats.tolist(),
-            "prior": self._prior.tolist(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; ValueError if it is for another `max_run`."""
-        mass = np.asarray(state["mass"], dtype=np.float64)
-        stats = np.asarray(state["stats"], dtype=np.float64)
-        if mass.shape != self.mass.shape or stats.shape != self._stats.shape:
-            raise ValueError(
-                f"The state holds {len(mass) - 1} run lengths, the detector {len(self.mass) - 1}."
-            )
-        self.mass[:] = mass
-        self._stats[:] = stats
-        self._prior[:] = cast("list[float]", state["prior"])

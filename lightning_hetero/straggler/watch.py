@@ -28,13 +28,11 @@ from lightning_hetero.straggler.events import (
 from lightning_hetero.straggler.levels import LevelWatch, RankNote
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.look import are_alike
-from lightning_hetero.straggler.measures import Act, Measure
-from lightning_hetero.straggler.mitigation import (
+from lightning_hetero.straggler.mitigation import Mitigation, PossibleMitigation
+from lightning_hetero.straggler.policy import (
     Decision,
     DecisionKind,
-    Mitigation,
     MitigationPolicy,
-    Option,
     PolicyConfig,
 )
 
@@ -74,7 +72,6 @@ class WatchConfig:
 class _Transition:
     """A change of plan under way."""
 
-    act: Act
     decision: Decision
     before_s: float
     call_s: float = 0.0
@@ -85,7 +82,7 @@ class RunWatch:
     """The leader's memory of the run and of the fault it suffers from, if any.
 
     Per iteration `see` gives the order. After LOOK the caller tells `found` what was found; after
-    LOOK and ACT `next_act` says what to do, and `began` is told once a new plan was handed over.
+    LOOK and ACT `next_decision` says what to do; `began` is told once a new plan was handed over.
 
     Args:
         config: How eagerly.
@@ -111,8 +108,8 @@ class RunWatch:
         self._change: ChangeEvent | None = None
         self._healthy_s = math.nan
         self._slow_s = math.nan
-        self._measures: tuple[Measure, ...] = ()
-        self._act: tuple[Act, Decision] | None = None
+        self._possible: tuple[PossibleMitigation, ...] = ()
+        self._decision: Decision | None = None
         self._transition: _Transition | None = None
         self._said_why = False
         self._next_looks: tuple[int, ...] = ()
@@ -189,7 +186,7 @@ class RunWatch:
         self,
         step: int,
         findings: Sequence[Finding],
-        measures_of: Callable[[], Sequence[Measure]],
+        find_mitigations: Callable[[], Sequence[PossibleMitigation]],
         *,
         where: str,
         look_s: float,
@@ -199,7 +196,7 @@ class RunWatch:
         Args:
             step: The step after which it was looked.
             findings: What is slow.
-            measures_of: Finds what could be done about it; asked only if it is news.
+            find_mitigations: Finds what could be done about it; asked only if it is news.
             where: Whose slowness it is, for people: "pipeline 1".
             look_s: What the look took.
         """
@@ -214,9 +211,9 @@ class RunWatch:
             self._end(step)
         self.known = tuple(findings)
         if findings:
-            self._begin(step, tuple(measures_of()), where)
+            self._begin(step, tuple(find_mitigations()), where)
 
-    def _begin(self, step: int, measures: tuple[Measure, ...], where: str) -> None:
+    def _begin(self, step: int, possible: tuple[PossibleMitigation, ...], where: str) -> None:
         assert self._change is not None
         onset_step = self._change.onset_step
         self._change = replace(self._change, where=where, step=step)
@@ -225,7 +222,7 @@ class RunWatch:
         self._say(format_message(self._change, self.known))
         self._healthy_s = self.base_s()
         self._slow_s = self._levels.since_s(onset_step)
-        self._measures = measures
+        self._possible = possible
         self._said_why = False
         self._policy.begin(healthy_s=self._healthy_s)
         # What was lost before the cause was known counts, too.
@@ -245,11 +242,11 @@ class RunWatch:
             after=self._healthy_s,
         )
         decision = self._policy.end()
-        undone = self._measure_of(decision.mitigation)
-        if decision.kind is DecisionKind.UNDO and undone is not None and not decision.dry_run:
-            self._act = (Act(kind=decision.kind, measure=replace(undone, effect="")), decision)
+        was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
+        if was_done and not decision.dry_run:
+            self._decision = decision
             return
-        self._act = None
+        self._decision = None
         self._report(ActionEvent.from_decision(decision, step=step))
         self._say(format_message(self._change))
 
@@ -257,49 +254,25 @@ class RunWatch:
 
     def _decide(self, step: int) -> bool:
         """Ask the policy about one slow iteration; return whether there is something to do."""
-        decision = self._policy.decide(
-            unmitigated_s=self._slow_s,
-            options=[
-                Option(mitigation=measure.mitigation, iteration_s=measure.iteration_s)
-                for measure in self._measures
-            ],
-        )
-        measure = self._measure_of(decision.mitigation)
-        if decision.kind is DecisionKind.APPLY and measure is not None:
-            if decision.dry_run:
-                self._advise(step, decision, measure)
-                return False
-            self._act = (Act(kind=decision.kind, measure=measure), decision)
-            return True
-        if not self._said_why:
+        decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
+        if decision.kind is DecisionKind.APPLY:
+            if not decision.dry_run:
+                self._decision = decision
+                return True
+            choice = decision.choice
+            self._finish(step, decision, before_s=self._slow_s, after_s=choice.iteration_s)
+        elif not self._said_why:
             self._said_why = True
             self._report(ActionEvent.from_decision(decision, step=step))
         return False
 
-    def _measure_of(self, mitigation: Mitigation) -> Measure | None:
-        return next((m for m in self._measures if m.mitigation is mitigation), None)
-
-    def _advise(self, step: int, decision: Decision, measure: Measure) -> None:
-        """Say what would be done, in a dry run."""
-        self._finish(
-            ActionEvent.from_decision(
-                decision,
-                step=step,
-                effect=measure.effect,
-                before_s=self._slow_s,
-                after_s=measure.iteration_s,
-            )
-        )
-
-    def next_act(self) -> Act | None:
-        """Return what all ranks are to do now, if anything; once."""
-        if self._act is None:
-            return None
-        act, decision = self._act
-        self._act = None
-        before_s = self._levels.since_s(self.since_step)
-        self._transition = _Transition(act, decision, before_s=before_s)
-        return act
+    def next_decision(self) -> Decision | None:
+        """Return what all ranks are to apply or undo now, if anything; once."""
+        decision, self._decision = self._decision, None
+        if decision is not None:
+            before_s = self._levels.since_s(self.since_step)
+            self._transition = _Transition(decision, before_s=before_s)
+        return decision
 
     def began(self, call_s: float, *, refusal: str | None = None) -> None:
         """Note what it took to hand the new plan over; from now on it is waited for.
@@ -310,23 +283,17 @@ class RunWatch:
         """
         change = self._transition
         assert change is not None
+        decision = change.decision
         change.call_s = call_s
         if refusal is not None:
             self._transition = None
-            self._measures = tuple(m for m in self._measures if not m.plans)
-            self._report(ActionEvent.from_decision(change.decision, step=self._step))
-            self._say(f"{change.decision.mitigation.value} can't be done here. {refusal}")
-        elif not change.act.measure.plans:
+            self._possible = tuple(item for item in self._possible if not item.plans)
+            self._report(ActionEvent.from_decision(decision, step=self._step))
+            self._say(f"{decision.mitigation.value} can't be done here. {refusal}")
+        elif not decision.choice.plans:
             # A restart: what it gains is another run's to see.
             self._transition = None
-            self._finish(
-                ActionEvent.from_decision(
-                    change.decision,
-                    step=self._step,
-                    effect=change.act.measure.effect,
-                    before_s=change.before_s,
-                )
-            )
+            self._finish(self._step, decision, before_s=change.before_s)
 
     def _follow(self, step: int, iteration_s: float) -> None:
         """Wait for the new plan's iteration time; say what was gained and paid."""
@@ -339,24 +306,33 @@ class RunWatch:
         first_s, *others_s = change.times_s
         after_s = statistics.median(others_s)
         cost_s = change.call_s + max(0.0, first_s - after_s)
-        if change.decision.mitigation is not Mitigation.IGNORE and cost_s > 0.0:
+        if cost_s > 0.0:
             self._policy.record_cost(change.decision.mitigation, cost_s)
         self._levels.settle()
         if not self.known:
             self._levels.forget()
             self._healthy_s = math.nan
         self._finish(
-            ActionEvent.from_decision(
-                change.decision,
-                step=step,
-                effect=change.act.measure.effect,
-                before_s=change.before_s,
-                after_s=after_s,
-                cost_s=cost_s,
-            )
+            step, change.decision, before_s=change.before_s, after_s=after_s, cost_s=cost_s
         )
 
-    def _finish(self, event: ActionEvent) -> None:
-        self._report(event)
+    def _finish(
+        self,
+        step: int,
+        decision: Decision,
+        *,
+        before_s: float,
+        after_s: float | None = None,
+        cost_s: float | None = None,
+    ) -> None:
+        """Report and say what was done, or in a dry run would have been."""
         assert self._change is not None
-        self._say(format_message(replace(self._change, step=event.step), self.known, event))
+        event = replace(
+            ActionEvent.from_decision(decision, step=step),
+            effect="" if decision.kind is DecisionKind.UNDO else decision.choice.effect,
+            before_s=before_s,
+            after_s=after_s,
+            cost_s=cost_s,
+        )
+        self._report(event)
+        self._say(format_message(replace(self._change, step=step), self.known, event))

@@ -25,8 +25,8 @@ from lightning_hetero.straggler import (
     DecisionKind,
     Mitigation,
     MitigationPolicy,
-    Option,
     PolicyConfig,
+    PossibleMitigation,
     balance_microbatches,
     find_suspects,
     propose_swap,
@@ -291,13 +291,15 @@ class _Trainer:
         """Ask the policy; return the seconds of what it had done."""
         counts, swapped = self._options()
         balanced_s = self.cluster.iteration_s(self.plan, counts, self.known)
-        options = [Option(mitigation=Mitigation.REBALANCE, iteration_s=balanced_s)]
+        predicted_s = {Mitigation.REBALANCE: balanced_s}
         if swapped is not None:
-            swapped_s = self.cluster.iteration_s(*swapped, self.known)
-            options.append(Option(mitigation=Mitigation.SWAP, iteration_s=swapped_s))
+            predicted_s[Mitigation.SWAP] = self.cluster.iteration_s(*swapped, self.known)
         decision = self.policy.decide(
             unmitigated_s=self.cluster.iteration_s(self.base, self.even, self.known),
-            options=options,
+            possible=[
+                PossibleMitigation(mitigation=step, iteration_s=seconds)
+                for step, seconds in predicted_s.items()
+            ],
         )
         if decision.kind is not DecisionKind.APPLY:
             return 0.0

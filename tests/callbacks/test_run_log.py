@@ -1,5 +1,3 @@
-import json
-import os
 import types
 
 import lightning as L
@@ -71,19 +69,6 @@ def test_a_rank_that_fails_says_so_before_it_ends(tmp_path):
     assert last["error"] == "RuntimeError: enough"
 
 
-def test_what_json_has_no_word_for_is_still_a_line_that_any_parser_reads(tmp_path):
-    trainer = L.Trainer(**quiet(default_root_dir=tmp_path))
-    log = RunLog("log")
-    log.write(trainer, "odd", values=(float("inf"), 1.5, None, True), by={2: float("nan")})
-    text = (tmp_path / "log").read_text()
-
-    def refuse(word):
-        raise AssertionError(word)
-
-    entry = json.loads(text, parse_constant=refuse)
-    assert (entry["values"], entry["by"]) == (["inf", 1.5, None, True], {"2": "nan"})
-
-
 def test_a_plan_is_written_whole_once_and_a_change_at_most_a_thousand_times(tmp_path):
     log, strategy = RunLog("log"), HeteroStrategy()
     trainer = types.SimpleNamespace(
@@ -101,30 +86,3 @@ def test_a_plan_is_written_whole_once_and_a_change_at_most_a_thousand_times(tmp_
     noted = list(read_log(tmp_path / "log"))
     assert [event["number"] for event in noted] == [step % 3 for step in range(1000)]
     assert [event["plan"] for event in noted if "plan" in event] == [plans[2].to_dict()]
-
-
-def test_a_line_that_is_being_written_is_left_for_later(tmp_path):
-    path = tmp_path / "log"
-    path.write_text('{"event": "ended"}\n{"event": "st')
-    assert list(read_log(path)) == [{"event": "ended"}]
-
-
-def test_a_line_that_a_crash_has_torn_costs_neither_the_rest_nor_what_comes_after(tmp_path):
-    path = tmp_path / "log"
-    path.write_text('{"event": "ended"}\n{"event": "st')
-    RunLog("log").write(L.Trainer(**quiet(default_root_dir=tmp_path)), "started")
-    assert [event["event"] for event in read_log(path)] == ["ended", "started"]
-
-
-def test_a_disk_that_is_full_costs_a_line_and_not_the_run(tmp_path, monkeypatch, caplog):
-    trainer, log = L.Trainer(**quiet(default_root_dir=tmp_path)), RunLog("log")
-
-    def full(descriptor, line):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        log.write(trainer, "started")
-    log.write(trainer, "ended")
-    assert [event["event"] for event in read_log(tmp_path / "log")] == ["ended"]
-    assert "No space left" in caplog.text

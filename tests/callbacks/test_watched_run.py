@@ -9,7 +9,7 @@ import torch
 from lightning_hetero.callbacks import ElasticRestart, elastic
 from lightning_hetero.callbacks.watched_run import PlainRun
 from lightning_hetero.straggler import (
-    Act,
+    Decision,
     DecisionKind,
     Finding,
     FindingKind,
@@ -34,8 +34,8 @@ def run_with(callbacks: list[Any]) -> PlainRun:
     return PlainRun(trainer)
 
 
-def measures(run: PlainRun):
-    return run.find_measures([], SLOW, healthy_s=3.0, probes=Probes())
+def mitigations(run: PlainRun):
+    return run.find_mitigations([], SLOW, healthy_s=3.0, probes=Probes())
 
 
 def test_the_machine_of_a_slow_rank_leaves_and_the_others_share_its_work(
@@ -45,17 +45,17 @@ def test_the_machine_of_a_slow_rank_leaves_and_the_others_share_its_work(
     callbacks = [restarter(rank) for rank in range(len(NODES))]
     for callback in callbacks:
         run = run_with([callback])
-        (measure,) = measures(run)
-        assert measure.mitigation is Mitigation.RESTART
+        (found,) = mitigations(run)
+        assert found.mitigation is Mitigation.RESTART
         # The slow rank's neighbour on the same machine goes with it.
-        assert measure.iteration_s == pytest.approx(3.0 * 6 / 4)
-        assert run.act(Act(kind=DecisionKind.APPLY, measure=measure)) is None
+        assert found.iteration_s == pytest.approx(3.0 * 6 / 4)
+        assert run.act(Decision(kind=DecisionKind.APPLY, choice=found, reason="")) is None
     assert [callback.is_leaving for callback in callbacks] == [False] * 2 + [True] * 2 + [False] * 2
 
 
 def test_without_somebody_who_starts_processes_again_there_is_no_restart() -> None:
-    assert measures(run_with([restarter(0)])) == ()
-    assert measures(run_with([])) == ()
+    assert mitigations(run_with([restarter(0)])) == ()
+    assert mitigations(run_with([])) == ()
 
 
 def test_a_run_on_one_machine_is_never_restarted_without_it(
@@ -64,4 +64,4 @@ def test_a_run_on_one_machine_is_never_restarted_without_it(
     monkeypatch.setattr(elastic, "is_torchelastic_launched", lambda: True)
     callback = restarter(0)
     callback._checkpoint = SimpleNamespace(node_of_rank=(0,) * 6)  # type: ignore[assignment]
-    assert measures(run_with([callback])) == ()
+    assert mitigations(run_with([callback])) == ()

@@ -8,49 +8,16 @@ import pytest
 
 from lightning_hetero.cli import main
 from lightning_hetero.cli.stragglers import plot_events
-from lightning_hetero.straggler import (
-    ActionEvent,
-    ChangeEvent,
-    ChangeKind,
-    DecisionKind,
-    EventLog,
-    FindingEvent,
-    FindingKind,
-    IterationEvent,
-    Mitigation,
-)
+from lightning_hetero.straggler import EventLog, FindingEvent, FindingKind, IterationEvent
+from tests.straggler.sample_events import EVENTS
 
 
 @pytest.fixture
 def log_path(tmp_path):
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
-    for step in range(60):
-        log.write(IterationEvent(step=step, iteration_s=2.0 if 40 <= step < 45 else 1.0))
-    log.write(
-        ChangeEvent(
-            step=43,
-            onset_step=40,
-            kind=ChangeKind.SLOWDOWN,
-            ratio=2.0,
-            before=1.0,
-            after=2.0,
-            confidence=0.98,
-            where="pipeline 1",
-        )
-    )
-    log.write(FindingEvent(step=43, kind=FindingKind.LINK, ranks=(1, 2), ratio=3.0))
-    log.write(
-        ActionEvent(
-            step=45,
-            kind=DecisionKind.APPLY,
-            mitigation=Mitigation.SWAP,
-            reason="5.00 s lost",
-            effect="swapped places of ranks 2 ↔ 3",
-            before_s=2.0,
-            after_s=1.0,
-        )
-    )
+    for event in EVENTS:
+        log.write(event)
     return path
 
 

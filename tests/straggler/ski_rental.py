@@ -6,8 +6,8 @@ from lightning_hetero.straggler import (
     DecisionKind,
     Mitigation,
     MitigationPolicy,
-    Option,
     PolicyConfig,
+    PossibleMitigation,
 )
 
 STEPS = (Mitigation.REBALANCE, Mitigation.SWAP, Mitigation.RESTART)
@@ -42,10 +42,12 @@ def online_s(fault: RandomFault) -> float:
     total_s, step = 0.0, Mitigation.IGNORE
     for iteration, slow_s in enumerate(fault.slow_s):
         options = [
-            Option(mitigation=m, iteration_s=fault.healthy_s + fault.loss_s(m, iteration))
+            PossibleMitigation(
+                mitigation=m, iteration_s=fault.healthy_s + fault.loss_s(m, iteration)
+            )
             for m in fault.left
         ]
-        decision = policy.decide(unmitigated_s=slow_s, options=options)
+        decision = policy.decide(unmitigated_s=slow_s, possible=options)
         if decision.kind is DecisionKind.APPLY:
             step = decision.mitigation
             total_s += fault.cost_s(step)

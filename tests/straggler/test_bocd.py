@@ -1,6 +1,5 @@
 """Laws of the detector: what it must report, what it must not, and that it survives bad input."""
 
-import json
 import math
 
 import numpy as np
@@ -167,26 +166,6 @@ def test_correlated_noise_is_known_for_what_it_is_right_after_a_change_too():
         levels = np.repeat([1.0, 0.6], [150, 90])
         (change,) = changes(levels * np.exp(0.05 * noise))
         assert change.onset_step == pytest.approx(150, abs=3)
-
-
-@pytest.mark.parametrize("cut", [1, 50, 104, 160])
-def test_state_survives_json_and_goes_on_identically(cut):
-    values = noisy([(1.0, 100), (1.6, 80), (1.0, 80)])
-    whole = changes(values)
-    first = BocdDetector()
-    found = [first.update(float(value)) for value in values[:cut]]
-    second = BocdDetector()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    found += [second.update(float(value)) for value in values[cut:]]
-    assert [change for change in found if change is not None] == whole
-
-
-def test_state_of_another_configuration_is_refused():
-    state = BocdDetector(BocdConfig(longest_short_run=30)).state_dict()
-    with pytest.raises(ConfigurationError):
-        BocdDetector().load_state_dict(state)
-    with pytest.raises(ConfigurationError):
-        BocdDetector().load_state_dict({"version": 2})
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """Laws of the event log: what is written is read back, bad lines are named, one message."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.event_log import append_event
 from lightning_hetero.straggler import (
     ActionEvent,
     BocdDetector,
@@ -11,76 +15,40 @@ from lightning_hetero.straggler import (
     Decision,
     DecisionKind,
     EventLog,
-    Finding,
     FindingEvent,
-    FindingKind,
     IterationEvent,
-    Mitigation,
+    PossibleMitigation,
     format_message,
     read_events,
 )
-
-CHANGE = ChangeEvent(
-    step=412,
-    onset_step=405,
-    kind=ChangeKind.SLOWDOWN,
-    ratio=1.8,
-    before=1.0,
-    after=1.8,
-    confidence=0.99,
-    where="pipeline 1",
-)
-FINDING = Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=1.9)
-DECISION = Decision(kind=DecisionKind.APPLY, mitigation=Mitigation.REBALANCE, reason="3.00 s lost")
-ACTION = ActionEvent.from_decision(
-    DECISION,
-    step=412,
-    effect="moved 5 of 32 micro-batches away",
-    before_s=1.8,
-    after_s=1.14,
-    cost_s=0.2,
-)
-EVENTS = (
-    IterationEvent(step=411, iteration_s=1.79, predicted_s=1.0),
-    IterationEvent(step=412, iteration_s=float("inf")),
-    CHANGE,
-    FindingEvent.from_finding(FINDING, step=412),
-    ACTION,
-)
+from tests.straggler.sample_events import ACTION, CHANGE, EVENTS, FOUND, ITERATIONS
 
 
-def test_events_survive_the_file(tmp_path):
+def test_events_survive_the_file_and_a_restart(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
-    log = EventLog(path)
-    for event in EVENTS[:2]:
-        log.write(event)
-    log = EventLog(path)
-    for event in EVENTS[2:]:
-        log.write(event)
-    assert read_events(path) == EVENTS
-    assert read_events(path)[3].finding == FINDING
+    odd = IterationEvent(step=60, iteration_s=math.inf, predicted_s=1.0)
+    for part in (EVENTS[:2], (*EVENTS[2:], odd)):
+        log = EventLog(path)
+        for event in part:
+            log.write(event)
+    assert read_events(path) == (*EVENTS, odd)
 
 
-def test_a_torn_last_line_is_left_out(tmp_path):
+def test_a_log_of_the_run_is_read_for_what_it_says_of_stragglers(tmp_path):
     path = tmp_path / "events.jsonl"
-    log = EventLog(path)
-    log.write(EVENTS[0])
-    with path.open("a") as file:
-        file.write('{"event": "iterat')
-    assert read_events(path) == EVENTS[:1]
+    append_event(path, "started", step=0, nodes=["here"])
+    EventLog(path).write(CHANGE)
+    append_event(path, "action", step=45, kind="keep", mitigation="S1", reason="no", after_s=None)
+    assert [type(event) for event in read_events(path)] == [ChangeEvent, ActionEvent]
 
 
-def test_a_line_that_a_crash_has_torn_is_left_out_and_said_also_after_a_restart(tmp_path, caplog):
-    path = tmp_path / "events.jsonl"
-    for event in EVENTS[:2]:
-        EventLog(path).write(event)
-        with path.open("a") as file:
-            file.write('{"event": "iterat')
-    EventLog(path).write(EVENTS[2])
-    assert read_events(path) == EVENTS[:3]
-    assert [f"line {number} is torn" in caplog.text for number in (1, 2, 4, 5)] == [
-        False, True, True, False,
-    ]  # fmt: skip
+def test_logs_without_times_as_older_releases_wrote_them_are_read(tmp_path):
+    path = tmp_path / "stragglers.jsonl"
+    path.write_text(
+        '{"event": "iteration", "step": 0, "iteration_s": 1.0}\n'
+        '{"event": "finding", "step": 43, "kind": "link", "ranks": [1, 2], "ratio": 3.0}\n'
+    )
+    assert read_events(path) == (ITERATIONS[0], FOUND)
 
 
 def test_a_relative_log_stays_where_the_run_began(tmp_path, monkeypatch):
@@ -116,10 +84,18 @@ def test_a_missing_log_is_named(tmp_path):
 
 
 def test_the_message_says_what_where_why_and_what_was_done():
-    assert format_message(CHANGE, [FINDING], ACTION) == (
-        "step 412: pipeline 1 slowed 1.8× (since step 405): rank 3 computes 1.9× slower than its "
-        "peers; S2 moved 5 of 32 micro-batches away, iteration 1.80 s → 1.14 s"
+    assert format_message(CHANGE, [FOUND.finding], ACTION) == (
+        "step 43: pipeline 1 slowed 2.0× (since step 40): the link between ranks 1 and 2 is 3.0× "
+        "slower than its peers; S3 swapped places of ranks 2 ↔ 3, iteration 2.00 s → 1.00 s"
     )
+
+
+def test_findings_and_decisions_become_events():
+    assert FindingEvent.from_finding(FOUND.finding, step=43) == FOUND
+    choice = PossibleMitigation(mitigation=ACTION.mitigation, iteration_s=1.0, effect=ACTION.effect)
+    decision = Decision(kind=DecisionKind.APPLY, choice=choice, reason=ACTION.reason)
+    done = ActionEvent.from_decision(decision, step=45)
+    assert replace(done, effect=choice.effect, before_s=2.0, after_s=1.0) == ACTION
 
 
 def test_a_change_point_becomes_an_event_with_the_steps_of_the_run():

@@ -5,7 +5,7 @@ from lightning_hetero.straggler import (
     FindingKind,
     Probes,
     RankReport,
-    conclude,
+    diagnose,
     probe_rounds,
     suspect,
 )
@@ -45,20 +45,20 @@ def test_a_rank_behind_its_peers_is_suspected_and_a_slow_probe_blames_its_device
     assert [(s.key, s.ratio) for s in suspicion.ranks] == [(2, 1.9)]
     assert probe_rounds(suspicion, 4) == ()
     slow, fine = (1.0, 1.0, 3.8, 2.0), (1.0, 1.0, 2.0, 2.0)
-    (found,) = conclude(suspicion, probes(slow), HEALTHY)
+    (found,) = diagnose(suspicion, probes(slow), HEALTHY)
     assert (found.kind, found.ranks, found.ratio) == (DEVICE, (2,), 1.9)
-    (found,) = conclude(suspicion, probes(fine), HEALTHY)
+    (found,) = diagnose(suspicion, probes(fine), HEALTHY)
     assert found.kind is HOST
     assert "device is as fast as ever" in str(found)
     little = suspect([report(0), report(1), report(2, 1.15), report(3)], iteration_s=1.0)
-    assert conclude(little, probes(fine), HEALTHY) == ()
+    assert diagnose(little, probes(fine), HEALTHY) == ()
 
 
 def test_devices_that_are_unequal_by_nature_are_not_slow():
     everyone = suspect([report(rank, math.nan) for rank in range(4)], iteration_s=math.nan)
     assert not everyone.is_informed
-    assert conclude(everyone, probes((1.0, 1.0, 2.0, 2.0)), HEALTHY) == ()
-    (found,) = conclude(everyone, probes((1.0, 1.6, 2.0, 2.0)), HEALTHY)
+    assert diagnose(everyone, probes((1.0, 1.0, 2.0, 2.0)), HEALTHY) == ()
+    (found,) = diagnose(everyone, probes((1.0, 1.6, 2.0, 2.0)), HEALTHY)
     assert (found.kind, found.ranks) == (DEVICE, (1,))
 
 
@@ -68,10 +68,10 @@ def test_a_link_is_believed_only_if_its_messages_and_its_probe_are_slow():
     assert suspicion.pairs == ((0, 3),)
     assert (0, 3) in pairs_of(probe_rounds(suspicion, 4))
     slow = probes((), p0_1=1.0, p1_2=5.0, p2_3=1.0, p0_3=50.0)
-    (found,) = conclude(suspicion, slow, HEALTHY)
+    (found,) = diagnose(suspicion, slow, HEALTHY)
     assert (found.kind, found.ranks) == (LINK, (0, 3))
     other = probes((), p0_1=1.0, p1_2=50.0, p2_3=1.0, p0_3=5.0)
-    assert conclude(suspicion, other, HEALTHY) == ()
+    assert diagnose(suspicion, other, HEALTHY) == ()
 
 
 def test_a_probe_that_is_slow_by_chance_does_not_explain_a_long_wait():
@@ -79,7 +79,7 @@ def test_a_probe_that_is_slow_by_chance_does_not_explain_a_long_wait():
     for num_messages, is_believed in ((1, False), (100, True)):
         waiting = [report(0, waits_s={3: 90.0}, num_messages=num_messages), *map(report, (1, 2, 3))]
         suspicion = suspect(waiting, iteration_s=100.0)
-        found = [f.ranks for f in conclude(suspicion, slow, HEALTHY)]
+        found = [f.ranks for f in diagnose(suspicion, slow, HEALTHY)]
         assert found == ([(0, 3)] if is_believed else [])
 
 
@@ -112,5 +112,5 @@ def test_a_slow_port_is_found_by_all_its_links():
     waiting = [report(0, waits_s={1: 0.5, 2: 0.5, 3: 0.5}), *map(report, (1, 2, 3))]
     suspicion = suspect(waiting, iteration_s=1.0)
     slow = probes((), p0_1=9.0, p0_2=45.0, p0_3=45.0, p1_2=5.0, p2_3=1.0)
-    (found,) = conclude(suspicion, slow, HEALTHY)
+    (found,) = diagnose(suspicion, slow, HEALTHY)
     assert (found.kind, found.ranks) == (PORT, (0,))

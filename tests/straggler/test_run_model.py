@@ -14,8 +14,8 @@ from lightning_hetero.straggler import (
     RunModel,
     Slowness,
     WatchedPlans,
-    find_measures,
-    restart_measure,
+    find_mitigations,
+    restart_mitigation,
     swap_ranks,
 )
 
@@ -46,10 +46,10 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
     return MeasuredRun(**{**facts, **options})
 
 
-def measures_of(ran, slowness, plans=()):
+def mitigations_of(ran, slowness, plans=()):
     models = tuple(RunModel(facts, slowness) for facts in ran)
     plans = plans or tuple(model.plan for model in models)
-    return find_measures(WatchedPlans(plans=plans, models=models), slowness)
+    return find_mitigations(WatchedPlans(plans=plans, models=models), slowness)
 
 
 def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
@@ -65,19 +65,19 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     balanced = model.balanced(plan)
     assert model.counts(balanced) == (9, 9, 9, 5)
     assert model.iteration_s(balanced) == pytest.approx(10.0 + 5 * 1.9 - 8)
-    (measure,) = measures_of([measured(plan)], slowness)
-    assert measure.mitigation is Mitigation.REBALANCE
-    assert measure.effect == "moved 3 of 32 micro-batches away"
-    assert measure.iteration_s == model.iteration_s(balanced)
+    (found,) = mitigations_of([measured(plan)], slowness)
+    assert found.mitigation is Mitigation.REBALANCE
+    assert found.effect == "moved 3 of 32 micro-batches away"
+    assert found.iteration_s == model.iteration_s(balanced)
 
 
 def test_a_slow_gradient_link_is_left_by_both_its_ends():
     plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
     model = RunModel(measured(plan), slowness)
-    (measure,) = measures_of([measured(plan)], slowness)
-    assert measure.mitigation is Mitigation.SWAP
-    assert [p.ranks for p in measure.plans[0].pipelines] == [(1, 0), (3, 2)]
-    assert measure.iteration_s < 0.5 * model.iteration_s(plan)
+    (found,) = mitigations_of([measured(plan)], slowness)
+    assert found.mitigation is Mitigation.SWAP
+    assert [p.ranks for p in found.plans[0].pipelines] == [(1, 0), (3, 2)]
+    assert found.iteration_s < 0.5 * model.iteration_s(plan)
     # Moving one end alone helps nothing: what the other end holds belongs half to the first.
     one = swap_ranks(plan, (0,), (1,))
     assert model.iteration_s(one) >= model.iteration_s(plan)
@@ -133,14 +133,14 @@ def test_findings_become_slowness():
 
 
 def test_a_data_module_gives_every_pipeline_the_same_time():
-    (measure,) = measures_of([measured(even(1), is_assigned=True)], Slowness(ranks={3: 2.0}))
-    assert measure.mitigation is Mitigation.REBALANCE
+    (found,) = mitigations_of([measured(even(1), is_assigned=True)], Slowness(ranks={3: 2.0}))
+    assert found.mitigation is Mitigation.REBALANCE
     # Of the 10 s the pipelines take 8: four of them at speeds 1, 1, 1 and 1/2.
     exchange_s = 10.0 - 8.0
-    assert measure.iteration_s == pytest.approx(exchange_s + 8.0 * 4 / 3.5)
-    assert measure.effect == "assigned less to rank 3"
-    assert measure.slowdowns == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
-    assert measure.plans == measure.first_plans == (even(1),)
+    assert found.iteration_s == pytest.approx(exchange_s + 8.0 * 4 / 3.5)
+    assert found.effect == "assigned less to rank 3"
+    assert found.slowdowns == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
+    assert found.plans == found.first_plans == (even(1),)
 
 
 def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
@@ -150,21 +150,21 @@ def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
         measured(plans[0], is_assigned=True, share=0.75),
         measured(plans[1], is_assigned=True, share=0.25),
     ]
-    (measure,) = measures_of(ran, slowness, plans)
-    assert measure.mitigation is Mitigation.SWAP
-    assert [[p.ranks for p in plan.pipelines] for plan in measure.plans] == [
+    (found,) = mitigations_of(ran, slowness, plans)
+    assert found.mitigation is Mitigation.SWAP
+    assert [[p.ranks for p in plan.pipelines] for plan in found.plans] == [
         [(1, 0), (3, 2)],
         [(1, 0, 3, 2)],
         [(1,), (0,), (3,), (2,)],
     ]
     models = [RunModel(facts, slowness) for facts in ran]
-    assert measure.iteration_s == pytest.approx(
+    assert found.iteration_s == pytest.approx(
         sum(
             model.share * model.iteration_s(plan)
-            for model, plan in zip(models, measure.plans, strict=False)
+            for model, plan in zip(models, found.plans, strict=False)
         )
     )
-    assert measure.first_plans == plans
+    assert found.first_plans == plans
 
 
 def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
@@ -177,16 +177,16 @@ def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
     facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
     model = RunModel(facts, Slowness(ranks={1: 2.0}))
     run = WatchedPlans(plans=(even(2),), models=(model,))
-    measure = run.measure(Mitigation.SWAP, {0: 1, 1: 0}, "")
-    assert measure.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
-    assert measure.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
+    found = run.mitigation(Mitigation.SWAP, {0: 1, 1: 0}, "")
+    assert found.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
+    assert found.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
 
 
 def test_a_restart_leaves_out_the_slow_ranks_and_shares_their_work():
     findings = [Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)]
     facts = {"healthy_s": 3.0, "world_size": 4}
-    measure = restart_measure(findings, **facts, num_left=lambda exclude: 4 - len(exclude))
-    assert measure is not None
-    assert measure.exclude == (3,)
-    assert measure.iteration_s == pytest.approx(4.0)
-    assert restart_measure(findings, **facts, num_left=lambda exclude: 0) is None
+    found = restart_mitigation(findings, **facts, num_left=lambda exclude: 4 - len(exclude))
+    assert found is not None
+    assert found.exclude == (3,)
+    assert found.iteration_s == pytest.approx(4.0)
+    assert restart_mitigation(findings, **facts, num_left=lambda exclude: 0) is None

@@ -7,18 +7,18 @@ import pytest
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler import (
-    Act,
     ActionEvent,
     ChangeEvent,
+    Decision,
     DecisionKind,
     Event,
     Finding,
     FindingEvent,
     FindingKind,
-    Measure,
     Mitigation,
     Order,
     PolicyConfig,
+    PossibleMitigation,
     RankHistory,
     RankNote,
     RunWatch,
@@ -30,7 +30,7 @@ PLAN = ParallelPlan.even(world_size=4, num_layers=4)
 OTHER = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
 DEVICE = Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=2.0)
 LINK = Finding(kind=FindingKind.LINK, ranks=(0, 2), ratio=9.0)
-S2 = Measure(
+S2 = PossibleMitigation(
     mitigation=Mitigation.REBALANCE,
     iteration_s=1.2,
     effect="moved",
@@ -46,7 +46,7 @@ class Simulated:
     config: WatchConfig
     events: list[Event] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    acts: list[Act] = field(default_factory=list)
+    acts: list[Decision] = field(default_factory=list)
     looks: list[int] = field(default_factory=list)
     step: int = 0
     look_s: float = 0.01
@@ -74,7 +74,7 @@ class Simulated:
                 self.watch.found(
                     self.step, findings, lambda: measures, where="pipeline 1", look_s=self.look_s
                 )
-            if order is not Order.GO_ON and (act := self.watch.next_act()) is not None:
+            if order is not Order.GO_ON and (act := self.watch.next_decision()) is not None:
                 self.acts.append(act)
                 self.watch.began(0.02, refusal=self.refusal)
                 self.left = 0 if self.refusal else 2
@@ -86,7 +86,7 @@ class Simulated:
         onset = 0 if change is None else history.step_of(change.onset_step)
         work = self.works[self.step % len(self.works)]
         seconds = work * iteration_s * self.rng.gauss(1, 0.01)
-        return RankNote.from_row(RankNote.of(seconds, work, change, onset).to_row())
+        return RankNote(*RankNote.of(seconds, work, change, onset))
 
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
@@ -102,7 +102,7 @@ def test_a_fault_is_looked_for_mended_by_ski_rental_and_undone_when_the_rank_rec
     run.run(20, 1.0)
     run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
     assert run.looks[0] <= 25
-    assert [(act.kind, act.measure) for act in run.acts] == [(DecisionKind.APPLY, S2)]
+    assert [(act.kind, act.choice) for act in run.acts] == [(DecisionKind.APPLY, S2)]
     # Iterations are no faster than before, so only rank 3's own pace tells that it recovered.
     run.run(20, 2.0, rank_3=1.0)
     assert [act.kind for act in run.acts] == [DecisionKind.APPLY, DecisionKind.UNDO]
@@ -137,11 +137,13 @@ def test_time_lost_before_the_cause_was_known_counts():
     # Four slow iterations lose four seconds: more than the second that S2 costs.
     assert len(run.acts) == 1
     applied = run.acts[0]
-    assert applied.measure is S2
+    assert applied.choice is S2
 
 
 def test_a_restart_is_reported_at_once_since_the_run_ends_with_it():
-    restart = Measure(mitigation=Mitigation.RESTART, iteration_s=1.3, effect="asked for a restart")
+    restart = PossibleMitigation(
+        mitigation=Mitigation.RESTART, iteration_s=1.3, effect="asked for a restart"
+    )
     run = Simulated(config(restart_cost_s=1.0))
     run.run(20, 1.0)
     run.run(5, 2.0, rank_3=2.0, findings=[DEVICE], measures=[restart])

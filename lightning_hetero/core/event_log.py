@@ -1,0 +1,74 @@
+"""The log of a run: one event a line, as a JSON object, appended by processes that may die in it.
+
+A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
+since the epoch. A line that a crash has torn is ended by whoever appends next, and left out, with a
+warning, by whoever reads.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["append_event", "read_entries"]
+
+_log = logging.getLogger(__name__)
+
+
+def append_event(path: Path, event: str, **fields: Any) -> None:
+    """Append an event at once, as a line of its own, whatever is at the end of the file.
+
+    A disk that takes no more costs the line, with a warning, and not the run.
+
+    Args:
+        path: The file; it and its folder are made where they are missing.
+        event: Name of the event.
+        fields: What else is known of it; tensors become numbers, infinities and NaN strings.
+    """
+    entry = {"event": event, "at_s": time.time(), **fields}
+    line = json.dumps(_plain(entry)).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        # One call, so that lines of several processes don't mix.
+        os.write(descriptor, line)
+    except OSError as error:
+        _log.warning("%s lacks a line that couldn't be written: %s", path, error)
+    finally:
+        os.close(descriptor)
+
+
+def read_entries(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the content of each whole line; one that is being written is left out.
+
+    Raises:
+        OSError: The file can't be read.
+        UnicodeDecodeError: It is no text.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError:
+                if number < len(lines):
+                    _log.warning("%s, line %d is torn and left out: %.80s", path, number, line)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has words for; no infinities, no tensors."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | int | None):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
