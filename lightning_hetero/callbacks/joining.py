@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from lightning_hetero.callbacks.places import Places
 from lightning_hetero.checkpoint import Tier, TierKind, Transport
-from lightning_hetero.checkpoint.lease import Lease
-from lightning_hetero.checkpoint.rounds import finish_together
+from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Joined", "join"]

@@ -53,7 +53,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.transport import GroupTransport
 
 if TYPE_CHECKING:
-    from lightning_hetero.checkpoint.lease import Lease
+    from lightning_hetero.checkpoint.claims import Lease
 
 __all__ = ["LayerwiseCheckpoint"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
-from lightning_hetero.checkpoint.completeness import checkpoints_in
-from lightning_hetero.checkpoint.lease import machine_id
+from lightning_hetero.checkpoint.claims import machine_id
 from lightning_hetero.checkpoint.retry import local_folder
+from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["FinishedStep", "Places"]

@@ -21,9 +21,11 @@ from lightning_hetero.checkpoint.probation import (
     FailedTry,
     Probation,
     StepFacts,
+    acquit,
     failed_alike,
+    put_in_quarantine,
+    read_failed_tries,
 )
-from lightning_hetero.checkpoint.quarantine import acquit, put_in_quarantine, read_failed_tries
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.batches import tensors_of
 from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients

@@ -1,23 +1,24 @@
-"""Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV)."""
+"""Layer-wise checkpoints in tiers, and recovery onto any other set of ranks (AutoHet §IV).
 
-from lightning_hetero.checkpoint.content import CheckpointContent, RestoredSlice, SliceContent
-from lightning_hetero.checkpoint.export import export_checkpoint
-from lightning_hetero.checkpoint.fakes import (
-    FaultyStore,
-    MemoryStore,
-    MemoryTransport,
-    Throttle,
-    ThrottledStore,
+`saving` brings a rank's state into all tiers, `recovering` brings it back onto whichever ranks
+there are. Both rest on the files of a part (`manifest`, `parts`), on the places where they lie
+(`store`, `tiers`, `claims`), and on waits that end (`deadlines`, `transport`, `lockstep`).
+"""
+
+import importlib
+import warnings
+from typing import Any
+
+from lightning_hetero.checkpoint.content import (
+    CheckpointContent,
+    Recovered,
+    RecoveryReport,
+    RestoredSlice,
+    SliceContent,
+    SliceNeed,
 )
-from lightning_hetero.checkpoint.inventory import (
-    Holder,
-    Inventory,
-    complete_checkpoints,
-    format_bitmap,
-    take_inventory,
-)
+from lightning_hetero.checkpoint.inspection import export_checkpoint, format_bitmap
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
-from lightning_hetero.checkpoint.meeting import WriterOptions
 from lightning_hetero.checkpoint.notices import (
     AwsSpotNotice,
     AzureScheduledEvents,
@@ -27,16 +28,20 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
-from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.recovery import begin_run, recover
-from lightning_hetero.checkpoint.recovery_plan import Source
-from lightning_hetero.checkpoint.replicas import place_replicas
-from lightning_hetero.checkpoint.resharding import SliceNeed
+from lightning_hetero.checkpoint.recovering.inventory import (
+    Holder,
+    Inventory,
+    complete_checkpoints,
+    take_inventory,
+)
+from lightning_hetero.checkpoint.recovering.recovery import begin_run, recover
 from lightning_hetero.checkpoint.retry import RetryingStore, RetryPolicy, open_store
+from lightning_hetero.checkpoint.saving.meeting import WriterOptions
+from lightning_hetero.checkpoint.saving.replicas import place_replicas
+from lightning_hetero.checkpoint.saving.writer import CheckpointWriter, SavedCheckpoint
 from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.tiers import Source, Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
-from lightning_hetero.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 
 __all__ = [
     "AwsSpotNotice",
@@ -44,14 +49,11 @@ __all__ = [
     "CheckpointContent",
     "CheckpointId",
     "CheckpointWriter",
-    "FaultyStore",
     "FsspecStore",
     "GcpPreemptionNotice",
     "Holder",
     "Inventory",
     "LocalStore",
-    "MemoryStore",
-    "MemoryTransport",
     "Notice",
     "NoticeWatcher",
     "PartManifest",
@@ -68,8 +70,6 @@ __all__ = [
     "SoloTransport",
     "Source",
     "Store",
-    "Throttle",
-    "ThrottledStore",
     "Tier",
     "TierKind",
     "Transport",
@@ -83,3 +83,14 @@ __all__ = [
     "recover",
     "take_inventory",
 ]
+
+_MOVED_TO_TESTING = ("FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED_TO_TESTING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{name} is imported from lightning_hetero.testing now.", DeprecationWarning, stacklevel=2
+    )
+    return getattr(importlib.import_module("lightning_hetero.testing"), name)

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint and what comes out of it, as one rank sees it.
+"""State as one rank saves it, asks for it and gets it back.
 
 A rank saves the slices that it owns (`core.slices`), each with its optimizer state, and asks for
 the slices that it owns after the restart, whatever the plan and the world size are then.
@@ -10,15 +10,22 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.manifest import CheckpointId, Scalar
+from lightning_hetero.checkpoint.manifest import (
+    CheckpointId,
+    Scalar,
+)
+from lightning_hetero.checkpoint.tiers import Source
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
 __all__ = [
     "OF_CALLBACKS",
     "CheckpointContent",
+    "Recovered",
+    "RecoveryReport",
     "RestoredSlice",
     "SliceContent",
+    "SliceNeed",
     "optimizer_state_dict",
 ]
 
@@ -142,3 +149,69 @@ def optimizer_state_dict(
                 state[number] = values
         first += len(names)
     return {"state": state, "param_groups": numbered}
+
+
+@dataclass(frozen=True, slots=True)
+class SliceNeed:
+    """Rows [start, stop) of a parameter along `dim`, with their optimizer state."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    """Shape of the whole parameter in the model that asks."""
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """What a recovery did, for the log line after a restart."""
+
+    id: CheckpointId
+    """The checkpoint that was taken."""
+    bytes_by_source: Mapping[Source, int]
+    """Bytes that this rank got from each kind of source, whole blocks counted."""
+    seconds: Mapping[str, float]
+    """Wall time of the phases "inventory", "manifests", "fetch"."""
+    failures: tuple[str, ...]
+    """Sources that were struck off, and why."""
+    skipped: tuple[str, ...]
+    """Newer checkpoints that couldn't be used, and why."""
+    attempt: int
+    """Attempt number for the checkpoints that this run saves."""
+    place: str = ""
+    """The fastest tier that has any of it, on any node."""
+    is_last: bool = False
+    """Whether the run has nothing else to go on from than what is in that tier."""
+
+    def __str__(self) -> str:
+        sources = ", ".join(
+            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
+            for source, count in sorted(self.bytes_by_source.items())
+        )
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        text = f"recovered {self.id}: {sources or 'nothing needed'}; {phases}"
+        if self.failures:
+            text += f"; {len(self.failures)} sources failed"
+        if self.skipped:
+            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """One rank's state."""
+
+    id: CheckpointId
+    """The checkpoint that it is of."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """What was asked for, in that order."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """What this rank saved for itself; None if another number of ranks saved the checkpoint."""
+    report: RecoveryReport

@@ -1,32 +1,56 @@
-"""What checkpoints there are and in which state, for people to read."""
+"""Checkpoints outside of training: list them, look into them, verify them, export them.
 
+Export puts all slices together into one file with `state_dict`, `optimizer_states` and whatever the
+metadata holds, which `LightningModule.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` on one
+device read. Optimizer state is keyed by parameter names here and by running numbers there.
+"""
+
+import os
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from lightning_hetero.checkpoint.blocks import first_corrupt_block
-from lightning_hetero.checkpoint.choice import choose_run
-from lightning_hetero.checkpoint.completeness import read_manifest
-from lightning_hetero.checkpoint.inventory import (
+import torch
+
+from lightning_hetero.checkpoint.content import (
+    Recovered,
+    RestoredSlice,
+    SliceNeed,
+    optimizer_state_dict,
+)
+from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
+from lightning_hetero.checkpoint.parts import fault_in
+from lightning_hetero.checkpoint.recovering.choice import choose_run
+from lightning_hetero.checkpoint.recovering.inventory import (
     Holder,
     Inventory,
     complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.manifest import (
-    CheckpointId,
-    FileEntry,
-    PartManifest,
-    name_of_unit,
-)
-from lightning_hetero.checkpoint.recovery_plan import FileRange, plan_fetches
+from lightning_hetero.checkpoint.recovering.recovery import recover
+from lightning_hetero.checkpoint.recovering.sources import FileRange, plan_fetches
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
+from lightning_hetero.checkpoint.tiers import (
+    Tier,
+    TierKind,
+    read_manifest,
+)
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 
-__all__ = ["View", "describe_plan", "list_checkpoints", "look", "verify"]
+__all__ = [
+    "View",
+    "describe_plan",
+    "export_checkpoint",
+    "format_bitmap",
+    "list_checkpoints",
+    "look",
+    "verify",
+]
 
 _BLOCKS_AT_A_TIME = 16
 _NODE = "here"
@@ -167,15 +191,15 @@ def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterat
     name = f"{manifest.id.folder}/{entry.name}"
     unit = "metadata" if entry.unit is None else name_of_unit(entry.unit, manifest.num_layers)
     for start in range(0, entry.size_bytes, step):
+        stop = min(start + step, entry.size_bytes)
         try:
-            data = store.read(name, start, min(start + step, entry.size_bytes))
+            data = store.read(name, start, stop)
+            why = fault_in(data, start, stop, entry, manifest.block_bytes)
         except Exception as error:
             # Stores raise their client library's own types.
-            yield f"{store}/{name}: {unit}: {error}"
-            return
-        block = first_corrupt_block(data, start, entry.checksums, block_bytes=manifest.block_bytes)
-        if block is not None:
-            yield f"{store}/{name}: {unit}: the checksum of block {block} is wrong"
+            why = str(error)
+        if why:
+            yield f"{store}/{name}: {unit}: {why}"
             return
 
 
@@ -186,3 +210,111 @@ def _tier_of(holder: Holder, tiers: Sequence[Tier]) -> Tier:
         ):
             return tier
     raise AssertionError(f"{holder} came from one of the tiers")
+
+
+def format_bitmap(
+    inventory: Inventory, manifests: Mapping[int, PartManifest], checkpoint: CheckpointId
+) -> str:
+    """Return layers × tiers: `#` all bytes of the layer are there, `+` some, `.` none."""
+    places = sorted({held.holder for held in inventory.held if held.id == checkpoint})
+    holders = holders_of_files(inventory, manifests)
+    total: dict[int, int] = defaultdict(int)
+    present: dict[tuple[int, Holder], int] = defaultdict(int)
+    for part, manifest in manifests.items():
+        for entry in manifest.files:
+            if entry.unit is not None:
+                total[entry.unit] += entry.size_bytes
+                for holder in holders[part, entry.name]:
+                    present[entry.unit, holder] += entry.size_bytes
+    num_layers = next(iter(manifests.values())).num_layers
+    rows = [
+        (
+            name_of_unit(unit, num_layers),
+            f"{total[unit] / 1e6:.2f}",
+            *(_mark(present[unit, place], total[unit]) for place in places),
+        )
+        for unit in sorted(total)
+    ]
+    return format_table(("layer", "MB", *(str(place) for place in places)), rows)
+
+
+def _mark(present: int, total: int) -> str:
+    if present == total:
+        return "#"
+    return "+" if present else "."
+
+
+def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
+    """Return every parameter of a checkpoint, whole."""
+    needs: dict[str, SliceNeed] = {}
+    for manifest in manifests.values():
+        for item in manifest.slices:
+            rows = item.shape[item.dim] if item.shape else 1
+            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
+            needs.setdefault(item.parameter, need)
+    return [needs[name] for name in sorted(needs)]
+
+
+def _consolidate(recovered: Recovered) -> dict[str, Any]:
+    """Return a plain Lightning checkpoint of a state whose slices are whole parameters."""
+    checkpoint: dict[str, Any] = dict(recovered.metadata)
+    by_name = {item.parameter: item for item in recovered.slices}
+    # Buffers and whatever else isn't sliced come with the metadata.
+    checkpoint["state_dict"] = dict(checkpoint.get("state_dict", {})) | {
+        name: item.weight for name, item in by_name.items()
+    }
+    optimizers = checkpoint.get("optimizer_states")
+    if optimizers is not None:
+        checkpoint["optimizer_states"] = [_numbered(item, by_name) for item in optimizers]
+    checkpoint.setdefault("global_step", recovered.id.step)
+    checkpoint.setdefault("epoch", 0)
+    return checkpoint
+
+
+def export_checkpoint(
+    tiers: Sequence[Tier], path: str | Path, *, step: int | None = None
+) -> Recovered:
+    """Write one consolidated file, in one go or not at all.
+
+    Args:
+        tiers: Where the parts are.
+        path: The file to write.
+        step: Which step; the newest complete one if None.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it can't be read, or the file not written.
+    """
+    view = look(tiers, step=step)
+    # A run that still writes may have pruned what was seen; any checkpoint of it has these.
+    recovered = recover(_whole_needs(view.manifests), tiers, step=step, skip_unreadable=True)
+    assert recovered is not None, "what was seen was complete"
+    checkpoint = _consolidate(recovered)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise CheckpointError(
+            f"{recovered.id} has no 'pytorch-lightning_version' in its metadata, so "
+            "Lightning can't read an export of it. It was saved without a Trainer."
+        )
+    target = Path(path)
+    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        with temporary.open("xb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"Can't write {target}: {error}") from error
+    return recovered
+
+
+def _numbered(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]) -> dict[str, Any]:
+    """Return one optimizer's `state_dict` with running numbers in place of names."""
+    groups = optimizer["param_groups"]
+    for name in (name for group in groups for name in group["params"]):
+        if name not in slices:
+            raise CheckpointError(
+                f"The metadata's optimizer_states name the parameter {name!r}, which the "
+                "checkpoint doesn't hold. Export another step."
+            )
+    return {**optimizer, **optimizer_state_dict(groups, slices)}

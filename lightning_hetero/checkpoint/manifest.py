@@ -1,10 +1,10 @@
-"""What one rank's part of a checkpoint consists of: files, byte ranges, checksums.
+"""The files of one rank's part of a checkpoint: files, byte ranges, checksums.
 
 A checkpoint is a folder `step-<step>-<attempt>-<run>`, to which every rank adds one *part*: for
 each *unit* (a layer, or what lies before or after the layers) one safetensors file with the weights
 that it owns and one with their optimizer state, small files with metadata, and last of all its
 manifest. A part without a valid manifest does not exist; a checkpoint is complete once the parts of
-all ranks are (`completeness`). So no rank waits for another one while it writes, and a folder with
+all ranks are (`tiers`). So no rank waits for another one while it writes, and a folder with
 parts of one crash more never looks whole (AutoHet §IV-B.1).
 
 Rows of the cut dim come first in the stored tensors, so that any interval of rows, which is what
@@ -22,6 +22,7 @@ from typing import Any, Self
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = [
+    "SHARED_METADATA",
     "WEIGHT",
     "CheckpointId",
     "FileEntry",
@@ -32,6 +33,7 @@ __all__ = [
     "manifest_name",
     "name_of_unit",
     "parse_manifest_name",
+    "rank_metadata_name",
 ]
 
 Scalar = float | int | bool | str | None
@@ -295,3 +297,12 @@ def _slice_from_json(data: Mapping[str, Any]) -> SliceEntry:
             for key, file, dtype, shape, by_rows, begin, end in data["tensors"]
         ),
     )
+
+
+SHARED_METADATA = "metadata.pt"
+"""File with what is the same on all ranks; part 0 has it."""
+
+
+def rank_metadata_name(part: int) -> str:
+    """Return the name of the file with what is one rank's own."""
+    return f"rank-{part:05d}.pt"

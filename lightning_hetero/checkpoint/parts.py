@@ -1,31 +1,111 @@
-"""How a part gets into a store: files first, manifest last, from memory, a store or a peer."""
+"""Files of parts, block by block: one CRC-32 for every `BLOCK_BYTES`, files first, manifest last.
 
+CRC-32 finds every flipped bit, every burst of up to 32 bits, and all but 2⁻³² of anything else in a
+block; of the standard library's checksums it is by far the fastest (measured on one core: crc32
+3.3, adler32 2.8, sha256 1.4, blake2b 0.7 GB/s). It guards against faults, not against forgery.
+"""
+
+import contextlib
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
-from lightning_hetero.checkpoint.background import Followed, Progress
-from lightning_hetero.checkpoint.blocks import BlockChecksums, Buffer
-from lightning_hetero.checkpoint.encoding import FileBody
+from lightning_hetero.checkpoint.deadlines import Followed, Progress
 from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     FileEntry,
     PartManifest,
     manifest_name,
 )
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.transport import Transport, take_turns
+from lightning_hetero.checkpoint.store import Buffer, Store
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["copy_part", "exchange_parts", "write_files", "write_manifest"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BlockChecksums",
+    "align_to_blocks",
+    "copy_part",
+    "fault_in",
+    "first_corrupt_block",
+    "read_chunks",
+    "write_manifest",
+    "write_received",
+]
+
+BLOCK_BYTES = 1 << 20
+"""Bytes that one checksum covers: a partial read is rounded to at most two blocks more."""
 
 _CHUNK_BYTES = 8 << 20
 
 
-def write_files(
-    store: Store, checkpoint: CheckpointId, bodies: Iterable[FileBody], progress: Progress
-) -> None:
-    """Write a part's files; `progress` is told of every chunk."""
-    for body in bodies:
-        store.write(f"{checkpoint.folder}/{body.name}", Followed(body, progress))
+class BlockChecksums:
+    """Checksums of the blocks of a stream that arrives in chunks of any size."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._done: list[int] = []
+        self._crc = 0
+        self._filled_bytes = 0
+
+    def update(self, chunk: Buffer) -> None:
+        """Take the next bytes of the stream."""
+        view = memoryview(chunk).cast("B")
+        position = 0
+        while position < len(view):
+            part = view[position : position + self._block_bytes - self._filled_bytes]
+            self._crc = zlib.crc32(part, self._crc)
+            self._filled_bytes += len(part)
+            position += len(part)
+            if self._filled_bytes == self._block_bytes:
+                self._close_block()
+
+    def finish(self) -> tuple[int, ...]:
+        """Return the checksums of all blocks; the stream has ended."""
+        if self._filled_bytes:
+            self._close_block()
+        return tuple(self._done)
+
+    def _close_block(self) -> None:
+        self._done.append(self._crc)
+        self._crc = self._filled_bytes = 0
+
+
+def align_to_blocks(start: int, stop: int, *, block_bytes: int, size_bytes: int) -> tuple[int, int]:
+    """Return the smallest run of whole blocks that holds bytes [start, stop)."""
+    return (
+        start - start % block_bytes,
+        min(size_bytes, -(-stop // block_bytes) * block_bytes),
+    )
+
+
+def first_corrupt_block(
+    data: Buffer, start: int, checksums: Sequence[int], *, block_bytes: int
+) -> int | None:
+    """Return the index of the first block of `data` that doesn't match, or None.
+
+    Args:
+        data: Bytes of a file from `start` on, up to a block's end or the file's.
+        start: A multiple of `block_bytes`.
+        checksums: Of all blocks of the file.
+        block_bytes: Bytes that one checksum covers.
+    """
+    view = memoryview(data).cast("B")
+    first = start // block_bytes
+    for index in range(-(-len(view) // block_bytes)):
+        block = view[index * block_bytes : (index + 1) * block_bytes]
+        if zlib.crc32(block) != checksums[first + index]:
+            return first + index
+    return None
+
+
+def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes: int) -> str:
+    """Return what is wrong with bytes [start, stop) of a file, whole blocks; "" if nothing is."""
+    if len(data) != stop - start:
+        return f"got {len(data)} of {stop - start} bytes at {start}"
+    block = first_corrupt_block(data, start, entry.checksums, block_bytes=block_bytes)
+    if block is None:
+        return ""
+    return f"the checksum of block {block} ({block_bytes} bytes each) is wrong"
 
 
 def write_manifest(store: Store, manifest: PartManifest) -> None:
@@ -41,43 +121,40 @@ def copy_part(source: Store, target: Store, manifest: PartManifest, progress: Pr
     write_manifest(target, manifest)
 
 
-def exchange_parts(
-    transport: Transport,
-    targets: Sequence[Sequence[int]],
-    manifest: PartManifest,
-    *,
-    source: Store | None,
-    target: Store,
-    progress: Progress,
-) -> list[str]:
-    """Send this rank's part to its targets and keep what others send; all ranks call it.
+def read_chunks(source: Store, manifest: PartManifest) -> Iterator[bytes]:
+    """Yield a part as one stream: its manifest, then the files' chunks in order."""
+    yield manifest.encode()
+    for entry in manifest.files:
+        yield from _read_file(source, manifest, entry)
 
-    Args:
-        transport: The ranks.
-        targets: For each rank the ranks that keep a copy of its part.
-        manifest: This rank's part.
-        source: Where this rank has its part; None if it couldn't write it.
-        target: Where this rank keeps other ranks' parts.
-        progress: Is told of every chunk.
 
-    Returns:
-        What went wrong here; the others' transfers go on.
+def write_received(
+    target: Store, checkpoint: CheckpointId, part: int, chunks: Iterator[bytes]
+) -> None:
+    """Write what `read_chunks` has yielded elsewhere; of a part that fails nothing is left.
+
+    Raises:
+        CheckpointError: It is another part, another checkpoint's, or corrupt.
     """
-    pairs = [(sender, receiver) for sender, items in enumerate(targets) for receiver in items]
-    errors = []
-    for sender, receiver in (pairs[index] for index in take_turns(pairs)):
-        try:
-            if transport.global_rank == sender:
-                _send_part(transport, receiver, manifest, source, progress)
-            elif transport.global_rank == receiver:
-                _receive_part(transport, sender, manifest.id, target, progress)
-        except (OSError, CheckpointError) as error:
-            errors.append(f"Copy of rank {sender}'s part for rank {receiver}: {error}")
-    return errors
+    manifest = PartManifest.decode(next(chunks))
+    if (manifest.id, manifest.part) != (checkpoint, part):
+        raise CheckpointError(
+            f"rank {part} sent part {manifest.part} of {manifest.id}, not its own of {checkpoint}"
+        )
+    names = [f"{checkpoint.folder}/{entry.name}" for entry in manifest.files]
+    try:
+        for name, entry in zip(names, manifest.files, strict=True):
+            stream = islice(chunks, len(_starts(entry)))
+            target.write(name, _checked(stream, manifest, entry))
+        write_manifest(target, manifest)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            target.remove(names)
+        raise
 
 
 class _StoredFile:
-    """Chunks of a stored file, compared with its checksums on the way."""
+    """Chunks of a stored file, compared with its checksums on the way, as often as asked for."""
 
     def __init__(self, store: Store, manifest: PartManifest, entry: FileEntry) -> None:
         self._store = store
@@ -85,16 +162,18 @@ class _StoredFile:
         self._entry = entry
 
     def __iter__(self) -> Iterator[Buffer]:
-        name = f"{self._manifest.id.folder}/{self._entry.name}"
-        chunks = (
-            self._store.read(name, start, min(start + _CHUNK_BYTES, self._entry.size_bytes))
-            for start in _starts(self._entry)
-        )
+        chunks = _read_file(self._store, self._manifest, self._entry)
         yield from _checked(chunks, self._manifest, self._entry)
 
 
 def _starts(entry: FileEntry) -> range:
     return range(0, entry.size_bytes, _CHUNK_BYTES)
+
+
+def _read_file(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterator[bytes]:
+    name = f"{manifest.id.folder}/{entry.name}"
+    for start in _starts(entry):
+        yield store.read(name, start, min(start + _CHUNK_BYTES, entry.size_bytes))
 
 
 def _checked(
@@ -109,62 +188,3 @@ def _checked(
         raise CheckpointError(
             f"{entry.name} of {manifest.id} is corrupt at its source; it wasn't copied."
         )
-
-
-def _send_part(
-    transport: Transport,
-    receiver: int,
-    manifest: PartManifest,
-    source: Store | None,
-    progress: Progress,
-) -> None:
-    """Send the manifest, then every chunk in order; nothing in place of what can't be read."""
-    if source is None:
-        transport.send(b"", receiver)
-        raise CheckpointError("there is nothing to send, for it couldn't be written")
-    transport.send(manifest.encode(), receiver)
-    failure: Exception | None = None
-    for entry in manifest.files:
-        for start in _starts(entry):
-            data = b""
-            try:
-                stop = min(start + _CHUNK_BYTES, entry.size_bytes)
-                data = source.read(f"{manifest.id.folder}/{entry.name}", start, stop)
-            except (OSError, CheckpointError) as error:
-                failure = error
-            transport.send(data, receiver)
-            progress.tick()
-    if failure is not None:
-        raise CheckpointError(f"couldn't be read back: {failure}") from failure
-
-
-def _receive_part(
-    transport: Transport,
-    sender: int,
-    checkpoint: CheckpointId,
-    target: Store,
-    progress: Progress,
-) -> None:
-    """Take all chunks, whatever happens, so that the next transfer finds its own."""
-    head = transport.receive(sender)
-    if not head:
-        raise CheckpointError("the sender has nothing to send")
-    manifest = PartManifest.decode(head)
-    failure: Exception | None = None
-    if (manifest.id, manifest.part) != (checkpoint, sender):
-        failure = CheckpointError(
-            f"rank {sender} sent part {manifest.part} of {manifest.id}, not its own of {checkpoint}"
-        )
-    for entry in manifest.files:
-        chunks = iter(Followed((transport.receive(sender) for _ in _starts(entry)), progress))
-        if failure is None:
-            try:
-                name = f"{manifest.id.folder}/{entry.name}"
-                target.write(name, _checked(chunks, manifest, entry))
-            except (OSError, CheckpointError) as error:
-                failure = error
-        for _ in chunks:
-            pass
-    if failure is not None:
-        raise failure
-    write_manifest(target, manifest)

@@ -2,20 +2,34 @@
 
 A copy may be corrupt although all its checksums are right, because it was so when it was written.
 Then the first steps show it: the loss is no number, or gradients are far larger than they were.
-What failed is put aside (`quarantine`) and the next copy or the next older checkpoint is taken. A
-step that fails from every one of them isn't the checkpoints' fault: then it is its data's.
+What failed is put aside, not deleted: a file in the checkpoint's folder of a tier says so, and
+while it is there the copy counts as nothing (`tiers`). The next copy or the next older checkpoint
+is taken. A step that fails from every one of them isn't the checkpoints' fault: then it is its
+data's, the copies are good again, and what was tried stays on record.
 """
 
 import json
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
 from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.tiers import QUARANTINED, Tier
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["MAX_TRIES", "FailedTry", "Probation", "StepFacts", "failed_alike"]
+__all__ = [
+    "MAX_TRIES",
+    "FailedTry",
+    "Probation",
+    "StepFacts",
+    "acquit",
+    "failed_alike",
+    "put_in_quarantine",
+    "read_failed_tries",
+]
 
 MAX_TRIES = 3
 """Failures of one step, each from another copy, that show that its data is at fault."""
@@ -151,3 +165,46 @@ def _text(value: float | None) -> str | None:
 
 def _number(text: str | None) -> float | None:
     return None if text is None else float(text)
+
+
+_log = logging.getLogger(__name__)
+_ACQUITTED = "acquitted"
+
+
+def put_in_quarantine(tiers: Iterable[Tier], failed: FailedTry) -> None:
+    """Put a copy aside in the tiers that are its place; what can't be written is logged."""
+    for tier in tiers:
+        if tier.kind.name.lower() == failed.place:
+            try:
+                tier.store.write(f"{failed.checkpoint.folder}/{QUARANTINED}", [failed.encode()])
+            except Exception as error:
+                # Stores raise their client library's own types.
+                _log.warning("%s of %s isn't put aside: %s", failed.checkpoint, tier, error)
+
+
+def acquit(tiers: Iterable[Tier], step: int) -> None:
+    """Take back what was put aside because of a step; it stays on record."""
+    for tier in tiers:
+        for name, failed in _marks_in(tier.store):
+            if failed.facts.step == step and name.endswith(f"/{QUARANTINED}"):
+                folder = name.rpartition("/")[0]
+                tier.store.write(f"{folder}/{_ACQUITTED}", [failed.encode()])
+                tier.store.remove([name])
+
+
+def read_failed_tries(tiers: Iterable[Tier], run: str) -> list[FailedTry]:
+    """Return what failed on probation in a run, as far as tiers tell."""
+    found = [failed for tier in tiers for _, failed in _marks_in(tier.store)]
+    return [item for item in found if item.checkpoint.run == run]
+
+
+def _marks_in(store: Store) -> list[tuple[str, FailedTry]]:
+    marks = []
+    try:
+        for name in store.list():
+            folder, _, leaf = name.rpartition("/")
+            if leaf in (QUARANTINED, _ACQUITTED) and CheckpointId.parse(folder) is not None:
+                marks.append((name, FailedTry.decode(store.read(name))))
+    except (OSError, CheckpointError) as error:
+        _log.warning("What failed before in %s can't be read: %s", store, error)
+    return marks

@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_hetero.checkpoint.background import (
-    BackgroundThread,
-    Followed,
-    Patience,
-    Progress,
-)
-from lightning_hetero.checkpoint.blocks import Buffer
-from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Patience, Progress
+from lightning_hetero.checkpoint.store import Buffer, FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["RetryPolicy", "RetryingStore", "local_folder", "open_store"]

@@ -12,12 +12,11 @@ import stat
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from lightning_hetero.checkpoint.blocks import Buffer
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["FsspecStore", "LocalStore", "Store"]
@@ -26,6 +25,9 @@ _TEMPORARY = ".tmp-"
 _FOREIGN = {"lost+found"}
 _TRIES = 3
 _GENERIC_FIND = AsyncFileSystem._find
+
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Store(Protocol):

@@ -1,29 +1,50 @@
-"""The places of one node's checkpoints, fastest first, and how much of the past each keeps.
+"""The places of one node's checkpoints: which of them are complete there, and which may go.
 
-Deleting takes a part's manifest before its files, so that what is half deleted doesn't exist.
-Pruning never touches what might still be a run's newest complete checkpoint (`completeness`): on a
-node's own tiers, which hold only some parts, that is what all ranks have *confirmed* and what is
-whole as far as it is here; on the remote one, which holds all parts, what is complete there.
+Complete: decided here alone, for all who list, prune or recover checkpoints. A part is *whole* in a
+place where its manifest is valid and every file has the size that the manifest says. A checkpoint
+is complete where the places that are looked at together hold every file of the parts of all ranks.
+Parts of saves by different numbers of ranks are never counted together.
+
+Pruning never touches what might still be a run's newest complete checkpoint: on a node's own tiers,
+which hold only some parts, that is what all ranks have *confirmed* and what is whole as far as it
+is here; on the remote one, which holds all parts, what is complete there. Deleting takes a part's
+manifest before its files, so that what is half deleted doesn't exist.
 """
 
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lightning_hetero.checkpoint.completeness import (
-    checkpoints_in,
-    complete_size,
-    look_at_parts,
-    parts_in,
+from lightning_hetero.checkpoint.manifest import (
+    CheckpointId,
+    PartManifest,
+    manifest_name,
+    parse_manifest_name,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["CONFIRMED", "Tier", "TierKind", "confirm", "prune", "remove_files"]
+__all__ = [
+    "CONFIRMED",
+    "QUARANTINED",
+    "PartCopy",
+    "Source",
+    "StoreParts",
+    "Tier",
+    "TierKind",
+    "checkpoints_in",
+    "complete_size",
+    "confirm",
+    "look_at_parts",
+    "parts_in",
+    "prune",
+    "read_manifest",
+    "remove_files",
+]
 
 CONFIRMED = "confirmed"
 """File of a checkpoint that all ranks have saved."""
@@ -61,6 +82,142 @@ class Tier:
 
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} tier {self.store}"
+
+
+class Source(IntEnum):
+    """Where a byte range comes from, cheapest first."""
+
+    OWN_MEMORY = 0
+    OWN_DISK = 1
+    PEER_MEMORY = 2
+    PEER_DISK = 3
+    REMOTE = 4
+
+
+QUARANTINED = "quarantined"
+"""File of a checkpoint that isn't to be trusted in the place where it lies."""
+
+_READERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopy:
+    """One part in one place, whose manifest is valid."""
+
+    id: CheckpointId
+    part: int
+    world_size: int
+    """Number of parts that the checkpoint has."""
+    missing: tuple[str, ...]
+    """Files of the part that aren't there or have a wrong size."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What a store holds of some checkpoints."""
+
+    copies: tuple[PartCopy, ...]
+    broken: tuple[tuple[CheckpointId, str], ...]
+    """Manifests that are torn or have gone, and why."""
+    unreadable: tuple[tuple[CheckpointId, str], ...]
+    """Manifests that the store couldn't give, and why: they may be good."""
+
+
+def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
+    """Return every checkpoint that has any file, complete or not, oldest first."""
+    found = {CheckpointId.parse(name.partition("/")[0]) for name in files if "/" in name}
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
+
+
+def parts_in(files: Iterable[str]) -> dict[CheckpointId, list[int]]:
+    """Return the parts that have a manifest, valid or not."""
+    parts: dict[CheckpointId, list[int]] = defaultdict(list)
+    for name in sorted(files):
+        parsed = parse_manifest_name(name)
+        if parsed is not None:
+            parts[parsed[0]].append(parsed[1])
+    return dict(parts)
+
+
+def read_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartManifest:
+    """Read and check one manifest.
+
+    Raises:
+        CheckpointError: It is torn, or another part's.
+        OSError: It is missing. Stores may raise their client library's own types.
+    """
+    name = manifest_name(checkpoint, part)
+    data = store.read(name)
+    try:
+        manifest = PartManifest.decode(data)
+    except CheckpointError as error:
+        raise _TornError(f"{store}/{name}: {error}") from error
+    if (manifest.id, manifest.part) != (checkpoint, part):
+        raise _TornError(
+            f"{store}/{name} is the manifest of part {manifest.part} of {manifest.id}; somebody "
+            "moved it. Delete it."
+        )
+    return manifest
+
+
+class _TornError(CheckpointError):
+    """What a manifest holds is wrong; a store that doesn't answer is another matter."""
+
+
+def look_at_parts(
+    store: Store, files: Mapping[str, int], wanted: Collection[CheckpointId]
+) -> StoreParts:
+    """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
+
+    What is in quarantine counts as nothing.
+    """
+    trusted = {item for item in wanted if f"{item.folder}/{QUARANTINED}" not in files}
+    names = [
+        (id_, part) for id_, parts in parts_in(files).items() if id_ in trusted for part in parts
+    ]
+    copies: list[PartCopy] = []
+    broken: list[tuple[CheckpointId, str]] = []
+    unreadable: list[tuple[CheckpointId, str]] = []
+    with ThreadPoolExecutor(_READERS) as pool:
+        results = pool.map(lambda name: _try_manifest(store, *name), names)
+        for (checkpoint, part), result in zip(names, results, strict=True):
+            if isinstance(result, PartManifest):
+                copies.append(_copy_of(result, files))
+            else:
+                is_bad = isinstance(result, _TornError | FileNotFoundError)
+                why = f"part {part} of {checkpoint} in {store}: {result}"
+                (broken if is_bad else unreadable).append((checkpoint, why))
+    return StoreParts(tuple(copies), tuple(broken), tuple(unreadable))
+
+
+def _try_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartManifest | Exception:
+    try:
+        return read_manifest(store, checkpoint, part)
+    except Exception as error:
+        # Stores raise their client library's own types.
+        return error
+
+
+def _copy_of(manifest: PartManifest, files: Mapping[str, int]) -> PartCopy:
+    folder = manifest.id.folder
+    missing = [f.name for f in manifest.files if files.get(f"{folder}/{f.name}") != f.size_bytes]
+    return PartCopy(manifest.id, manifest.part, manifest.world_size, tuple(missing))
+
+
+def complete_size(copies: Iterable[PartCopy]) -> int | None:
+    """Return the number of parts of the checkpoint that copies make complete; None if none.
+
+    Args:
+        copies: All that is known of one checkpoint, from any places.
+    """
+    missing: dict[int, dict[int, set[str]]] = defaultdict(dict)
+    for copy in copies:
+        known = missing[copy.world_size]
+        known[copy.part] = known.get(copy.part, set(copy.missing)) & set(copy.missing)
+    for world_size, parts in sorted(missing.items()):
+        if set(parts) >= set(range(world_size)) and not any(parts.values()):
+            return world_size
+    return None
 
 
 def confirm(store: Store, checkpoint: CheckpointId) -> None:

@@ -7,9 +7,14 @@ all nodes, or at copies, together.
 import argparse
 from collections.abc import Sequence
 
-from lightning_hetero.checkpoint.export import export_checkpoint
-from lightning_hetero.checkpoint.inspection import describe_plan, list_checkpoints, look, verify
-from lightning_hetero.checkpoint.inventory import format_bitmap
+from lightning_hetero.checkpoint.inspection import (
+    describe_plan,
+    export_checkpoint,
+    format_bitmap,
+    list_checkpoints,
+    look,
+    verify,
+)
 from lightning_hetero.checkpoint.retry import open_store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind, prune
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError

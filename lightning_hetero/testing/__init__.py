@@ -3,13 +3,25 @@
 from lightning_hetero.testing.emulated import EmulatedDevices
 from lightning_hetero.testing.emulated_clock import EmulatedClock, LinkDelay
 from lightning_hetero.testing.faults import Fault, InjectFaults, SlowLink, SlowRank
+from lightning_hetero.testing.storage import (
+    FaultyStore,
+    MemoryStore,
+    MemoryTransport,
+    Throttle,
+    ThrottledStore,
+)
 
 __all__ = [
     "EmulatedClock",
     "EmulatedDevices",
     "Fault",
+    "FaultyStore",
     "InjectFaults",
     "LinkDelay",
+    "MemoryStore",
+    "MemoryTransport",
     "SlowLink",
     "SlowRank",
+    "Throttle",
+    "ThrottledStore",
 ]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_hetero.checkpoint import Holder, Source, TierKind, place_replicas
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovery_plan import Fetch, FileRange, plan_fetches
+from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange, plan_fetches
 from tests.benchmarks.harness import Row
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.checkpoint import CheckpointId, LocalStore, snapshot
-from lightning_hetero.checkpoint.fetching import Fetcher
-from lightning_hetero.checkpoint.tiers import parse_manifest_name
+from lightning_hetero.checkpoint import CheckpointId, LocalStore
+from lightning_hetero.checkpoint.manifest import parse_manifest_name
+from lightning_hetero.checkpoint.recovering.fetching import Fetcher
+from lightning_hetero.checkpoint.saving import snapshot
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.ranks.transport import GroupTransport

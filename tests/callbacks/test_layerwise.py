@@ -16,8 +16,8 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, places
-from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, lease
-from lightning_hetero.checkpoint.lease import OWNER_FILE, _process
+from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, claims
+from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import Leg, export, fit
 from tests.processes import ProcessPool
@@ -277,8 +277,8 @@ class Joins(L.Callback):
 def test_a_second_living_job_in_a_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "_BEATS_TO_WAIT", 1)
-    monkeypatch.setattr(lease.Lease.__init__, "__kwdefaults__", {"beat_s": 0.2})
+    monkeypatch.setattr(claims, "_BEATS_TO_WAIT", 1)
+    monkeypatch.setattr(claims.Lease.__init__, "__kwdefaults__", {"beat_s": 0.2})
     joins = Joins(tmp_path)
     train(tmp_path, 4, joins)
     assert "Another job writes its checkpoints" in joins.refused

@@ -12,7 +12,7 @@ from lightning_hetero.callbacks import places
 from lightning_hetero.callbacks.joining import join
 from lightning_hetero.callbacks.places import FinishedStep, Places
 from lightning_hetero.checkpoint import CheckpointId, LocalStore, TierKind, Transport
-from lightning_hetero.checkpoint.lease import Lease
+from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
 

@@ -1,22 +1,28 @@
 """A small model's state, cut over ranks by any plan, and ranks that are threads."""
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_hetero.checkpoint import (
     CheckpointContent,
     CheckpointId,
-    MemoryTransport,
+    CheckpointWriter,
     Recovered,
     SliceContent,
     SliceNeed,
+    Store,
+    Tier,
+    TierKind,
     Transport,
+    WriterOptions,
+    recover,
 )
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.slices import (
     OuterRole,
     Ownership,
@@ -25,6 +31,7 @@ from lightning_hetero.core.slices import (
     assign_owners,
 )
 from lightning_hetero.core.transfers import unit_of
+from lightning_hetero.testing import MemoryStore, MemoryTransport
 
 T = TypeVar("T")
 NUM_LAYERS = 4
@@ -161,3 +168,99 @@ def run_ranks(
     with ThreadPoolExecutor(world_size) as pool:
         results = [pool.submit(action, rank, transports[rank]) for rank in range(world_size)]
         return [result.result() for result in results]
+
+
+class Nodes:
+    """Each node's own tiers and one remote store for all."""
+
+    def __init__(self, names: Sequence[str], *, remote: bool = True) -> None:
+        self.memory = {name: MemoryStore(f"{name}/shm") for name in names}
+        self.disk = {name: MemoryStore(f"{name}/disk") for name in names}
+        self.remote: Store | None = MemoryStore("remote") if remote else None
+
+    def tiers(self, node: str) -> list[Tier]:
+        own = [
+            Tier(kind=TierKind.MEMORY, store=self.memory[node]),
+            Tier(kind=TierKind.DISK, store=self.disk[node]),
+        ]
+        if self.remote is None:
+            return own
+        return [*own, Tier(kind=TierKind.REMOTE, store=self.remote)]
+
+    def lose(self, node: str) -> None:
+        self.memory[node].files.clear()
+        self.disk[node].files.clear()
+
+
+def save_all(
+    nodes: Nodes, node_of_rank: Sequence[str], parts: list[CheckpointContent], *, replicas: int = 1
+) -> None:
+    def action(rank: int, transport: Transport) -> None:
+        writer = CheckpointWriter(
+            nodes.tiers(node_of_rank[rank]),
+            node_of_rank=node_of_rank,
+            transport=transport,
+            options=WriterOptions(replicas=replicas),
+        )
+        saved = writer.save(parts[rank])
+        saved.wait_until_confirmed(20)
+        assert saved.wait_until_uploaded(20) == (nodes.remote is not None)
+        writer.close()
+
+    run_ranks(len(parts), action)
+
+
+def recover_all(
+    nodes: Nodes, node_of_rank: Sequence[str], needs: list[list[SliceNeed]], **options: Any
+) -> list[Recovered | None]:
+    def action(rank: int, transport: Transport) -> Recovered | None:
+        tiers = nodes.tiers(node_of_rank[rank])
+        return recover(needs[rank], tiers, node=node_of_rank[rank], transport=transport, **options)
+
+    return run_ranks(len(node_of_rank), action)
+
+
+def uneven_plan() -> ParallelPlan:
+    """Two pipelines: TP 2 in one stage, TP 1 in stages of 3 and 1 layers."""
+    return ParallelPlan(
+        pipelines=(
+            PipelinePlan(stages=(StagePlan(ranks=(0, 1), layers=range(4)),)),
+            PipelinePlan(
+                stages=(
+                    StagePlan(ranks=(2,), layers=range(3)),
+                    StagePlan(ranks=(3,), layers=range(3, 4)),
+                )
+            ),
+        )
+    )
+
+
+PLANS = {
+    "one device": (ParallelPlan.even(world_size=1, num_layers=4), 1),
+    "tp 2": (ParallelPlan.even(world_size=2, num_layers=4, tp_degree=2), 2),
+    "tp 4": (ParallelPlan.even(world_size=4, num_layers=4, tp_degree=4), 4),
+    "pp 2": (ParallelPlan.even(world_size=2, num_layers=4, num_stages=2), 2),
+    "dp 3": (ParallelPlan.even(world_size=3, num_layers=4), 3),
+    "uneven": (uneven_plan(), 4),
+    "idle rank": (ParallelPlan.even(world_size=2, num_layers=4), 3),
+}
+
+
+def disk(store: Store, **options: int) -> Tier:
+    return Tier(kind=TierKind.DISK, store=store, **options)
+
+
+class Gate:
+    """A `before` that holds writes up until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+
+    def __call__(self, verb: str, name: str) -> None:
+        if verb == "write":
+            self.reached.set()
+            assert self.open.wait(20)
+
+
+TWO = ParallelPlan.even(world_size=2, num_layers=4)

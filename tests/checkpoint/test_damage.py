@@ -9,8 +9,6 @@ import pytest
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
-    FaultyStore,
-    MemoryStore,
     Recovered,
     Store,
     Tier,
@@ -18,13 +16,14 @@ from lightning_hetero.checkpoint import (
     Transport,
     recover,
 )
-from lightning_hetero.checkpoint.background import Progress
-from lightning_hetero.checkpoint.completeness import checkpoints_in, read_manifest
+from lightning_hetero.checkpoint.deadlines import Progress
+from lightning_hetero.checkpoint.lockstep import Lockstep
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.parts import exchange_parts
-from lightning_hetero.checkpoint.tiers import prune
+from lightning_hetero.checkpoint.saving.replicas import exchange_parts
+from lightning_hetero.checkpoint.tiers import checkpoints_in, prune, read_manifest
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.testing import FaultyStore, MemoryStore
 from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
@@ -215,13 +214,9 @@ def test_a_rank_takes_another_ranks_own_part_of_this_checkpoint_alone() -> None:
     def exchange(sent: tuple[int, int]) -> list[list[str]]:
         def action(rank: int, transport: Transport) -> list[str]:
             manifest = manifests[sent if rank == 0 else (2, 1)]
+            lockstep = Lockstep(transport, stall_s=20.0, progress=Progress())
             return exchange_parts(
-                transport,
-                [[1], []],
-                manifest,
-                source=source,
-                target=targets[rank],
-                progress=Progress(),
+                lockstep, [[1], []], manifest, source=source, target=targets[rank]
             )
 
         return run_ranks(2, action)

@@ -13,7 +13,6 @@ from lightning_hetero.checkpoint import (
     CheckpointContent,
     CheckpointId,
     CheckpointWriter,
-    MemoryStore,
     SliceContent,
     SliceNeed,
     Tier,
@@ -23,6 +22,7 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.testing import MemoryStore
 from tests.checkpoint.states import run_ranks
 
 

@@ -8,20 +8,19 @@ import pytest
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
-    FaultyStore,
-    MemoryStore,
     Store,
     Tier,
     TierKind,
     Transport,
 )
-from lightning_hetero.checkpoint.inventory import (
+from lightning_hetero.checkpoint.recovering.inventory import (
     Inventory,
     complete_checkpoints,
     take_inventory,
 )
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.testing import FaultyStore, MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4)

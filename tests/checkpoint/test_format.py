@@ -22,21 +22,16 @@ from lightning_hetero.checkpoint import (
     TierKind,
     recover,
 )
-from lightning_hetero.checkpoint.blocks import (
-    BlockChecksums,
-    align_to_blocks,
-    first_corrupt_block,
-)
-from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     PartManifest,
     manifest_name,
     parse_manifest_name,
 )
+from lightning_hetero.checkpoint.parts import BlockChecksums, align_to_blocks, first_corrupt_block
+from lightning_hetero.checkpoint.saving.encoding import DTYPE_NAMES, encode_metadata
 from lightning_hetero.core.errors import CheckpointError
-from tests.checkpoint.states import contents, full_tensor
-from tests.checkpoint.test_recovery import PLANS
+from tests.checkpoint.states import PLANS, contents, full_tensor
 
 
 @pytest.fixture(scope="module")

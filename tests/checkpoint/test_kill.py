@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.checkpoint import LocalStore, Tier, TierKind, recover
-from tests.checkpoint.states import assert_is_state, needs_of
-from tests.checkpoint.test_recovery import PLANS
+from tests.checkpoint.states import PLANS, assert_is_state, needs_of
 
 SAVER = """
 import itertools, os, sys
 from lightning_hetero.checkpoint import CheckpointWriter, LocalStore, Tier, TierKind
 from tests.checkpoint.states import contents
-from tests.checkpoint.test_recovery import PLANS
+from tests.checkpoint.states import PLANS
 
 def save_for_ever(root, first, log):
     tiers = [

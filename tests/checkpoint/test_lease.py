@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.checkpoint import FaultyStore, MemoryStore
-from lightning_hetero.checkpoint import lease as module
-from lightning_hetero.checkpoint.lease import OWNER_FILE, Lease, OccupiedError
+from lightning_hetero.checkpoint import claims as module
+from lightning_hetero.checkpoint.claims import OWNER_FILE, Lease, OccupiedError
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.testing import FaultyStore, MemoryStore
 
 FOREVER_S = 10_000.0
 """A test that waits for a sign of life would run into its timeout."""

@@ -4,20 +4,20 @@ import math
 
 import pytest
 
-from lightning_hetero.checkpoint import (
-    CheckpointId,
-    CheckpointWriter,
-    MemoryStore,
-    Tier,
-    TierKind,
-    recover,
+from lightning_hetero.checkpoint import CheckpointId, CheckpointWriter, Tier, TierKind, recover
+from lightning_hetero.checkpoint.probation import (
+    FailedTry,
+    Probation,
+    StepFacts,
+    acquit,
+    failed_alike,
+    put_in_quarantine,
+    read_failed_tries,
 )
-from lightning_hetero.checkpoint.probation import FailedTry, Probation, StepFacts, failed_alike
-from lightning_hetero.checkpoint.quarantine import acquit, put_in_quarantine, read_failed_tries
 from lightning_hetero.checkpoint.tiers import prune
 from lightning_hetero.core.errors import CheckpointError
-from tests.checkpoint.states import assert_is_state, contents, needs_of
-from tests.checkpoint.test_recovery import PLANS
+from lightning_hetero.testing import MemoryStore
+from tests.checkpoint.states import PLANS, assert_is_state, contents, needs_of
 
 PLAN, SIZE = PLANS["one device"]
 KNOWN = [StepFacts(step, 2.0, 1.0 + step % 3) for step in range(50, 101)]

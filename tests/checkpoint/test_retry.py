@@ -3,8 +3,9 @@ import threading
 
 import pytest
 
-from lightning_hetero.checkpoint import FaultyStore, MemoryStore, RetryingStore, RetryPolicy
+from lightning_hetero.checkpoint import RetryingStore, RetryPolicy
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.testing import FaultyStore, MemoryStore
 
 
 class Flaky:

@@ -14,7 +14,6 @@ from lightning_hetero.checkpoint import (
     CheckpointWriter,
     FsspecStore,
     LocalStore,
-    MemoryStore,
     RetryingStore,
     RetryPolicy,
     Source,
@@ -25,9 +24,9 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.testing import MemoryStore
 from tests.callbacks.servers import S3Server
-from tests.checkpoint.states import assert_is_state, contents, needs_of
-from tests.checkpoint.test_recovery import PLANS
+from tests.checkpoint.states import PLANS, assert_is_state, contents, needs_of
 
 
 @pytest.fixture(scope="module")

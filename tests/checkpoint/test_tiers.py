@@ -2,10 +2,11 @@
 
 from collections.abc import Collection
 
-from lightning_hetero.checkpoint import CheckpointWriter, MemoryStore, Tier, TierKind, Transport
+from lightning_hetero.checkpoint import CheckpointWriter, Tier, TierKind, Transport
 from lightning_hetero.checkpoint.manifest import parse_manifest_name
 from lightning_hetero.checkpoint.tiers import prune
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.testing import MemoryStore
 from tests.checkpoint.states import contents, run_ranks
 
 

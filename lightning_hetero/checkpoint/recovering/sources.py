@@ -1,50 +1,25 @@
-"""Which bytes of which file each rank needs, and who reads them: interval arithmetic, then a table.
+"""Who reads which bytes for whom, from where: a table that all ranks compute alike.
 
-A rank asks for rows [start, stop) of parameters. Any plan, world size, ownership or tensor-parallel
-degree is such a set of intervals, and so are the parts of a checkpoint: what a rank needs of a part
-is the overlap (AutoHet §IV-B.2, Figure 6). Stored tensors have their cut dim first, so an overlap
-is one byte range; where the reader cuts along another dim than the writer did, it takes all rows
-and cuts them itself.
-
-Each byte range then gets its cheapest source: memory and disk of the own node, a peer's memory or
-disk, the remote store (AutoHet §IV-C). Among peers that cost the same the least loaded one sends,
-in chunks, so that several share even one large range.
+Each byte range gets its cheapest source: memory and disk of the own node, a peer's memory or disk,
+the remote store (AutoHet §IV-C). Among peers that cost the same the least loaded one sends, in
+chunks, so that several share even one large range.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
-from lightning_hetero.checkpoint.blocks import align_to_blocks
-from lightning_hetero.checkpoint.inventory import Holder
 from lightning_hetero.checkpoint.manifest import PartManifest, name_of_unit
-from lightning_hetero.checkpoint.tiers import TierKind
+from lightning_hetero.checkpoint.parts import align_to_blocks
+from lightning_hetero.checkpoint.recovering.inventory import Holder
+from lightning_hetero.checkpoint.tiers import Source, TierKind
 from lightning_hetero.checkpoint.transport import take_turns
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Fetch",
-    "FileRange",
-    "Source",
-    "plan_fetches",
-    "source_of",
-    "whole_blocks",
-]
+__all__ = ["CHUNK_BYTES", "Fetch", "FileRange", "plan_fetches", "source_of", "whole_blocks"]
 
 CHUNK_BYTES = 16 << 20
 """Largest fetch: what a sender, a link and a receiver hold at a time."""
-
-
-class Source(IntEnum):
-    """Where a byte range comes from, cheapest first."""
-
-    OWN_MEMORY = 0
-    OWN_DISK = 1
-    PEER_MEMORY = 2
-    PEER_DISK = 3
-    REMOTE = 4
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -11,19 +11,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
-from lightning_hetero.checkpoint.background import BackgroundThread, Progress
-from lightning_hetero.checkpoint.blocks import BLOCK_BYTES
 from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.lasting import LastingCopies
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Progress
+from lightning_hetero.checkpoint.lockstep import Lockstep
 from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.own_tiers import OwnTiers, Part, parts_held
-from lightning_hetero.checkpoint.parts import exchange_parts
-from lightning_hetero.checkpoint.replicas import place_replicas
-from lightning_hetero.checkpoint.rounds import Rounds
-from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.parts import BLOCK_BYTES
+from lightning_hetero.checkpoint.saving.replicas import exchange_parts, place_replicas
+from lightning_hetero.checkpoint.saving.snapshot import Snapshot
+from lightning_hetero.checkpoint.saving.storing import (
+    LastingCopies,
+    OwnTiers,
+    Part,
+    Uploads,
+    parts_held,
+)
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.transport import Transport
-from lightning_hetero.checkpoint.uploads import Uploads
+from lightning_hetero.checkpoint.transport import Rounds, Transport
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Job", "Meeting", "WriterOptions"]
@@ -109,6 +112,7 @@ class Meeting:
         remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
         self.uploads = Uploads(next(remote, None), self._uploading)
         self._rounds = Rounds(transport, self.progress, options.stall_s)
+        self._lockstep = Lockstep(transport, stall_s=options.stall_s, progress=self.progress)
         self._stored: Future[Any] | None = None
         self._lost_peer: Exception | None = None
         self._earlier: dict[CheckpointId, _Outcome] = {}
@@ -238,17 +242,15 @@ class Meeting:
             leaving=leaving,
         )
         errors = exchange_parts(
-            self._transport,
+            self._lockstep,
             targets,
             part.manifest,
             source=part.source,
             target=self._own.tiers[-1].store,
-            progress=self.progress,
         )
-        everyones = [text for texts in self._rounds.gather(errors) for text in texts]
-        for text in everyones:
+        for text in errors:
             self.lasting.note(text)
-        return not everyones
+        return not errors
 
     def _supersede(
         self, checkpoint: CheckpointId, busy: Collection[CheckpointId], outcome: _Outcome

@@ -22,16 +22,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.checkpoint.background import BackgroundThread, Patience
 from lightning_hetero.checkpoint.content import CheckpointContent
-from lightning_hetero.checkpoint.encoding import (
-    SHARED_METADATA,
-    encode_metadata,
-    rank_metadata_name,
-)
-from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.meeting import Job, Meeting, WriterOptions
-from lightning_hetero.checkpoint.snapshot import HostBuffer, Snapshot
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Patience
+from lightning_hetero.checkpoint.manifest import SHARED_METADATA, CheckpointId, rank_metadata_name
+from lightning_hetero.checkpoint.saving.encoding import encode_metadata
+from lightning_hetero.checkpoint.saving.meeting import Job, Meeting, WriterOptions
+from lightning_hetero.checkpoint.saving.snapshot import HostBuffer, Snapshot
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 from lightning_hetero.core.errors import ConfigurationError, PeerError

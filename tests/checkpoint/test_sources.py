@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import Holder, Source, TierKind
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovery_plan import (
+from lightning_hetero.checkpoint.recovering.sources import (
     Fetch,
     FileRange,
     plan_fetches,

@@ -1,29 +1,32 @@
 """How one rank carries out its share of a table of fetches.
 
-Threads read from the own node's tiers and from the remote store. Meanwhile the calling thread sends
-to peers and receives from them in the order of the table, with the next reads for peers under way.
+Threads read from the own node's tiers and from the remote store. Meanwhile the calling thread lets
+peers' bytes travel in lockstep, each reader's next chunks being read ahead.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_hetero.checkpoint.background import BackgroundThread, Progress
-from lightning_hetero.checkpoint.blocks import Buffer, first_corrupt_block
-from lightning_hetero.checkpoint.inventory import Holder
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Progress
+from lightning_hetero.checkpoint.lockstep import Lockstep
 from lightning_hetero.checkpoint.manifest import PartManifest
-from lightning_hetero.checkpoint.recovery_plan import Fetch, FileRange, Source
-from lightning_hetero.checkpoint.rounds import Rounds
-from lightning_hetero.checkpoint.tiers import Tier
-from lightning_hetero.checkpoint.transport import Transport
+from lightning_hetero.checkpoint.parts import fault_in
+from lightning_hetero.checkpoint.recovering.inventory import Holder
+from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange
+from lightning_hetero.checkpoint.store import Buffer
+from lightning_hetero.checkpoint.tiers import Source, Tier
+from lightning_hetero.checkpoint.transport import Rounds, Transport
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 __all__ = ["Failure", "Fetcher"]
 
 _LOCAL_READERS = 2
 _REMOTE_READERS = 8
 """One connection to an object store carries much less than the link."""
-_READ_AHEAD = 2
 _STALL_S = 300.0
 """Seconds after which sources that give nothing more are given up."""
 
@@ -58,18 +61,16 @@ class Fetcher:
         """Carry out this rank's fetches; return those that failed. All ranks call it."""
         rank = self._transport.global_rank
         own = [f for f in fetches if f.receiver == rank and f.reader == rank]
-        peers = [f for f in fetches if f.receiver != f.reader and rank in (f.receiver, f.reader)]
-        pools = [ThreadPoolExecutor(n) for n in (_LOCAL_READERS, _REMOTE_READERS, 1)]
-        local, remote, ahead = pools
+        local = BackgroundThread("checkpoint-fetch", _LOCAL_READERS)
+        remote = BackgroundThread("checkpoint-fetch", _REMOTE_READERS)
         results = {
             fetch: (remote if fetch.source is Source.REMOTE else local).submit(self._fetch, fetch)
             for fetch in own
         }
-        failures = self._exchange(peers, ahead)
+        failures = self._exchange([f for f in fetches if f.receiver != f.reader])
         failures += self._await_own(results)
-        for pool in pools:
-            # A read that hangs is left to its thread.
-            pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (local, remote):
+            threads.finish()
         done = {failure.range for failure in failures}
         for fetch in fetches:
             if fetch.receiver == rank and fetch.range not in done:
@@ -82,7 +83,7 @@ class Fetcher:
 
         def collect() -> None:
             for result in results.values():
-                result.result()
+                result.exception()
                 thread.progress.tick()
 
         rounds = Rounds(self._transport, Progress(), _STALL_S)
@@ -90,6 +91,8 @@ class Fetcher:
         thread.finish()
         late = f"didn't answer for {_STALL_S:g} s"
         self._late |= {fetch for fetch, result in results.items() if not result.done()}
+        for result in results.values():
+            result.cancel()
         outcomes = [
             Failure(fetch.range, fetch.holder, late) if fetch in self._late else result.result()
             for fetch, result in results.items()
@@ -103,29 +106,36 @@ class Fetcher:
             why = "this came too late"
         return Failure(fetch.range, fetch.holder, why) if why else self._accept(fetch, data)
 
-    def _exchange(self, peers: Sequence[Fetch], ahead: ThreadPoolExecutor) -> list[Failure]:
-        """Send and receive in order; an unreadable range is sent as no bytes at all."""
-        rank = self._transport.global_rank
-        unread = deque(fetch for fetch in peers if fetch.reader == rank)
-        reading: deque[Future[tuple[bytes, str]]] = deque()
-        failures: list[Failure] = []
-        for fetch in peers:
-            while unread and len(reading) < _READ_AHEAD:
-                reading.append(ahead.submit(self._read, unread.popleft()))
-            if fetch.reader == rank:
-                data, why = reading.popleft().result()
+    def _exchange(self, fetches: Sequence[Fetch]) -> list[Failure]:
+        """Read for peers and take what they read; what a rank can't read it says in its place."""
+        by_pair: dict[tuple[int, int], list[Fetch]] = defaultdict(list)
+        for fetch in fetches:
+            by_pair[fetch.reader, fetch.receiver].append(fetch)
+        pairs = list(by_pair)
+        outcomes: dict[Fetch, Failure | None] = {}
+
+        def produce(index: int) -> Iterator[bytes]:
+            for fetch in by_pair[pairs[index]]:
+                data, why = self._read(fetch)
                 # One byte says whether the range follows or the reason why not.
-                self._transport.send(b"!" + why.encode() if why else b"=" + data, fetch.receiver)
-                continue
-            answer = self._transport.receive(fetch.reader)
-            failure = (
-                Failure(fetch.range, fetch.holder, answer[1:].decode())
-                if answer.startswith(b"!")
-                else self._accept(fetch, memoryview(answer)[1:])
-            )
-            if failure:
-                failures.append(failure)
-        return failures
+                yield b"!" + why.encode() if why else b"=" + data
+
+        def consume(index: int, answers: Iterator[bytes]) -> None:
+            for fetch, answer in zip(by_pair[pairs[index]], answers, strict=True):
+                if answer.startswith(b"!"):
+                    failure = Failure(fetch.range, fetch.holder, answer[1:].decode())
+                    outcomes[fetch] = failure
+                else:
+                    outcomes[fetch] = self._accept(fetch, memoryview(answer)[1:])
+
+        lockstep = Lockstep(self._transport, stall_s=_STALL_S, progress=Progress())
+        why = lockstep.run(pairs, produce, consume)
+        for index, pair in enumerate(pairs):
+            if pair[1] == self._transport.global_rank:
+                for fetch in by_pair[pair]:
+                    missing = Failure(fetch.range, fetch.holder, why.get(index, "nothing came"))
+                    outcomes.setdefault(fetch, missing)
+        return [failure for failure in outcomes.values() if failure is not None]
 
     def _read(self, fetch: Fetch) -> tuple[bytes, str]:
         """Return the bytes, or no bytes and what went wrong."""
@@ -143,18 +153,10 @@ class Fetcher:
     def _accept(self, fetch: Fetch, data: Buffer) -> Failure | None:
         """Check the bytes and hand them on."""
         item = fetch.range
-        if len(data) != item.stop - item.start:
-            why = f"got {len(data)} of {item.stop - item.start} bytes at {item.start}"
-            return Failure(item, fetch.holder, why)
         manifest = self._manifests[item.part]
-        block = first_corrupt_block(
-            data,
-            item.start,
-            manifest.file(item.file).checksums,
-            block_bytes=manifest.block_bytes,
-        )
-        if block is not None:
-            why = f"the checksum of block {block} ({manifest.block_bytes} bytes each) is wrong"
+        entry = manifest.file(item.file)
+        why = fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
+        if why:
             return Failure(item, fetch.holder, why)
         self._deliver(item, data)
         return None

@@ -7,11 +7,15 @@ keeps the same amount, and two nodes that are lost at once cost a part only if t
 pair.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.checkpoint.lockstep import Lockstep
+from lightning_hetero.checkpoint.manifest import PartManifest
+from lightning_hetero.checkpoint.parts import read_chunks, write_received
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["place_replicas"]
+__all__ = ["exchange_parts", "place_replicas"]
 
 
 def place_replicas(
@@ -67,3 +71,39 @@ def _ring_after(node: str, nodes: Sequence[str]) -> list[str]:
 def _one_rank_of(node: str, for_rank: int, node_of_rank: Sequence[str]) -> int:
     ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
     return ranks[for_rank % len(ranks)]
+
+
+def exchange_parts(
+    lockstep: Lockstep,
+    targets: Sequence[Sequence[int]],
+    manifest: PartManifest,
+    *,
+    source: Store | None,
+    target: Store,
+) -> list[str]:
+    """Send this rank's part to its targets and keep what others send; all ranks call it.
+
+    Args:
+        lockstep: Carries the parts.
+        targets: For each rank the ranks that keep a copy of its part.
+        manifest: This rank's part.
+        source: Where this rank has its part; None if it couldn't write it.
+        target: Where this rank keeps other ranks' parts.
+
+    Returns:
+        What went wrong anywhere, the same on all ranks; the other copies are whole.
+    """
+    pairs = [(sender, receiver) for sender, items in enumerate(targets) for receiver in items]
+
+    def produce(_: int) -> Iterator[bytes]:
+        if source is None:
+            raise CheckpointError("there is nothing to send, for it couldn't be written")
+        yield from read_chunks(source, manifest)
+
+    def consume(index: int, chunks: Iterator[bytes]) -> None:
+        write_received(target, manifest.id, pairs[index][0], chunks)
+
+    return [
+        f"Copy of rank {pairs[index][0]}'s part for rank {pairs[index][1]}: {why}"
+        for index, why in lockstep.run(pairs, produce, consume).items()
+    ]

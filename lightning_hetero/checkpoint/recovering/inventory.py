@@ -10,24 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from lightning_hetero.checkpoint.completeness import (
+from lightning_hetero.checkpoint.claims import RUN_FILE, read_run
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.tiers import (
+    CONFIRMED,
     QUARANTINED,
     PartCopy,
+    Tier,
+    TierKind,
     checkpoints_in,
     complete_size,
     look_at_parts,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, name_of_unit
-from lightning_hetero.checkpoint.runs import RUN_FILE, read_run
-from lightning_hetero.checkpoint.tiers import CONFIRMED, Tier, TierKind
-from lightning_hetero.core.table import format_table
 
 __all__ = [
     "HeldPart",
     "Holder",
     "Inventory",
     "complete_checkpoints",
-    "format_bitmap",
     "holders_of_files",
     "take_inventory",
 ]
@@ -197,35 +197,3 @@ def holders_of_files(
             if entry.name not in held.missing:
                 holders[held.part, entry.name].append(held.holder)
     return {key: tuple(sorted(set(items))) for key, items in holders.items()}
-
-
-def format_bitmap(
-    inventory: Inventory, manifests: Mapping[int, PartManifest], checkpoint: CheckpointId
-) -> str:
-    """Return layers × tiers: `#` all bytes of the layer are there, `+` some, `.` none."""
-    places = sorted({held.holder for held in inventory.held if held.id == checkpoint})
-    holders = holders_of_files(inventory, manifests)
-    total: dict[int, int] = defaultdict(int)
-    present: dict[tuple[int, Holder], int] = defaultdict(int)
-    for part, manifest in manifests.items():
-        for entry in manifest.files:
-            if entry.unit is not None:
-                total[entry.unit] += entry.size_bytes
-                for holder in holders[part, entry.name]:
-                    present[entry.unit, holder] += entry.size_bytes
-    num_layers = next(iter(manifests.values())).num_layers
-    rows = [
-        (
-            name_of_unit(unit, num_layers),
-            f"{total[unit] / 1e6:.2f}",
-            *(_mark(present[unit, place], total[unit]) for place in places),
-        )
-        for unit in sorted(total)
-    ]
-    return format_table(("layer", "MB", *(str(place) for place in places)), rows)
-
-
-def _mark(present: int, total: int) -> str:
-    if present == total:
-        return "#"
-    return "+" if present else "."

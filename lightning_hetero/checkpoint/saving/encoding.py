@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.blocks import BLOCK_BYTES, BlockChecksums, Buffer
 from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent
 from lightning_hetero.checkpoint.manifest import (
     WEIGHT,
@@ -24,32 +23,18 @@ from lightning_hetero.checkpoint.manifest import (
     TensorEntry,
     name_of_unit,
 )
-from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.parts import BLOCK_BYTES, BlockChecksums
+from lightning_hetero.checkpoint.saving.snapshot import Snapshot
+from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
-__all__ = [
-    "DTYPE_NAMES",
-    "SHARED_METADATA",
-    "FileBody",
-    "encode_metadata",
-    "encode_part",
-    "make_manifest",
-    "rank_metadata_name",
-]
+__all__ = ["DTYPE_NAMES", "FileBody", "encode_metadata", "encode_part", "make_manifest"]
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 """Spelling of each dtype in safetensors."""
 
-SHARED_METADATA = "metadata.pt"
-"""File with what is the same on all ranks; part 0 has it."""
-
 _CHUNK_BYTES = 4 << 20
-
-
-def rank_metadata_name(part: int) -> str:
-    """Return the name of the file with what is one rank's own."""
-    return f"rank-{part:05d}.pt"
 
 
 @dataclass(eq=False)

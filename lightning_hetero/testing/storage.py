@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-from lightning_hetero.checkpoint.blocks import Buffer
-from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.store import Buffer, Store
 from lightning_hetero.core.errors import PeerError
 
 __all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore"]

@@ -7,9 +7,9 @@ run never begins anew where there is, or might be, something to go on from.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lightning_hetero.checkpoint.inventory import Holder, Inventory, complete_checkpoints
+from lightning_hetero.checkpoint.claims import RUN_FILE
 from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.runs import RUN_FILE
+from lightning_hetero.checkpoint.recovering.inventory import Holder, Inventory, complete_checkpoints
 from lightning_hetero.checkpoint.tiers import TierKind
 from lightning_hetero.core.errors import CheckpointError
 

@@ -19,24 +19,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from lightning_hetero.checkpoint.assembly import Assembly, RankNeeds
-from lightning_hetero.checkpoint.choice import Choice, ChoiceError, choose
-from lightning_hetero.checkpoint.fetching import Failure, Fetcher
-from lightning_hetero.checkpoint.inventory import (
+from lightning_hetero.checkpoint.claims import mark_places, new_run
+from lightning_hetero.checkpoint.content import Recovered, RecoveryReport, SliceNeed
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, manifest_name
+from lightning_hetero.checkpoint.recovering.assembly import Assembly, RankNeeds
+from lightning_hetero.checkpoint.recovering.choice import Choice, ChoiceError, choose
+from lightning_hetero.checkpoint.recovering.fetching import Failure, Fetcher
+from lightning_hetero.checkpoint.recovering.inventory import (
     Holder,
     Inventory,
     complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
-from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest, manifest_name
-from lightning_hetero.checkpoint.recovered import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.recovery_plan import FileRange, plan_fetches
-from lightning_hetero.checkpoint.resharding import SliceNeed
-from lightning_hetero.checkpoint.rounds import finish_together
-from lightning_hetero.checkpoint.runs import mark_places, new_run
+from lightning_hetero.checkpoint.recovering.sources import FileRange, plan_fetches
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.transport import SoloTransport, Transport
+from lightning_hetero.checkpoint.transport import SoloTransport, Transport, finish_together
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 

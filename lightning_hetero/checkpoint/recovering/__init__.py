@@ -1,0 +1,1 @@
+"""From what the tiers hold to a rank's state."""

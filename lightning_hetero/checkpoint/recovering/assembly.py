@@ -1,0 +1,299 @@
+"""Which bytes of a checkpoint make up the slices that a rank asks for, and their assembly.
+
+A rank asks for rows [start, stop) of parameters. Any plan, world size, ownership or
+tensor-parallel degree is such a set of intervals, and so are the parts of a checkpoint: what a rank
+needs of a part is the overlap (AutoHet §IV-B.2, Figure 6). Stored tensors have their cut dim first,
+so an overlap is one byte range; where the reader cuts along another dim than the writer did, it
+takes all rows and cuts them itself. Fetched bytes become tensors chunk by chunk, in any order.
+"""
+
+import io
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
+from lightning_hetero.checkpoint.manifest import (
+    SHARED_METADATA,
+    WEIGHT,
+    PartManifest,
+    Scalar,
+    SliceEntry,
+    TensorEntry,
+    rank_metadata_name,
+)
+from lightning_hetero.checkpoint.recovering.sources import FileRange, whole_blocks
+from lightning_hetero.checkpoint.store import Buffer
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.models.stored import SAFETENSORS_DTYPES
+
+__all__ = ["Assembly", "RankNeeds", "Span", "Target", "find_targets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a file and where they go in a target."""
+
+    range: FileRange
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One tensor to put together from byte ranges."""
+
+    need: SliceNeed
+    key: str
+    """`WEIGHT` or the name of an optimizer state."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of the bytes put end to end; rows of `dim` first if `by_rows`."""
+    by_rows: bool
+    dim: int
+    """Dim along which the writer cut."""
+    size_bytes: int
+    spans: tuple[Span, ...]
+
+
+def find_targets(
+    need: SliceNeed, slices: Sequence[tuple[int, SliceEntry]]
+) -> tuple[list[Target], Mapping[str, Scalar]]:
+    """Return the tensors that make up a needed slice, and its plain optimizer state.
+
+    Args:
+        need: The slice.
+        slices: (part, entry) of every stored slice of this parameter.
+
+    Raises:
+        CheckpointError: The parameter isn't stored, has another shape, has gaps, or has state that
+            can't be cut and was saved for other rows.
+    """
+    if not slices:
+        raise CheckpointError(
+            f"The checkpoint has no parameter {need.parameter}. It was saved from another model."
+        )
+    for _, entry in slices:
+        if tuple(entry.shape) != need.shape:
+            raise CheckpointError(
+                f"Parameter {need.parameter} has shape {entry.shape} in the checkpoint but "
+                f"{need.shape} in the model. Give the model that was saved, or another folder."
+            )
+    ordered = sorted(slices, key=lambda pair: (pair[1].start, pair[0]))
+    dim = ordered[0][1].dim
+    start, stop = (need.start, need.stop) if dim == need.dim else (0, _num_rows(need.shape, dim))
+    overlapping = [p for p in ordered if p[1].start < stop and p[1].stop > start]
+    keys = dict.fromkeys(t.key for _, entry in overlapping for t in entry.tensors)
+    targets = [_target(need, key, overlapping, start, stop) for key in keys or [WEIGHT]]
+    return targets, overlapping[0][1].scalars
+
+
+def _target(
+    need: SliceNeed, key: str, slices: Sequence[tuple[int, SliceEntry]], start: int, stop: int
+) -> Target:
+    stored = [
+        (part, entry, tensor)
+        for part, entry in slices
+        for tensor in entry.tensors
+        if tensor.key == key
+    ]
+    dtypes = {tensor.dtype for _, _, tensor in stored}
+    if len(dtypes) > 1:
+        raise CheckpointError(
+            f"{need.parameter}/{key} is stored as {sorted(dtypes)}; all its slices must have one "
+            "dtype."
+        )
+    if stored and not stored[0][2].by_rows:
+        return _whole_target(need, key, stored)
+    return _row_target(need, key, stored, start, stop)
+
+
+def _row_target(
+    need: SliceNeed,
+    key: str,
+    stored: Sequence[tuple[int, SliceEntry, TensorEntry]],
+    start: int,
+    stop: int,
+) -> Target:
+    """Sweep over the rows, taking the slice that reaches farthest."""
+    spans: list[Span] = []
+    position, offset, first = start, 0, None
+    while position < stop:
+        found = [item for item in stored if item[1].start <= position < item[1].stop]
+        if not found:
+            raise CheckpointError(
+                f"The checkpoint has no rows {position} and on of {need.parameter}/{key} "
+                f"{need.shape}; rows [{start}, {stop}) are needed."
+            )
+        part, entry, tensor = max(found, key=lambda item: (item[1].stop, -item[0]))
+        first = first or (entry, tensor)
+        row_bytes = (tensor.end - tensor.begin) // (entry.stop - entry.start)
+        until = min(stop, entry.stop)
+        begin = tensor.begin + (position - entry.start) * row_bytes
+        end = begin + (until - position) * row_bytes
+        spans.append(Span(FileRange(part, tensor.file, begin, end), offset))
+        offset += end - begin
+        position = until
+    if first is None:
+        raise CheckpointError(
+            f"Rows [{start}, {stop}) of {need.parameter} are none at all. Ask for one or more."
+        )
+    entry, tensor = first
+    shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+    return Target(need, key, tensor.dtype, shape, True, entry.dim, offset, tuple(spans))
+
+
+def _whole_target(
+    need: SliceNeed, key: str, stored: Sequence[tuple[int, SliceEntry, TensorEntry]]
+) -> Target:
+    """Take state that can't be cut: a count from any slice, anything else from the same rows."""
+    for part, entry, tensor in stored:
+        same = (entry.dim, entry.start, entry.stop) == (need.dim, need.start, need.stop)
+        # A cut of the whole parameter is the same one along any dim.
+        everything = _is_whole(entry.start, entry.stop, entry.shape, entry.dim) and _is_whole(
+            need.start, need.stop, need.shape, need.dim
+        )
+        if same or everything or prod(tensor.shape) == 1:
+            size = tensor.end - tensor.begin
+            span = Span(FileRange(part, tensor.file, tensor.begin, tensor.end), 0)
+            return Target(need, key, tensor.dtype, tensor.shape, False, entry.dim, size, (span,))
+    cuts = sorted({(entry.start, entry.stop) for _, entry, _ in stored})
+    raise CheckpointError(
+        f"Optimizer state {key!r} of {need.parameter} was saved for rows {cuts} and "
+        f"can't be cut into rows [{need.start}, {need.stop}). Use ownership='parameter' for "
+        "optimizers whose state isn't element by element, or the plan that saved it."
+    )
+
+
+def _num_rows(shape: tuple[int, ...], dim: int) -> int:
+    return shape[dim] if shape else 1
+
+
+def _is_whole(start: int, stop: int, shape: tuple[int, ...], dim: int) -> bool:
+    return start == 0 and stop == _num_rows(shape, dim)
+
+
+class RankNeeds:
+    """All that one rank needs of a checkpoint: slices and metadata files."""
+
+    def __init__(
+        self,
+        needs: Sequence[SliceNeed],
+        manifests: Mapping[int, PartManifest],
+        global_rank: int,
+        world_size: int,
+    ) -> None:
+        stored: dict[str, list[tuple[int, SliceEntry]]] = defaultdict(list)
+        for part, manifest in sorted(manifests.items()):
+            for entry in manifest.slices:
+                stored[entry.parameter].append((part, entry))
+        self.manifests = manifests
+        self.needs = tuple(needs)
+        self.targets: list[list[Target]] = []
+        self.scalars: list[Mapping[str, Scalar]] = []
+        for need in needs:
+            targets, scalars = find_targets(need, stored[need.parameter])
+            self.targets.append(targets)
+            self.scalars.append(scalars)
+        self.metadata = self._whole_file(0, SHARED_METADATA)
+        same = manifests[0].world_size == world_size
+        self.rank_metadata = (
+            self._whole_file(global_rank, rank_metadata_name(global_rank)) if same else None
+        )
+
+    def blocks(self) -> list[FileRange]:
+        """Return the runs of whole blocks to fetch, each byte once."""
+        ranges = [s.range for targets in self.targets for target in targets for s in target.spans]
+        ranges += [item for item in (self.metadata, self.rank_metadata) if item is not None]
+        return whole_blocks(ranges, self.manifests)
+
+    def _whole_file(self, part: int, name: str) -> FileRange:
+        return FileRange(part, name, 0, self.manifests[part].file(name).size_bytes)
+
+
+class Assembly:
+    """Buffers for all that a rank needs; chunks may be delivered by several threads at once."""
+
+    def __init__(self, needs: RankNeeds) -> None:
+        self._needs = needs
+        self._buffers: list[list[torch.Tensor]] = []
+        self._spans: dict[tuple[int, str], list[tuple[int, Span, memoryview]]] = defaultdict(list)
+        for targets in needs.targets:
+            self._buffers.append(
+                [self._register(target.size_bytes, target.spans) for target in targets]
+            )
+        self._metadata = self._register_file(needs.metadata)
+        self._rank_metadata = self._register_file(needs.rank_metadata)
+        for spans in self._spans.values():
+            spans.sort(key=lambda item: (item[0], item[1].range.stop))
+
+    def deliver(self, item: FileRange, data: Buffer) -> None:
+        """Copy the bytes of a fetched range to where they belong."""
+        source = memoryview(data)
+        spans = self._spans[item.part, item.file]
+        # Spans of one file may overlap (two needs of the same rows), so look back from the last
+        # one that starts before the end of the chunk.
+        last = bisect_right(spans, item.stop, key=lambda entry: entry[0])
+        for start, span, target in spans[:last]:
+            low, high = max(start, item.start), min(span.range.stop, item.stop)
+            if low < high:
+                to = span.offset + low - start
+                target[to : to + high - low] = source[low - item.start : high - item.start]
+
+    def finish(
+        self,
+    ) -> tuple[tuple[RestoredSlice, ...], Mapping[str, Any], Mapping[str, Any] | None]:
+        """Return the slices, the shared metadata and the rank's own, once all is delivered."""
+        slices = []
+        for need, targets, buffers, scalars in zip(
+            self._needs.needs, self._needs.targets, self._buffers, self._needs.scalars, strict=True
+        ):
+            tensors = {
+                target.key: _as_tensor(target, buffer)
+                for target, buffer in zip(targets, buffers, strict=True)
+            }
+            if WEIGHT not in tensors:
+                raise CheckpointError(
+                    f"The checkpoint has state but no weights of {need.parameter}. Delete it, and "
+                    "go on from an older one."
+                )
+            weight = tensors.pop(WEIGHT)
+            slices.append(
+                RestoredSlice(
+                    parameter=need.parameter, weight=weight, state=tensors, scalars=scalars
+                )
+            )
+        assert self._metadata is not None
+        own = None if self._rank_metadata is None else _load(self._rank_metadata)
+        return tuple(slices), _load(self._metadata), own
+
+    def _register(self, size_bytes: int, spans: Sequence[Span]) -> torch.Tensor:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        view = buffer.numpy().data
+        for span in spans:
+            self._spans[span.range.part, span.range.file].append((span.range.start, span, view))
+        return buffer
+
+    def _register_file(self, item: FileRange | None) -> torch.Tensor | None:
+        return None if item is None else self._register(item.stop, [Span(item, 0)])
+
+
+def _as_tensor(target: Target, buffer: torch.Tensor) -> torch.Tensor:
+    tensor = buffer.view(SAFETENSORS_DTYPES[target.dtype]).reshape(target.shape)
+    if not target.by_rows or not target.shape:
+        return tensor
+    tensor = tensor.movedim(0, target.dim)
+    need = target.need
+    if need.dim != target.dim:
+        tensor = tensor.narrow(need.dim, need.start, need.stop - need.start)
+    return tensor.contiguous()
+
+
+def _load(buffer: torch.Tensor) -> Mapping[str, Any]:
+    stream = io.BytesIO(buffer.numpy().tobytes())
+    loaded: Mapping[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
+    return loaded

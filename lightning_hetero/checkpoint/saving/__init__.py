@@ -1,0 +1,1 @@
+"""From a rank's state to whole checkpoints in all tiers."""

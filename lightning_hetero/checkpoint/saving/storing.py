@@ -1,0 +1,369 @@
+"""One rank's part on its way into the tiers, and how long none that lasts has taken any.
+
+A tier of the node's own that fails keeps neither the others nor the peers from going on, and what
+it had taken of the part is deleted, so that a full disk doesn't fill up with what is of no use.
+
+The remote tier gets parts after that. Ranks decide alike, from what all have said (`status`): while
+one upload runs anywhere, later checkpoints stay local, and only the newest of them is uploaded
+afterwards. A part goes from the fastest own tier that has it, or from the snapshot where none has.
+
+One failed save is no reason to end training: the next one may succeed. But if no disk and no store
+takes any, what is trained meanwhile is lost with the next fault, and the user must hear of it.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Progress
+from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, PartManifest, manifest_name
+from lightning_hetero.checkpoint.parts import copy_part, write_manifest
+from lightning_hetero.checkpoint.saving.encoding import FileBody, encode_part, make_manifest
+from lightning_hetero.checkpoint.saving.snapshot import Snapshot
+from lightning_hetero.checkpoint.store import Store
+from lightning_hetero.checkpoint.tiers import (
+    Tier,
+    TierKind,
+    confirm,
+    look_at_parts,
+    prune,
+    remove_files,
+)
+from lightning_hetero.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+__all__ = ["LastingCopies", "OwnTiers", "Part", "Uploads", "parts_held"]
+
+_log = logging.getLogger(__name__)
+
+
+def _write_files(
+    store: Store, checkpoint: CheckpointId, bodies: Iterable[FileBody], progress: Progress
+) -> None:
+    """Write a part's files; `progress` is told of every chunk."""
+    for body in bodies:
+        store.write(f"{checkpoint.folder}/{body.name}", Followed(body, progress))
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part once it is encoded."""
+
+    bodies: Sequence[FileBody]
+    """Its files, readable until the snapshot is released."""
+    manifest: PartManifest
+    stores: Mapping[TierKind, Store]
+    """The own tiers that have it, fastest first."""
+    errors: Sequence[str] = field(default_factory=tuple)
+    """Why the others don't."""
+
+    @property
+    def source(self) -> Store | None:
+        """The fastest own tier that has it."""
+        return next(iter(self.stores.values()), None)
+
+
+class OwnTiers:
+    """The tiers that only this node's ranks write to.
+
+    Args:
+        tiers: They, fastest first.
+        block_bytes: Bytes that one checksum covers.
+        progress: Is told of every chunk that is written.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], *, block_bytes: int, progress: Progress) -> None:
+        self.tiers = tuple(tiers)
+        self._block_bytes = block_bytes
+        self._progress = progress
+
+    @property
+    def kinds(self) -> list[TierKind]:
+        """What there is, fastest first."""
+        return [tier.kind for tier in self.tiers]
+
+    def write(self, snapshot: Snapshot, metadata: Mapping[str, bytes]) -> Part:
+        """Write a part into all tiers that take it.
+
+        Raises:
+            CheckpointError: The state isn't finite or can't be kept.
+        """
+        snapshot.wait()
+        _check_finite(snapshot)
+        content = snapshot.content
+        bodies, slices = encode_part(snapshot, metadata, block_bytes=self._block_bytes)
+        stores: dict[TierKind, Store] = {}
+        errors: list[str] = []
+        manifest: PartManifest | None = None
+        for tier in self.tiers:
+            try:
+                _write_files(tier.store, content.id, bodies, self._progress)
+                manifest = manifest or make_manifest(content, bodies, slices)
+                write_manifest(tier.store, manifest)
+                stores[tier.kind] = tier.store
+            except Exception as error:
+                # Whatever a store raises, the next tier may take the part.
+                text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
+                _log.warning("%s", text)
+                errors.append(text)
+                names = [f"{content.id.folder}/{body.name}" for body in bodies]
+                with contextlib.suppress(Exception):
+                    remove_files(
+                        tier.store, [manifest_name(content.id, content.global_rank), *names]
+                    )
+        manifest = manifest or make_manifest(content, bodies, slices)
+        return Part(bodies, manifest, stores, errors)
+
+    def settle(
+        self,
+        checkpoint: CheckpointId,
+        sound: Collection[TierKind],
+        *,
+        busy: Collection[CheckpointId],
+        superseded: Mapping[TierKind, Collection[CheckpointId]],
+    ) -> None:
+        """Note a checkpoint in the tiers that have it from all ranks, delete what is old there."""
+        for tier in self.tiers:
+            try:
+                # Where this one isn't, an older one may be the newest: this node can't know.
+                keep = tier.keep if tier.kind in sound else None
+                if keep is not None:
+                    confirm(tier.store, checkpoint)
+                prune(
+                    tier.store,
+                    keep=keep,
+                    shared=False,
+                    busy=busy,
+                    superseded=superseded[tier.kind],
+                )
+            except Exception as error:
+                # What isn't deleted now is deleted another time.
+                _log.warning("Couldn't tidy up %s: %s", tier, error)
+            self._progress.tick()
+
+
+def parts_held(store: Store, checkpoint: CheckpointId) -> set[int]:
+    """Look again into a store: which parts of a checkpoint are there with all their files."""
+    try:
+        found = look_at_parts(store, store.list(), [checkpoint])
+    except Exception as error:
+        # Stores raise their client library's own types; another tier may have it all.
+        _log.warning("Couldn't look into %s again: %s", store, error)
+        return set()
+    return {copy.part for copy in found.copies if not copy.missing}
+
+
+def _check_finite(snapshot: Snapshot) -> None:
+    for name in _not_finite(snapshot):
+        raise CheckpointError(
+            f"{name} isn't finite at {snapshot.content.id}, which is therefore not saved. Find the "
+            "step that made it so: a loss or a gradient was NaN or infinite."
+        )
+
+
+def _not_finite(snapshot: Snapshot) -> Iterator[str]:
+    for (index, key), tensor in snapshot.tensors.items():
+        # The bounds are NaN if anything is; float8 has none.
+        if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
+            continue
+        item = snapshot.content.slices[index]
+        low, high = (float(bound) for bound in torch.aminmax(tensor))
+        # A mask that never trains may be infinite, and so may what an optimizer keeps.
+        is_trained = key == WEIGHT and bool(item.state or item.whole_state)
+        if math.isnan(low) or (is_trained and math.isinf(high - low)):
+            yield f"{item.parameter}'s {key}"
+
+
+_NUM_REMEMBERED = 8
+
+
+class Uploads:
+    """One rank's uploads; all but the copying itself is done by one thread of the writer.
+
+    Args:
+        tier: The remote tier, None if there is none.
+        thread: Copies.
+    """
+
+    def __init__(self, tier: Tier | None, thread: BackgroundThread) -> None:
+        self.tier = tier
+        self._thread = thread
+        self._running: list[CheckpointId] = []
+        self._deferred: tuple[Part, Future[bool]] | None = None
+        self._done: deque[CheckpointId] = deque(maxlen=_NUM_REMEMBERED)
+        self._error = ""
+
+    @property
+    def num_running(self) -> int:
+        """Uploads that run or wait for the thread."""
+        return len(self._running)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the other ranks must know."""
+        deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
+        return {
+            "uploading": [item.folder for item in list(self._running)],
+            "deferred": [item.folder for item in deferred],
+            "uploaded": [item.folder for item in list(self._done)],
+            "upload_error": self._error,
+        }
+
+    @staticmethod
+    def newest_everywhere(statuses: Sequence[Mapping[str, Any]]) -> CheckpointId | None:
+        """Return the newest checkpoint that all ranks have uploaded, as their statuses say."""
+        common = set.intersection(*(set(status["uploaded"]) for status in statuses))
+        return max((id_ for id_ in map(CheckpointId.parse, common) if id_), default=None)
+
+    def offer(
+        self, part: Part | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Start the upload of a part, keep it for later, or skip it: all ranks the same.
+
+        Returns:
+            Whether the caller must upload the part itself, from memory (`upload`).
+        """
+        is_free = not any(status["uploading"] for status in statuses)
+        is_everywhere = not any("error" in status for status in statuses)
+        can_wait = all(status["written"] for status in statuses)
+        if self.tier is None or part is None or not is_everywhere or not (is_free or can_wait):
+            uploaded.set_result(False)
+            return False
+        self._drop_deferred()
+        if is_free and part.source is None:
+            return True
+        self._deferred = part, uploaded
+        if is_free:
+            self.start_deferred()
+        return False
+
+    def _drop_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred[1].set_result(False)
+
+    def start_deferred(self) -> None:
+        """Upload what was kept for later, if anything was."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._running.append(deferred[0].manifest.id)
+            self._thread.submit(self._upload_stored, *deferred)
+
+    def _upload_stored(self, part: Part, uploaded: "Future[bool]") -> None:
+        self._copy(part, self._thread.progress)
+        # First, because whoever waits for the result may look for what runs.
+        self._running.remove(part.manifest.id)
+        self._resolve(uploaded)
+
+    def upload(self, part: Part, uploaded: "Future[bool]", progress: Progress) -> None:
+        """Copy a part to the remote tier; `uploaded` says how that went."""
+        self._copy(part, progress)
+        self._resolve(uploaded)
+
+    def _copy(self, part: Part, progress: Progress) -> None:
+        assert self.tier is not None
+        tier, id_ = self.tier, part.manifest.id
+        try:
+            if part.source is not None:
+                copy_part(part.source, tier.store, part.manifest, progress)
+            else:
+                _write_files(tier.store, id_, part.bodies, progress)
+                write_manifest(tier.store, part.manifest)
+        except Exception as error:
+            # The client libraries of remote stores raise their own types.
+            self._error = f"Rank {part.manifest.part} couldn't upload {id_} to {tier}: {error}."
+            _log.warning("%s", self._error)
+        else:
+            self._error = ""
+            self._done.append(id_)
+
+    def _resolve(self, uploaded: "Future[bool]") -> None:
+        if self._error:
+            uploaded.set_exception(CheckpointError(self._error))
+        else:
+            uploaded.set_result(True)
+
+    def settle_behind(self, uploaded: CheckpointId) -> None:
+        """Note what all ranks have uploaded, behind the uploads; one rank does it for all."""
+        self._thread.submit(self.settle, uploaded)
+
+    def settle(self, uploaded: CheckpointId | None = None) -> None:
+        """Note in the remote tier what is complete there, and delete what is old."""
+        if self.tier is None:
+            return
+        try:
+            if uploaded is not None:
+                confirm(self.tier.store, uploaded)
+            prune(self.tier.store, keep=self.tier.keep, shared=True)
+        except Exception as error:
+            # What isn't deleted now is deleted another time.
+            _log.warning("Couldn't tidy up %s: %s", self.tier, error)
+
+
+_MAX_REASONS = 8
+
+
+@dataclass
+class LastingCopies:
+    """Which checkpoints were begun, which of them a lasting tier has taken from all ranks."""
+
+    within_s: float
+    """Seconds after which it is an error that no lasting tier takes any."""
+    clock: Callable[[], float] = time.monotonic
+    begun: CheckpointId | None = None
+    """The newest one that was begun."""
+    newest: CheckpointId | None = None
+    """The newest one that a lasting tier has."""
+    _reached_s: float = 0.0
+    _missing: list[tuple[CheckpointId, float]] = field(default_factory=list)
+    _reasons: dict[str, None] = field(default_factory=dict)
+
+    def begin(self, checkpoint: CheckpointId) -> None:
+        """A checkpoint was begun."""
+        self.begun = checkpoint
+        self._missing.append((checkpoint, self.clock()))
+
+    def reach(self, checkpoint: CheckpointId) -> bool:
+        """A lasting tier has a checkpoint's parts of all ranks; return whether that is news."""
+        if self.newest is not None and checkpoint <= self.newest:
+            return False
+        self.newest, self._reached_s = checkpoint, self.clock()
+        self._missing = [item for item in self._missing if item[0] > checkpoint]
+        self._reasons.clear()
+        return True
+
+    def note(self, reason: str) -> None:
+        """Something failed."""
+        self._reasons.pop(reason, None)
+        self._reasons[reason] = None
+        while len(self._reasons) > _MAX_REASONS:
+            del self._reasons[next(iter(self._reasons))]
+
+    @property
+    def reasons(self) -> str:
+        """What has failed since, the last few."""
+        return " ".join(self._reasons)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since lasting tiers should have had one: 0 where nothing is missing."""
+        if not self._missing:
+            return 0.0
+        return self.clock() - max(self._reached_s, self._missing[0][1])
+
+    def error(self, missing: CheckpointId) -> CheckpointError:
+        """Return the error that says what is missing, since when, and why."""
+        since = "at all" if self.newest is None else f"since {self.newest}"
+        return CheckpointError(
+            f"No lasting place, disk or store, has {missing} from all ranks, nor any other "
+            f"checkpoint {since}, for {self.waited_s:.0f} s. {self.reasons} Make room "
+            "or mend the connection; if storage is only slow, allow more time (lasting_within)."
+        )
