@@ -4,10 +4,12 @@ A sample is one top-level piece of a file (its head, a function or a class), so 
 long tail that packing and balancing are for: half are under 500 bytes, some are over 20,000.
 """
 
+import os
 import re
 import sysconfig
 import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -130,14 +132,18 @@ class PythonSourceData(L.LightningDataModule):
 
 def source_files(max_files: int) -> list[Path]:
     """Return files spread evenly over the standard library, without tests and big extras."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    ]
+    paths = _standard_library()
     count = min(max_files, len(paths))
     return [paths[index * len(paths) // count] for index in range(count)]
+
+
+@cache
+def _standard_library() -> list[Path]:
+    found = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        subfolders[:] = set(subfolders) - _SKIPPED_FOLDERS
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def top_level_pieces(source: bytes) -> list[bytes]:

@@ -178,6 +178,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--precision", default="32-true", help="as in Lightning's Trainer")
     parser.add_argument("--accelerator", default="cpu", help="as in Lightning's Trainer")
+    parser.add_argument("--sample-tokens", type=int, default=240, help="bytes to write at the end")
     parser.add_argument("--out", type=Path, default=Path("outputs/train_text"), help="checkpoints")
     return parser.parse_args()
 
@@ -236,7 +237,13 @@ def build_trainer(
 
 @rank_zero_only
 def report(
-    trainer: L.Trainer, model: TextLM, plan: ParallelPlan, throughput: Throughput, *, single: bool
+    trainer: L.Trainer,
+    model: TextLM,
+    plan: ParallelPlan,
+    throughput: Throughput,
+    *,
+    single: bool,
+    num_sample_tokens: int,
 ) -> None:
     """Print what the run did, and lines by the model read back from its checkpoint."""
     path = Path(trainer.checkpoint_callback.best_model_path)
@@ -254,7 +261,7 @@ def report(
     print(f"val loss    {float(trainer.callback_metrics['val_loss']):.3f}")
     print(f"checkpoint  {path}, read back by TextLM.load_from_checkpoint")
     print(f"\nIt writes, after {PROMPT!r}:\n")
-    print(trained.generate(PROMPT, num_tokens=240))
+    print(trained.generate(PROMPT, num_tokens=num_sample_tokens))
     print(
         "\nTry next\n"
         "  python examples/train_text.py --single       the same module, plain Lightning\n"
@@ -281,7 +288,14 @@ def main() -> None:
     samples = arguments.batch * (plan.num_pipelines if arguments.single else 1)
     data = PythonSourceData(context_length=arguments.context, samples_per_batch=samples)
     trainer.fit(model, datamodule=data)
-    report(trainer, model, plan, throughput, single=arguments.single)
+    report(
+        trainer,
+        model,
+        plan,
+        throughput,
+        single=arguments.single,
+        num_sample_tokens=arguments.sample_tokens,
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--steps", "4", "--batch", "2", "--microbatches", "2", "--context", "32", "--hidden", "32"]
+SMALL += ["--sample-tokens", "20"]
 
 
 def run_main_job(folder, *options):
