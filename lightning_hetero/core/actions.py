@@ -16,12 +16,16 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.table import format_table
 
 __all__ = [
+    "MAX_KEPT_SENDS",
     "Action",
     "ActionKind",
     "format_schedule",
     "schedule_1f1b",
     "schedule_forward",
 ]
+
+MAX_KEPT_SENDS = 2
+"""How many messages to a neighbouring stage may be on their way in each direction."""
 
 
 class ActionKind(StrEnum):

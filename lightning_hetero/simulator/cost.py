@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.operations import MAX_KEPT_SENDS
 from lightning_hetero.core.plan import StagePlan
 
 __all__ = [

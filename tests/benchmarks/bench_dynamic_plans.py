@@ -25,7 +25,8 @@ from torch import Tensor
 
 from examples.text_data import VOCAB_SIZE, PythonSourceDataset
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
-from lightning_hetero.core import Cluster, Profile
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.profile import Profile
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, packed_cross_entropy
 from lightning_hetero.runtime.setup.detect import describe_device

@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hetero.core.operations import HEADER_BYTES, MAX_KEPT_SENDS
+from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
 __all__ = ["ActivationLink"]
 
+HEADER_BYTES = 512
+"""Of a header; a longer one takes a second message."""
 _LENGTH_BYTES = 8
 _ALIGNMENT_BYTES = 16
 """Of packed tensors, so that each can be viewed in its own dtype."""

@@ -5,21 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.actions import schedule_1f1b
+from lightning_hetero.core.actions import MAX_KEPT_SENDS, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.operations import (
-    CONTROL,
-    EXCHANGE,
-    HEADERS,
-    MAX_KEPT_SENDS,
-    Iteration,
-    Operation,
-    iteration_operations,
-)
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.core.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
+from tests.rendezvous.operations import (
+    CONTROL,
+    EXCHANGE,
+    HEADERS,
+    Iteration,
+    Operation,
+    iteration_operations,
+)
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])
 

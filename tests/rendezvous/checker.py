@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.operations import Operation, OperationKind, Transfer
+from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
 __all__ = ["RendezvousError", "check_rendezvous"]
 
@@ -74,7 +74,7 @@ class _Run:
                     if item.communicator in last_on:
                         self._edge(2 * last_on[item.communicator] + 1, start)
                     last_on[item.communicator] = index
-                if item.kind is not OperationKind.TRANSFER:
+                if item.holds_up:
                     held_up_by = index
             first += len(items)
 

@@ -1,8 +1,8 @@
-"""What every rank issues in one training iteration, as plain data.
+"""What ranks issue, as plain data, and a model of one training iteration at any scale.
 
 An iteration is pull, the 1F1B actions, push and one collective of all ranks (Hydraulis §5.2, the
-LNK operators). The runtime issues the same. The lists are what `check_rendezvous` executes under
-NCCL's rules and what messages and bytes are counted from. The rules that they rely on:
+LNK operators). `test_recorded` shows that the runtime issues the same; the model says it of more
+ranks than can run here. `check_rendezvous` executes the lists under NCCL's rules:
 
 * operations on one communicator run in the order in which a rank issues them;
 * a send ends only with its receive, and a group ends when all its members have, which progress
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby, zip_longest
 
-from lightning_hetero.core.actions import Action, ActionKind, schedule_1f1b
+from lightning_hetero.core.actions import MAX_KEPT_SENDS, Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import Message, TransferTable
+from lightning_hetero.runtime.stage.activations import HEADER_BYTES
 
 __all__ = [
     "BACKWARD",
@@ -27,8 +28,6 @@ __all__ = [
     "EXCHANGE",
     "FORWARD",
     "HEADERS",
-    "HEADER_BYTES",
-    "MAX_KEPT_SENDS",
     "Iteration",
     "Operation",
     "OperationKind",
@@ -47,11 +46,6 @@ CONTROL = "control"
 HEADERS = "headers"
 """Queue of the headers that announce activations, on the CPU."""
 
-MAX_KEPT_SENDS = 2
-"""How many messages to a neighbouring stage may be on their way in each direction."""
-HEADER_BYTES = 512
-"""Of a header; a longer one takes a second message."""
-
 
 class OperationKind(StrEnum):
     """What an operation does, and so how it ends."""
@@ -61,7 +55,7 @@ class OperationKind(StrEnum):
     TRANSFER = "transfer"
     """One or more sends and receives that progress together; the rank goes on at once."""
     COLLECTIVE = "collective"
-    """Ends once every rank of it has started it; the rank waits for it."""
+    """Ends once every rank of it has started it; the rank waits for it unless it is async."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +86,13 @@ class Operation:
     """Payload of a COLLECTIVE."""
     waits_for: tuple[int, ...] = ()
     """Positions in the rank's list of earlier operations that must have ended."""
+    is_async: bool = False
+    """Whether the rank goes on at once from a COLLECTIVE, too."""
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the rank waits for its end before it issues more."""
+        return self.kind is not OperationKind.TRANSFER and not self.is_async
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,7 @@ class _Program:
         """Issue an operation and return its position."""
         position = len(self.operations)
         self.operations.append(operation)
-        if operation.kind is not OperationKind.TRANSFER:
+        if operation.holds_up:
             self.last_step = (position,)
         return position
 

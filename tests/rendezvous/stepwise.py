@@ -3,7 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
-from lightning_hetero.core.operations import Operation, OperationKind, Transfer
+from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
 Member = tuple[int, int]
 """Rank and position of an operation."""
@@ -46,7 +46,7 @@ class _Ranks:
         items = self.lists[rank]
         while self.num_issued[rank] < len(items):
             last = self.num_issued[rank] - 1
-            holds_up = last >= 0 and items[last].kind is not OperationKind.TRANSFER
+            holds_up = last >= 0 and items[last].holds_up
             if holds_up and (rank, last) not in self.ended:
                 break
             self.num_issued[rank] += 1

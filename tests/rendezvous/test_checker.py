@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.operations import (
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, assign_owners
+from lightning_hetero.core.transfers import TransferTable
+from tests.core.sample_plans import random_plan, small_model
+from tests.rendezvous.checker import RendezvousError, check_rendezvous
+from tests.rendezvous.operations import (
     EXCHANGE,
     Iteration,
     Operation,
@@ -14,12 +19,7 @@ from lightning_hetero.core.operations import (
     Transfer,
     iteration_operations,
 )
-from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.rendezvous import RendezvousError, check_rendezvous
-from lightning_hetero.core.slices import Ownership, assign_owners
-from lightning_hetero.core.transfers import TransferTable
-from tests.core.sample_plans import random_plan, small_model
-from tests.core.stepwise import runs_through
+from tests.rendezvous.stepwise import runs_through
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])
 random = st.randoms(use_true_random=False)

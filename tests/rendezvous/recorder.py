@@ -1,0 +1,160 @@
+"""Record what this process really issues: every communication, and every wait for one, in order.
+
+The recorder stands in for `torch.distributed`, whatever the backend is. Both ends of a message must
+mean the same, so each operation is tagged with the range of a trace in which it was issued, such as
+`F3` or `pull.post 7`: layers of one size that are sent in another order would else not be found.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from lightning_hetero.runtime import trace
+from lightning_hetero.runtime.stage.activations import ActivationLink
+from tests.rendezvous.operations import Operation, OperationKind, Transfer
+
+_MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")
+_PAYLOADS = {
+    "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "all_reduce": "tensor",
+    "barrier": None,
+    "broadcast": "tensor",
+    "gather": "tensor",
+    "reduce": "tensor",
+    "reduce_scatter_tensor": "input",
+}
+"""Collectives, with the argument that is of one size on all ranks."""
+_UNSEEN = ("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "all_to_all_single")
+
+
+class Recorder:
+    """Notes operations inside its `with` block; communicators go by the names of their groups."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self._ranges: list[str] = []
+        self._is_inner = False
+        self._patches: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for name in (*_MESSAGES, *_PAYLOADS, *_UNSEEN):
+            # One function for both modules: members of a batch are told apart by identity.
+            recorded = self._stand_in(name, getattr(dist, name))
+            self._patch(dist, name, recorded)
+            self._patch(distributed_c10d, name, recorded)
+        self._patch(trace, "_profiler_enabled", lambda: True)
+        self._patch(trace, "record_function", self._range)
+        expect = ActivationLink.expect_gradient
+
+        def expect_gradient(link: ActivationLink, index: int, sent: Any) -> None:
+            with self._range(f"B{index}"):  # It may be posted before that action begins.
+                expect(link, index, sent)
+
+        self._patch(ActivationLink, "expect_gradient", expect_gradient)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in reversed(self._patches):
+            patch.stop()
+
+    def _patch(self, owner: Any, name: str, value: Any) -> None:
+        self._patches.append(mock.patch.object(owner, name, value))
+        self._patches[-1].start()
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        self._ranges.append(name)
+        try:
+            yield
+        finally:
+            self._ranges.pop()
+
+    @property
+    def _tag(self) -> str:
+        return self._ranges[-1] if self._ranges else ""
+
+    def _stand_in(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            assert name not in _UNSEEN, f"{name} isn't recorded"
+            if self._is_inner:  # The members of a batch are one operation.
+                return original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            position = len(self.operations)
+            self.operations.append(self._operation(name, given))
+            self._is_inner = True
+            try:
+                work = original(*args, **kwargs)
+            finally:
+                self._is_inner = False
+            if name in ("send", "recv"):
+                self._wait(position)
+                return work
+            if isinstance(work, list):
+                return [_RecordedWork(item, self, position) for item in work]
+            return None if work is None else _RecordedWork(work, self, position)
+
+        return recorded
+
+    def _operation(self, name: str, given: dict[str, Any]) -> Operation:
+        if name in _PAYLOADS:
+            group = given.get("group") or dist.group.WORLD
+            payload = _PAYLOADS[name]
+            return Operation(
+                kind=OperationKind.COLLECTIVE,
+                label=f"{name} {self._tag}".strip(),
+                communicator=group.group_name,
+                ranks=tuple(sorted(dist.get_process_group_ranks(group))),
+                num_bytes=0 if payload is None else given[payload].nbytes,
+                is_async=bool(given.get("async_op")),
+            )
+        members = [given]
+        if name == "batch_isend_irecv":
+            members = [
+                {"tensor": op.tensor, "op": op.op.__name__, "peer": op.peer, "group": op.group}
+                for op in given["p2p_op_list"]
+            ]
+        return Operation(
+            kind=OperationKind.TRANSFER,
+            label=f"{name} {self._tag}".strip(),
+            communicator=(members[0].get("group") or dist.group.WORLD).group_name,
+            transfers=tuple(self._transfer(name, member) for member in members),
+        )
+
+    def _transfer(self, name: str, given: dict[str, Any]) -> Transfer:
+        tensor, own = given["tensor"], dist.get_rank()
+        assert isinstance(tensor, Tensor)
+        if given.get("op", name) in ("isend", "send"):
+            return Transfer(own, given.get("peer", given.get("dst")), tensor.nbytes, self._tag)
+        return Transfer(given.get("peer", given.get("src")), own, tensor.nbytes, self._tag)
+
+    def _wait(self, position: int) -> None:
+        label = f"wait for {self.operations[position].label}"
+        wait = Operation(kind=OperationKind.COMPUTE, label=label, waits_for=(position,))
+        self.operations.append(wait)
+
+
+class _RecordedWork:
+    """An operation under way whose `wait` is noted."""
+
+    def __init__(self, work: dist.Work, recorder: Recorder, position: int) -> None:
+        self._work = work
+        self._recorder = recorder
+        self._position = position
+
+    def wait(self, *args: Any) -> Any:
+        self._recorder._wait(self._position)
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

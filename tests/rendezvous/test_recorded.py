@@ -1,0 +1,139 @@
+"""No operation that the runtime really issues blocks under NCCL's rules.
+
+NCCL isn't here to block. So gloo runs record what each rank issues and waits for, from the first
+message of a fit to the last one of a test, and the checker executes that.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_hetero import ParallelPlan
+from tests.processes import ProcessPool
+from tests.rendezvous.checker import RendezvousError, check_rendezvous
+from tests.rendezvous.operations import (
+    BACKWARD,
+    CONTROL,
+    EXCHANGE,
+    FORWARD,
+    HEADERS,
+    Operation,
+)
+from tests.rendezvous.runs import Found, Job, record
+from tests.rendezvous.stepwise import runs_through
+from tests.rendezvous.test_checker import Lists, assert_found, swapped
+from tests.runtime.runs import pipeline, plan_of, stage
+
+pytestmark = pytest.mark.dist
+
+
+def plans(*found: dict[str, Any]) -> tuple[ParallelPlan, ...]:
+    return tuple(map(ParallelPlan.from_dict, found))
+
+
+UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
+LONG = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(1, 2, 3)))
+IDLE = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
+WITHOUT_WORK = plan_of(
+    pipeline(stage(0, 0, 3), num_microbatches=0), pipeline(stage(2, 0, 1), stage(1, 1, 3))
+)
+MANY = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3), num_microbatches=4))
+SHARED = plan_of(pipeline(stage([0, 1], 0, 2), stage([2, 3], 2, 3)))
+SHARED_AND_SINGLE = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
+TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+JOBS = {
+    "unequal pipelines": Job(plans=plans(UNEQUAL), world_size=3),
+    "changes of plan": Job(
+        plans=plans(UNEQUAL, LONG, IDLE, WITHOUT_WORK), world_size=3, num_iterations=5, tied=True
+    ),
+    "many micro-batches": Job(
+        plans=plans(MANY), world_size=2, num_iterations=2, options={"ownership": "even"}
+    ),
+    "tensor parallelism": Job(
+        plans=plans(SHARED, SHARED_AND_SINGLE), world_size=4, options={"tp_plan": TP_PLAN}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(pool: ProcessPool) -> dict[str, list[Found]]:
+    return {name: pool.run(record, job.world_size, job) for name, job in JOBS.items()}
+
+
+def lists_of(found: Sequence[Found]) -> Lists:
+    return {rank: item.operations for rank, item in enumerate(found)}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
+    lists = lists_of(recorded[name])
+    check_rendezvous(lists)
+    assert runs_through(lists)
+    job = JOBS[name]
+    for rank, items in lists.items():
+        queues = {item.communicator for item in items}
+        assert {EXCHANGE, CONTROL} <= queues
+        assert bool({FORWARD, BACKWARD} & queues) == any(
+            (place := plan.place(rank)) is not None
+            and plan.pipelines[place.pipeline_index].num_stages > 1
+            for plan in job.plans
+        )
+    shared = {item.ranks for items in lists.values() for item in items if item.ranks}
+    shared.discard(tuple(range(job.world_size)))
+    assert shared == ({(0, 1), (2, 3), (0, 2)} if "tp_plan" in job.options else set())
+
+
+Message = tuple[int, int, int]
+
+
+def messages_of(items: Sequence[Operation]) -> dict[str, list[list[Message]]]:
+    """Return by communicator the groups of messages in the order issued."""
+    queues: dict[str, list[list[Message]]] = defaultdict(list)
+    for item in items:
+        if item.transfers:
+            # Headers have a queue of their own on the CPU, beside what all ranks agree on.
+            name = CONTROL if item.communicator == HEADERS else item.communicator
+            queues[name].append(
+                sorted((x.source, x.destination, x.num_bytes) for x in item.transfers)
+            )
+    return dict(queues)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_an_iteration_issues_the_messages_of_its_model(recorded, name):
+    for found in recorded[name]:
+        assert len(found.iterations) == len(found.expected) == JOBS[name].num_iterations
+        for issued, expected in zip(found.iterations, found.expected, strict=True):
+            assert messages_of(issued) == messages_of(expected)
+
+
+def test_an_order_that_is_wrong_on_one_rank_is_found_though_gloo_takes_it(pool):
+    job = replace(JOBS["unequal pipelines"], num_iterations=1, swaps_pulls=1)
+    assert_found(lists_of(pool.run(record, 3, job)), "rank 1", "'pull.post 0'", "'pull.post 1'")
+
+
+def test_wrong_orders_planted_in_a_recorded_run_are_found(recorded):
+    lists = lists_of(recorded["unequal pipelines"])
+    labels = [item.label for item in lists[0]]
+    pull, push = (labels.index(f"batch_isend_irecv {what}.post 1") for what in ("pull", "push"))
+    assert_found(lists | {0: swapped(lists[0], pull, push)}, "'push.post 1'", "'pull.post 1'")
+    first, second = [
+        position for position, item in enumerate(lists[2]) if item.communicator == FORWARD
+    ][:2]
+    assert_found(lists | {2: swapped(lists[2], first, second)}, "'F0'", "'F1'")
+
+
+def test_one_communicator_for_both_directions_of_a_pipeline_would_block(recorded):
+    lists = {
+        rank: tuple(
+            replace(item, communicator="both") if item.communicator in (FORWARD, BACKWARD) else item
+            for item in items
+        )
+        for rank, items in lists_of(recorded["changes of plan"]).items()
+    }
+    with pytest.raises(RendezvousError, match=r"Deadlock: ranks .*'both'"):
+        check_rendezvous(lists)
