@@ -93,9 +93,7 @@ class Engine:
         self.boundary = StageBoundary(
             layout.layers,
             wrap_layer=config.layer_options.wrap_layer,
-            enter_stage=None if tensor_parallel is None else tensor_parallel.stage.enter,
-            leave_stage=None if tensor_parallel is None else tensor_parallel.stage.leave,
-            cuts_tokens=None if tensor_parallel is None else tensor_parallel.stage.cuts_tokens,
+            group=None if tensor_parallel is None else tensor_parallel.stage,
         )
         metrics = None
         if communicators.world_size > 1:
@@ -119,7 +117,6 @@ class Engine:
             logs=self.logs,
             num_layers=layout.num_layers,
             device=device,
-            before_layer=self._before_layer,
             seed=config.seed,
             clock=self.clock,
             buffers=self.buffers,
@@ -236,9 +233,6 @@ class Engine:
         # Either may be read at once: behind the layers, or before them on any stage.
         self._run.pull.wait_unit(-1)
         self._run.pull.wait_unit(self.layout.num_layers)
-
-    def _before_layer(self, index: int) -> None:
-        self._run.pull.wait_unit(index)
 
     # -- agreement ------------------------------------------------------------------------------
 

@@ -58,8 +58,6 @@ class StepContext:
     num_layers: int
     """Layers of the model."""
     device: torch.device
-    before_layer: Callable[[int], None]
-    """Called before each layer of the stage runs, and with `num_layers` behind the last."""
     seed: int
     """Base of the random seeds."""
     clock: ComputeClock
@@ -152,7 +150,7 @@ class Propagation:
         run = self._microbatch_pass(index, watch)
         self._lists.begin()
         try:
-            with self._run.weights.in_step(), self._context.boundary.running(run):
+            with self._run.weights.in_step(), self._context.boundary.forward_of(run):
                 output = step(microbatch)
         except StageEnd as end:
             self._context.logs.drop_microbatch()
@@ -248,8 +246,9 @@ class Propagation:
                 self._first_index + index,
             ),
             receive=receive if link.previous is not None else None,
-            before_layer=self._before_layer,
-            behind_layers=watch,
+            wait_unit=self._run.pull.wait_unit,
+            loss_watch=watch,
+            lists=self._lists,
             reads=self._read_watch(),
         )
 
@@ -259,11 +258,6 @@ class Propagation:
             return None
         is_first = link.previous is None
         return ReadWatch(self._run.weights.outer, self.reads, is_first=is_first)
-
-    def _before_layer(self, index: int) -> None:
-        if len(self._run.layers) < self._context.num_layers:
-            self._lists.pass_layer(index, self._run.layers)
-        self._context.before_layer(index)
 
     def _expect(self, action: Action, upcoming: Action | None) -> None:
         """Begin to receive the gradient that the next action needs, while this one computes.

@@ -12,7 +12,8 @@ Where none of them says it, the loss is taken for a mean over the targets of the
 function that the step called, or over samples, and the user is told.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.reductions import (
@@ -100,6 +101,44 @@ class LossWatch(TorchFunctionMode):
         self.num_targets: Tensor | int | None = None
         self.size = 0
         """Targets of that loss, whether they counted or not."""
+        self._is_active = False
+        self._known_at_pause: dict[int, Any] | None = None
+
+    def resume(self) -> None:
+        """Watch what the step calls from now on, with what was known before the first pause."""
+        if self._known_at_pause is not None:
+            self.reductions.restore(self._known_at_pause)
+        if not self._is_active:
+            self._is_active = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def pause(self) -> None:
+        """Watch nothing until `resume`; what other modes over this one show it is forgotten."""
+        if self._known_at_pause is None:
+            self._known_at_pause = self.reductions.snapshot()
+        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            self.stop()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._is_active:
+            self._is_active = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Watch nothing inside this context; what other modes show it is forgotten."""
+        known = self.reductions.snapshot()
+        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        is_on_top = self._is_active and top is self
+        if is_on_top:
+            self.stop()
+        try:
+            yield
+        finally:
+            if is_on_top:
+                self.resume()
+            self.reductions.restore(known)
 
     def __torch_function__(
         self,

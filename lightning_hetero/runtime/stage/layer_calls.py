@@ -1,80 +1,96 @@
-"""Which calls of a model's layers stages can carry; others are refused by name.
+"""A call of a layer: find the hidden state in what it is called with, and in what it returns."""
 
-Stages need a chain: each layer is called once, in order, where autograd sees it.
-"""
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-import traceback
+from torch import Tensor
 
-import torch
-from torch.utils.checkpoint import CheckpointFunction
+from lightning_hetero.core.errors import ModelError
 
-from lightning_hetero.core.errors import ModelError, StepError
-from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
+__all__ = ["LayerCall", "hidden_output"]
 
-__all__ = ["check_finished", "check_order", "note_checkpoint"]
+_ONE_STAGE = "or use a plan whose pipelines have one stage."
 
 
-def note_checkpoint(run: MicrobatchPass, index: int) -> None:
-    """Note that autograd doesn't see a layer for the time being.
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of one of the model's layers by the user's model."""
 
-    Raises:
-        ModelError: The pipeline has several stages.
-    """
-    if run.with_gradients and not torch.is_grad_enabled() and _is_checkpointed_reentrantly():
-        run.is_reentrant = True
-        if run.has_stages:
+    index: int
+    """The layer's."""
+    forward: Callable[..., Any]
+    """What the layer computes."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @cached_property
+    def given(self) -> dict[int | str, Any]:
+        """The arguments by place or name."""
+        return dict[int | str, Any](enumerate(self.args)) | self.kwargs
+
+    def run(self) -> Any:
+        """Compute the layer."""
+        return self.forward(*self.args, **self.kwargs)
+
+    def with_argument(self, place: int | str, value: Any) -> "LayerCall":
+        """Return the same call with one other argument."""
+        given = self.given | {place: value}
+        args = tuple(given[i] for i in range(len(self.args)))
+        return replace(self, args=args, kwargs={name: given[name] for name in self.kwargs})
+
+    def hidden_place(self, previous: Tensor | None = None) -> int | str:
+        """Return which argument is the hidden state.
+
+        It is what the layer before returned, if that is known. Else it is the first argument that
+        may be one.
+
+        Raises:
+            ModelError: None of them is.
+        """
+        if previous is not None:
+            for place, value in self.given.items():
+                if value is previous:
+                    return place
             raise ModelError(
-                f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
-                "hides from a stage what it computes. Use use_reentrant=False, or leave the "
-                "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
+                f"The model computes something between layer {self.index - 1} and layer "
+                f"{self.index}, which would be lost where a stage ends there: a layer's input must "
+                "be the very tensor that the layer before returned. Move the computation into the "
+                "layers, " + _ONE_STAGE
             )
+        tensors = {place: value for place, value in self.given.items() if isinstance(value, Tensor)}
+        likely = [p for p, v in tensors.items() if v.is_floating_point() or v.is_complex()]
+        for place in (*likely, *tensors):
+            _check_plain(tensors[place])
+            return place
+        kinds = {place: type(value).__name__ for place, value in self.given.items()}
+        raise ModelError(
+            f"Layer {self.index} is called with {kinds}; one argument must be the hidden state, a "
+            "tensor."
+        )
 
 
-def check_order(run: MicrobatchPass, index: int) -> None:
-    """Note that a layer is called.
+def hidden_output(output: Any, index: int) -> Tensor:
+    """Return the hidden state in what layer `index` returns.
 
     Raises:
-        StepError: The model is called a second time.
-        ModelError: It isn't the next layer's turn.
+        ModelError: There is none.
     """
-    if run.finished and index == 0:
-        raise StepError(
-            "The step calls the model twice. Stages carry one pass of each micro-batch: call the "
-            "model once, for instance on the concatenation of both inputs, or use a plan whose "
-            "pipelines have one stage."
-        )
-    if index != len(run.called):
-        behind = f"behind layer {run.called[-1]}" if run.called else "first"
-        raise _no_chain(f"Layer {index} is called {behind}")
-    run.called.append(index)
-
-
-def check_finished(run: MicrobatchPass) -> None:
-    """Refuse a step that has ended without all layers of a stage.
-
-    Raises:
-        StepError: It called none.
-        ModelError: It called some.
-    """
-    if run.finished:
-        return
-    if not run.called:
-        raise StepError(
-            "The step returned without calling the model's layers. Call the model once in it."
-        )
-    raise _no_chain(f"The step ends with layer {run.called[-1]} of {run.num_layers}")
-
-
-def _no_chain(what: str) -> ModelError:
-    return ModelError(
-        f"{what}, but stages and tensor parallelism need a chain: all layers of the list, each "
-        "called once, in order. For layers that are reused, chosen or left out use a plan whose "
-        "pipelines have one stage, or name the list that is a chain: "
-        'HeteroStrategy(layers="model.blocks").'
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if isinstance(first, Tensor):
+        _check_plain(first)
+        return first
+    raise ModelError(
+        f"Layer {index} returns {type(output).__name__}; it must return the hidden state, a "
+        "tensor, or a tuple that begins with it."
     )
 
 
-def _is_checkpointed_reentrantly() -> bool:
-    """Whether this is called inside of `torch.utils.checkpoint` with use_reentrant=True."""
-    forward = CheckpointFunction.forward.__code__
-    return any(frame.f_code is forward for frame, _ in traceback.walk_stack(None))
+def _check_plain(hidden: Tensor) -> None:
+    """Refuse a nested tensor."""
+    if hidden.is_nested:
+        raise ModelError(
+            "The layers get a nested tensor, which can't travel between stages. Build "
+            "nn.TransformerEncoder with enable_nested_tensor=False."
+        )

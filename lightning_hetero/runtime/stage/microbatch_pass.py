@@ -1,22 +1,29 @@
-"""One pass of one micro-batch through the user's step on a stage, and how a stage ends it."""
+"""One pass of one micro-batch through the user's step on a stage, and how a stage ends it.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+It knows which calls of layers stages can carry, and refuses others by name: stages need a chain,
+each layer called once, in order, where autograd sees it.
+"""
+
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode
+from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.random_state import seed_of, seed_torch
+from lightning_hetero.runtime.results.appended_lists import AppendedLists
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.read_watch import ReadWatch
 from lightning_hetero.runtime.stage.side_tensors import Handover
-from lightning_hetero.runtime.stage.stage_input import StageInput
 
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
+
+_AFTER_LAYERS = -1
+"""Stands for the code after the layers where a layer index seeds the generators."""
 
 
 class StageEnd(BaseException):
@@ -31,7 +38,10 @@ class StageEnd(BaseException):
 
 @dataclass
 class MicrobatchPass:
-    """One pass of one micro-batch through the user's step on this stage."""
+    """One pass of one micro-batch through the user's step on this stage.
+
+    Made for each forward pass, and kept until its backward pass has run.
+    """
 
     layers: range
     """Layers of the stage."""
@@ -41,77 +51,33 @@ class MicrobatchPass:
     """What the micro-batch's random numbers depend on."""
     receive: Callable[[], Handover] | None
     """Returns what the stage before hands on; None on first stages."""
-    before_layer: Callable[[int], None]
-    """Called with the index of each layer of the stage before it runs, and with `num_layers`."""
-    behind_layers: LossWatch
-    """Watches the torch functions called behind the layers, or outside of them all."""
+    wait_unit: Callable[[int], None]
+    """Waits for the weights of a layer, or with `num_layers` for those after the layers."""
+    loss_watch: LossWatch
+    """Watches the torch functions called after the layers, or outside of them all."""
     reads: ReadWatch | None = None
     """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
+    lists: AppendedLists | None = None
+    """The module's lists, to which layers of a stage may append nothing."""
     called: list[int] = field(default_factory=list)
     """Indices of the layers called so far, also of those that run on other stages."""
     finished: bool = False
-    watching: bool = False
+    """Whether the stage's last layer has run."""
     received: Handover | None = field(default=None, repr=False)
     handed_on: Handover = field(default_factory=Handover, repr=False)
-    """What the stage behind gets, as far as it is known."""
+    """What the next stage gets, as far as it is known."""
     with_gradients: bool = False
     """Whether the step began with autograd switched on."""
     is_reentrant: bool = False
     """Whether a checkpoint of the older kind hides layers from autograd."""
-    stage_input: StageInput | None = field(default=None, repr=False)
-    _known_outside: dict[int, Any] | None = field(default=None, repr=False)
-    """What was known of numbers when the first layer was called."""
-    _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     last_hidden: Tensor | None = field(default=None, repr=False)
     """What the layer before returned, to see that nothing is computed between layers."""
     last_version: int = 0
     """How often that had been changed in place when the layer returned it."""
     hidden_places: dict[int, int | str] = field(default_factory=dict, repr=False)
     """Which argument of each layer called was the hidden state."""
-
-    def arrived(self) -> Handover:
-        """Return what the stage before hands on; waits for it the first time."""
-        if self.received is None:
-            assert self.receive is not None
-            self.received = self.receive()
-            self.handed_on = self.received.copy()
-        return self.received
-
-    def watch(self) -> None:
-        """Watch the torch functions that the step calls from now on; idempotent."""
-        if self._known_outside is not None:
-            self.behind_layers.reductions.restore(self._known_outside)
-        if not self.watching:
-            self.watching = True
-            self.behind_layers.__enter__()  # type: ignore[no-untyped-call]
-
-    def pause_watch(self) -> None:
-        """Watch nothing until `watch`; what other modes over the watch show it is forgotten."""
-        if self._known_outside is None:
-            self._known_outside = self.behind_layers.reductions.snapshot()
-        if _get_current_function_mode() is self.behind_layers:  # type: ignore[no-untyped-call]
-            self.end_watch()
-
-    def end_watch(self) -> None:
-        """Watch no longer."""
-        if self.watching:
-            self.watching = False
-            self.behind_layers.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Watch nothing inside this context; what other modes show it is forgotten."""
-        known = self.behind_layers.reductions.snapshot()
-        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        is_on_top = self.watching and top is self.behind_layers
-        if is_on_top:
-            self.end_watch()
-        try:
-            yield
-        finally:
-            if is_on_top:
-                self.watch()
-            self.behind_layers.reductions.restore(known)
+    _stage_input: "_StageInput | None" = field(default=None, repr=False)
+    _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
     def has_stages(self) -> bool:
@@ -128,18 +94,39 @@ class MicrobatchPass:
         """Whether the stage holds the model's last layer."""
         return self.layers.stop == self.num_layers
 
-    def seed_torch(self, index: int, *, again: bool = False) -> None:
-        """Seed torch's generators for layer `index`, or for the code behind the layers, -1.
+    def arrived(self) -> Handover:
+        """Return what the stage before hands on; waits for it the first time."""
+        if self.received is None:
+            assert self.receive is not None
+            self.received = self.receive()
+            self.handed_on = self.received.copy()
+        return self.received
+
+    def stage_input(self, hidden: Tensor) -> Tensor:
+        """Return what the stage's first layer computes on, where it is called with `hidden`."""
+        if self.receive is None:
+            return hidden
+        if self._stage_input is None:
+            self._stage_input = _StageInput(self.arrived().tensors[0])
+        return self._stage_input.give()
+
+    def begin_layer(self, index: int, *, again: bool = False) -> None:
+        """Seed torch and wait for weights before layer `index`, or after all with `num_layers`.
 
         A layer that is called more than once draws other numbers each time. One that is computed
         `again` draws those of the first time: a checkpoint has put the generators back to where
         they were, so the seed before this one tells which time that was.
         """
-        place = torch.initial_seed(), index
+        part = index if index < self.num_layers else _AFTER_LAYERS
+        place = torch.initial_seed(), part
         if not again:
-            earlier = sum(1 for _, known in self._seeds if known == index)
-            self._seeds[place] = seed_of(*self.seed, index, *([earlier] if earlier else []))
-        seed_torch(self._seeds.get(place, seed_of(*self.seed, index)))
+            earlier = sum(1 for _, known in self._seeds if known == part)
+            self._seeds[place] = seed_of(*self.seed, part, *([earlier] if earlier else []))
+        seed_torch(self._seeds.get(place, seed_of(*self.seed, part)))
+        if not again:
+            if self.lists is not None and self.has_stages:
+                self.lists.pass_layer(index, self.layers)
+            self.wait_unit(index)
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember what a layer returned."""
@@ -150,6 +137,103 @@ class MicrobatchPass:
         hidden = self.last_hidden if index else None
         if hidden is not None and _version_of(hidden) != self.last_version:
             raise ModelError(in_place_between(index - 1))
+
+    def note_checkpoint(self, index: int) -> None:
+        """Note that autograd doesn't see a layer for the time being.
+
+        Raises:
+            ModelError: The pipeline has several stages.
+        """
+        if self.with_gradients and not torch.is_grad_enabled() and _is_checkpointed_reentrantly():
+            self.is_reentrant = True
+            if self.has_stages:
+                raise ModelError(
+                    f"Layer {index} runs in torch.utils.checkpoint with use_reentrant=True, which "
+                    "hides from a stage what it computes. Use use_reentrant=False, or leave the "
+                    "checkpoints out: HeteroStrategy(activation_checkpointing='full')."
+                )
+
+    def check_order(self, index: int) -> None:
+        """Note that a layer of a chain is called.
+
+        Raises:
+            StepError: The model is called a second time.
+            ModelError: It isn't the next layer's turn.
+        """
+        if self.finished and index == 0:
+            raise StepError(
+                "The step calls the model twice. Stages carry one pass of each micro-batch: call "
+                "the model once, for instance on the concatenation of both inputs, or use a plan "
+                "whose pipelines have one stage."
+            )
+        if index != len(self.called):
+            after = f"behind layer {self.called[-1]}" if self.called else "first"
+            raise _no_chain(f"Layer {index} is called {after}")
+        self.called.append(index)
+
+    def check_finished(self) -> None:
+        """Refuse a step that has ended without all layers of a stage.
+
+        Raises:
+            StepError: It called none.
+            ModelError: It called some.
+        """
+        if self.finished:
+            return
+        if not self.called:
+            raise StepError(
+                "The step returned without calling the model's layers. Call the model once in it."
+            )
+        raise _no_chain(f"The step ends with layer {self.called[-1]} of {self.num_layers}")
+
+
+class _StageInput:
+    """A micro-batch's hidden state on a stage that isn't the first, as its first layer gets it.
+
+    The layer may change it in place, as it might change what the layer before it returned. And a
+    model that checkpoints its own layers runs the layer again in backward, on the same one.
+
+    Args:
+        received: What the stage before made; its `grad` is what that stage gets back.
+    """
+
+    def __init__(self, received: Tensor) -> None:
+        self._received = received
+        self._given: Tensor | None = None
+        self._version = 0
+
+    def give(self) -> Tensor:
+        """Return what the stage's first layer gets, each time anew.
+
+        Raises:
+            ModelError: The layer changed what it got the first time.
+        """
+        if not self._received.requires_grad:
+            return self._received
+        given: Tensor = _WithoutCopy.apply(self._received)  # type: ignore[no-untyped-call]
+        if self._given is None:
+            self._given, self._version = given, given._version
+        elif self._given._version != self._version:
+            raise ModelError(
+                "A layer that changes its input in place is computed again in backward, where its "
+                "input is needed as it was. Don't checkpoint it, or let it leave its input alone."
+            )
+        return given
+
+
+class _WithoutCopy(torch.autograd.Function):
+    """A tensor in the memory of a leaf, to which operations in place are allowed."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Return it; no view of the leaf, for which autograd would forbid them as well."""
+        memory = leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride()
+        return torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(*memory)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Hand the gradient on."""
+        return gradients[0]
 
 
 def in_place_between(index: int) -> str:
@@ -162,5 +246,20 @@ def in_place_between(index: int) -> str:
 
 
 def _version_of(hidden: Tensor) -> int:
-    # Inference counts no versions; the stage behind then sees it, on its unknown tensor.
+    # Inference counts no versions; the next stage then sees it, on its unknown tensor.
     return 0 if hidden.is_inference() else hidden._version
+
+
+def _no_chain(what: str) -> ModelError:
+    return ModelError(
+        f"{what}, but stages and tensor parallelism need a chain: all layers of the list, each "
+        "called once, in order. For layers that are reused, chosen or left out use a plan whose "
+        "pipelines have one stage, or name the list that is a chain: "
+        'HeteroStrategy(layers="model.blocks").'
+    )
+
+
+def _is_checkpointed_reentrantly() -> bool:
+    """Whether this is called inside of `torch.utils.checkpoint` with use_reentrant=True."""
+    forward = CheckpointFunction.forward.__code__
+    return any(frame.f_code is forward for frame, _ in traceback.walk_stack(None))

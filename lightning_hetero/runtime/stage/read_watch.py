@@ -60,6 +60,11 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._mark(_tensors(made), names)
         return made
 
+    def reach_layers(self, given: Any) -> None:
+        """Say that the stage's own layers begin, with these arguments."""
+        self.use(given)
+        self.uses_all = True
+
     def use(self, value: Any) -> None:
         """Say that the stage's own layers use a value."""
         self._reads |= self._names_in(value)

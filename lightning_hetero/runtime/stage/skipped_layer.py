@@ -9,7 +9,7 @@ on unknown weights each time, so that whoever looks there finds unknown tensors 
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import preserved_random_state
-from lightning_hetero.runtime.stage.hidden_state import hidden_output, named_arguments
+from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.layer_wrapping import is_cache
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
@@ -77,37 +77,27 @@ class SkippedLayer:
         self._restless: set[Any] = set()
         """Ways of being called in which it leaves tensors elsewhere."""
 
-    def __call__(
-        self,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        hidden: Tensor,
-        made: Tensor | None = None,
-    ) -> Any:
+    def __call__(self, call: LayerCall, hidden: Tensor, made: Tensor | None = None) -> Any:
         """Return what a call with this hidden state returns.
 
         Args:
-            forward: The layer's own.
-            args: Of the call.
-            kwargs: Of the call.
-            hidden: The hidden state among them.
+            call: The call.
+            hidden: The hidden state among its arguments.
             made: What the hidden state that it returns looks like, if that is known.
 
         Raises:
             ModelError: What the layer would do can't be foretold.
         """
-        given = named_arguments(args, kwargs)
+        given = call.given
         kinds = tuple((place, _kind_of(value)) for place, value in given.items())
         key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), kinds
         leaves = tree_leaves(given)
         sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
         output = self._outputs.get(key) or self._outputs.get((key, sizes))
         if output is None:
-            call = _Call(forward, given, len(args), hidden=hidden, index=self._index)
             uncompiled = torch.compiler.set_stance("force_eager")
             with preserved_random_state(), torch.no_grad(), uncompiled:
-                output = self._observe(call, key)
+                output = self._observe(call, hidden, key)
             if key not in self._restless:
                 has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
                 self._outputs[(key, sizes) if has_sizes else key] = output
@@ -143,17 +133,17 @@ class SkippedLayer:
         sealed = in_place_between(self._index)
         return Unknown.like(like, Origin(f"the output of layer {self._index}", _REMEDY), sealed)
 
-    def _observe(self, call: "_Call", key: Any) -> Any:
+    def _observe(self, call: LayerCall, hidden: Tensor, key: Any) -> Any:
         """Return what stands for a call's output, and note whether it leaves tensors elsewhere."""
         if key in self._restless:
-            return self._run(call, on_zeros=False)[0]
+            return self._run(call, hidden, on_zeros=False)[0]
         try:
-            output, made = self._run(call, on_zeros=False)
+            output, made = self._run(call, hidden, on_zeros=False)
         except Exception:
             # It looks at values, as experts do. Zeros show the form, but take a layer's memory.
             if self._has_hooks():
                 self._refuse_to_foretell("hooks inside it look at what it computes")
-            output, made = self._run(call, on_zeros=True)
+            output, made = self._run(call, hidden, on_zeros=True)
             if made.any_alive(unknown_only=False):
                 self._refuse_to_foretell("it leaves tensors in somebody's list")
             return output
@@ -168,9 +158,8 @@ class SkippedLayer:
             "stage."
         )
 
-    def _run(self, call: "_Call", *, on_zeros: bool) -> tuple[Any, "_Tracking"]:
-        origin = Origin(f"what layer {self._index} computes", _REMEDY)
-        hidden, device = call.hidden, call.hidden.device
+    def _run(self, call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> tuple[Any, "_Tracking"]:
+        origin, device = Origin(f"what layer {self._index} computes", _REMEDY), hidden.device
         is_number = hidden.is_floating_point() or hidden.is_complex()
         dtype = hidden.dtype if is_number else torch.get_default_dtype()
         state: dict[str, Tensor] = {}
@@ -187,51 +176,25 @@ class SkippedLayer:
                 _Tracking() as made,
                 _reparametrize_module(self._layer, state),
             ):
-                output = call.run(on_zeros=on_zeros)
+                output = _described_output(call, hidden, on_zeros=on_zeros)
         finally:
             self._leavings.undo(before)
         state.clear()
         return output, made
 
 
-class _Call:
-    """How a layer is called."""
+def _described_output(call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> Any:
+    """Run the layer and return what stands for its output."""
+    given = {place: _argument_of(value, on_zeros) for place, value in call.given.items()}
+    args = [given[place] for place in range(len(call.args))]
+    output = call.forward(*args, **{name: given[name] for name in call.kwargs})
+    places = {id(v): place for place, v in given.items() if not isinstance(v, _PLAIN)}
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        given: Mapping[int | str, Any],
-        num_args: int,
-        *,
-        hidden: Tensor,
-        index: int,
-    ) -> None:
-        self.hidden = hidden
-        self._index = index
-        self._forward = forward
-        self._given = given
-        self._num_args = num_args
-
-    def run(self, *, on_zeros: bool) -> Any:
-        """Run the layer and return what stands for its output."""
-        given = {place: _argument_of(value, on_zeros) for place, value in self._given.items()}
-        args = [given[place] for place in range(self._num_args)]
-        kwargs = {place: value for place, value in given.items() if isinstance(place, str)}
-        output = self._forward(*args, **kwargs)
-        places = {id(v): place for place, v in given.items() if not isinstance(v, _PLAIN)}
-        if isinstance(output, Tensor):
-            return self._describe(output, places, None)
-        hidden_output(output, self._index)
-        return tuple(
-            tree_map(lambda leaf, place=place: self._describe(leaf, places, place or None), item)
-            for place, item in enumerate(output)
-        )
-
-    def _describe(self, item: Any, places: Mapping[int, int | str], place: int | None) -> Any:
+    def describe(item: Any, place: int | None) -> Any:
         if place is not None and id(item) in places:
             return _Given(places[id(item)])
         if isinstance(item, Tensor):
-            has_same_form = item.shape == self.hidden.shape and item.dtype == self.hidden.dtype
+            has_same_form = item.shape == hidden.shape and item.dtype == hidden.dtype
             if place is None and has_same_form:
                 return _Hidden()
             return _Made(torch.empty(item.shape, dtype=item.dtype, device="meta"), place)
@@ -241,6 +204,14 @@ class _Call:
             f"A layer returns {type(item).__name__} besides the hidden state, which stages behind "
             "it can't know. Return tensors, or use a plan whose pipelines have one stage."
         )
+
+    if isinstance(output, Tensor):
+        return describe(output, None)
+    hidden_output(output, call.index)
+    return tuple(
+        tree_map(lambda leaf, place=place: describe(leaf, place or None), item)
+        for place, item in enumerate(output)
+    )
 
 
 class _Tracking(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -66,8 +66,8 @@ def run_of(
         num_layers=3,
         seed=(1, 2, 3),
         receive=None if received is None else lambda: received,
-        before_layer=lambda index: None,
-        behind_layers=watch or LossWatch(),
+        wait_unit=lambda index: None,
+        loss_watch=watch or LossWatch(),
     )
 
 
@@ -79,7 +79,7 @@ def through_stages(
         torch.manual_seed(first)  # Whatever a stage's generators were, the run seeds them.
         run = run_of(range(first, last), received)
         try:
-            with boundary.running(run):
+            with boundary.forward_of(run):
                 return step()
         except StageEnd as end:
             assert last < 3
@@ -103,7 +103,7 @@ def test_layers_passed_through_return_what_their_kind_returns() -> None:
     model = Model(lambda out: (None, 7))
     boundary = StageBoundary(model.layers)
     model.seen.clear()
-    with boundary.running(run_of(range(2, 3), torch.randn(5, 4))):
+    with boundary.forward_of(run_of(range(2, 3), torch.randn(5, 4))):
         model(torch.randn(5, 3))
     assert model.seen == [(None, 7)] * 3
 
@@ -118,7 +118,7 @@ def test_no_except_of_the_users_stops_a_stage_end() -> None:
         except Exception:
             return None
 
-    with pytest.raises(StageEnd), boundary.running(run_of(range(1), None)):
+    with pytest.raises(StageEnd), boundary.forward_of(run_of(range(1), None)):
         step()
 
 
@@ -128,7 +128,7 @@ def test_calling_the_model_twice_is_refused() -> None:
     x = torch.randn(5, 3)
     with (
         pytest.raises(StepError, match="calls the model twice"),
-        boundary.running(run_of(range(1, 3), torch.randn(5, 4))),
+        boundary.forward_of(run_of(range(1, 3), torch.randn(5, 4))),
     ):
         model(x) + model(x)
 
@@ -136,7 +136,7 @@ def test_calling_the_model_twice_is_refused() -> None:
 def test_a_step_without_the_model_leaves_the_run_unfinished() -> None:
     boundary = StageBoundary(Model().layers)
     run = run_of(range(3), None)
-    with boundary.running(run):
+    with boundary.forward_of(run):
         pass
     assert run.called == []
     assert not run.finished
@@ -209,7 +209,7 @@ def test_nested_hidden_states_are_refused_in_stages() -> None:
     boundary = StageBoundary([layer, nn.Identity()])
     nested = torch.nested.as_nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)])
     run = replace(run_of(range(1), None), num_layers=2)
-    with pytest.raises(ModelError, match="enable_nested_tensor=False"), boundary.running(run):
+    with pytest.raises(ModelError, match="enable_nested_tensor=False"), boundary.forward_of(run):
         layer(nested)
 
 
@@ -225,17 +225,17 @@ def test_outputs_that_are_no_hidden_state_are_refused() -> None:
         num_layers=2,
         seed=(1,),
         receive=None,
-        before_layer=lambda index: None,
-        behind_layers=LossWatch(),
+        wait_unit=lambda index: None,
+        loss_watch=LossWatch(),
     )
-    with pytest.raises(ModelError, match="Layer 0 returns dict"), boundary.running(run):
+    with pytest.raises(ModelError, match="Layer 0 returns dict"), boundary.forward_of(run):
         layer(torch.zeros(2, 3))
 
 
 def test_a_module_without_layers_waits_for_its_weights_before_its_step() -> None:
     waited_for: list[int] = []
-    run = replace(run_of(range(1), None), num_layers=1, before_layer=waited_for.append)
-    with StageBoundary(()).running(run):
+    run = replace(run_of(range(1), None), num_layers=1, wait_unit=waited_for.append)
+    with StageBoundary(()).forward_of(run):
         assert waited_for == [0]
 
 
@@ -244,7 +244,7 @@ def test_losses_are_watched_behind_the_layers_only() -> None:
     boundary = StageBoundary(model.layers)
     watch = LossWatch()
     x = torch.randn(5, 3)
-    with boundary.running(run_of(range(3), None, watch)):
+    with boundary.forward_of(run_of(range(3), None, watch)):
         nn.functional.mse_loss(torch.zeros(100), torch.zeros(100))
         nn.functional.mse_loss(model(x), torch.zeros(5, 2))
     assert watch.num_targets == 10

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.unknown import Unknown
 
@@ -77,11 +78,11 @@ def in_stages(model: Model, boundary: StageBoundary, x: Tensor) -> Tensor:
             num_layers=3,
             seed=(1,),
             receive=(lambda: handed_on[0]) if handed_on else None,
-            before_layer=lambda index: None,
-            behind_layers=LossWatch(),
+            wait_unit=lambda index: None,
+            loss_watch=LossWatch(),
         )
         try:
-            with boundary.running(run):
+            with boundary.forward_of(run):
                 return model(x)
         except StageEnd as end:
             handed_on.append(end.handed_on)
@@ -195,7 +196,7 @@ def test_a_compiled_layer_is_looked_at_uncompiled_and_compiled_later() -> None:
     first.forward = torch.compile(first.forward, backend=capture)
     boundary = StageBoundary(model.layers)
     hidden = torch.randn(5, 4)
-    boundary._skipped[0](first.forward._forward, (hidden, None), {}, hidden)
+    boundary._skipped[0](LayerCall(0, first.forward._forward, (hidden, None), {}), hidden)
     assert not graphs
     first(hidden)
     assert graphs
