@@ -118,7 +118,7 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if isinstance(trainer.strategy, HeteroStrategy):
-            trainer.strategy.engine.leaves = self.is_leaving
+            trainer.strategy.engine.is_leaving = self.is_leaving
 
     @override
     def on_before_optimizer_step(

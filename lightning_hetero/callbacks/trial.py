@@ -28,7 +28,7 @@ from lightning_hetero.checkpoint.probation import (
 )
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.batches import tensors_of
-from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
+from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["Trial"]

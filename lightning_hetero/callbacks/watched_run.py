@@ -107,7 +107,7 @@ class HeteroRun(PlainRun):
     def message_bytes(self) -> int:
         """Bytes of the largest message of weights or gradients, 1 KiB at least."""
         engine = self._strategy.engine
-        table = engine.transfer_table(self._strategy.plan)
+        table = engine.plans.table_of(self._strategy.plan)
         largest = max(map(table.numel, table.push(engine.comms.global_rank)), default=0)
         return max(2**10, largest * engine.config.compute_dtype.itemsize)
 
@@ -173,7 +173,7 @@ class HeteroRun(PlainRun):
                 link_s_per_byte=link_s / (2 * probes.link_bytes) if probes.link_bytes else 0.0,
                 hidden_bytes=max(report.hidden_bytes for report in reports),
                 value_bytes=engine.config.compute_dtype.itemsize,
-                table_of=engine.transfer_table,
+                table_of=engine.plans.table_of,
                 is_assigned=self._datamodule is not None,
                 share=share,
             )

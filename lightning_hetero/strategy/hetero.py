@@ -43,8 +43,8 @@ from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
 from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.whole_matrices import check_optimizers
@@ -200,7 +200,7 @@ class HeteroStrategy(StepsStrategy):
             PlanError: The plan doesn't fit the ranks or the model.
             ConfigurationError: The plan would deal otherwise to several training loaders.
         """
-        self.engine.check_plan(plan)
+        self.engine.plans.check(plan)
         assert self._dealer is not None
 
         def most_of_ranks(number: int) -> int:
@@ -224,7 +224,7 @@ class HeteroStrategy(StepsStrategy):
             PlanError: A plan is for another number of ranks or layers.
         """
         for plan in plans:
-            self.engine.check_plan(plan)
+            self.engine.plans.check(plan)
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
         self._make_candidate_groups()

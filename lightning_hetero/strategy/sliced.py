@@ -124,7 +124,7 @@ class SlicesStrategy(ProcessesStrategy):
 
     def _follow_freezing(self) -> None:
         """Train what callbacks have frozen or thawed since; called by every rank."""
-        if not self.engine.follow_freezing():
+        if not self.engine.plans.follow_freezing():
             return
         assert self._communicators is not None
         names = {master: name for name, master in self.engine.store.masters.items()}

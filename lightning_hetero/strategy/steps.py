@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import AssignedBatch, fingerprint_of
-from lightning_hetero.runtime.iteration.passes import IterationKey
+from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
 from lightning_hetero.strategy.sliced import SlicesStrategy
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["StepsStrategy"]
 
-_STAGES = {"train": 0, "validate": 1, "sanity_check": 1, "test": 2, "predict": 3}
+_PHASES = {
+    RunningStage.TRAINING: Phase.TRAIN,
+    RunningStage.SANITY_CHECKING: Phase.VALIDATE,
+    RunningStage.VALIDATING: Phase.VALIDATE,
+    RunningStage.TESTING: Phase.TEST,
+    RunningStage.PREDICTING: Phase.PREDICT,
+}
 
 
 class StepsStrategy(SlicesStrategy):
@@ -91,7 +98,7 @@ class StepsStrategy(SlicesStrategy):
         with self._watching():
             self.engine.change_plan(self._dealer.plan_to_run(batch, batch_idx))
             self._follow_freezing()
-            loss, records = self.engine.train(step, batch, self._key(args))
+            loss, records = self.engine.run(step, batch, self._key(args))
         return {"loss": loss, **(self._left_behind(records) or {})}
 
     @override
@@ -119,7 +126,7 @@ class StepsStrategy(SlicesStrategy):
         assert self._dealer is not None
         with self._watching():
             self.engine.change_plan(self._dealer.plan_to_evaluate(batch))
-            records = self.engine.evaluate(
+            _, records = self.engine.run(
                 lambda microbatch: method(microbatch, *args, **kwargs), batch, self._key(args)
             )
             return self._left_behind(records, of_pipeline=of_pipeline)
@@ -138,9 +145,7 @@ class StepsStrategy(SlicesStrategy):
         stage = trainer.state.stage
         assert stage is not None
         batch_idx = args[0] if args and isinstance(args[0], int) else 0
-        return IterationKey(
-            stage=_STAGES[str(stage.value)], epoch=trainer.current_epoch, batch_idx=batch_idx
-        )
+        return IterationKey(phase=_PHASES[stage], epoch=trainer.current_epoch, batch_idx=batch_idx)
 
     def _deposit_gradients(self) -> None:
         """Add the iteration's gradients to the slices, as a backward would."""

@@ -76,7 +76,7 @@ class ChangesPlan(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         assert isinstance(trainer.strategy, HeteroStrategy)
-        shards = list(trainer.strategy.engine.weights.shards.values())
+        shards = list(trainer.strategy.engine.plans.running.weights.shards.values())
         held = [*shards, *(shard.grad for shard in shards if shard.grad is not None)]
         alive = [tensor for item in self.tensors if (tensor := item()) is not None]
         known = {id(tensor) for tensor in held}

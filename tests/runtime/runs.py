@@ -347,11 +347,12 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if isinstance(trainer.strategy, HeteroStrategy):
             engine = trainer.strategy.engine
-            tensors = (*engine.store.masters.values(), *engine.weights.shards.values())
+            shards = engine.plans.running.weights.shards
+            tensors = (*engine.store.masters.values(), *shards.values())
             # Slices that are views of compute weights share their storage.
             storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self.parameter_bytes.append(sum(storages.values()))
-            self.held = sorted(engine.weights.shards)
+            self.held = sorted(shards)
             self.own_bytes = {
                 name: item.numel() * item.element_size()
                 for name, item in engine.store.masters.items()

@@ -6,12 +6,16 @@ the result is the same bit for bit on every run. A `torch.profiler` trace shows 
 "push.post" with their units, and "push.wait".
 """
 
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import Message, Piece
 from lightning_hetero.runtime.exchange.messages import (
@@ -65,8 +69,9 @@ class _Parcel:
 class Push:
     """Send gradients to the owners of slices, a unit as soon as its last backward has ended.
 
-    Called by every rank once per iteration: `start`, `unit_ready` from the backward, `finish`.
-    Units leave in one global order, descending, whatever the order in which they become ready.
+    Called by every rank once per training iteration: `start`, the last backward pass inside of
+    `last_backward`, `finish`. Units leave in one global order, descending, whatever the order in
+    which they become ready.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class Push:
         rank = store.global_rank
         self._units: dict[int, list[_Parcel]] = {}
         self._owned: list[_Parcel] = []
-        self.sent_by_unit: dict[int, set[str]] = {}
+        self._sent_by_unit: dict[int, set[str]] = {}
         """The parameters of each unit whose gradients leave this rank."""
         for unit, messages in in_units(weights.table.push(rank)).items():
             parcels = [self._prepare(message) for message in messages]
@@ -86,7 +91,7 @@ class Push:
             travelling = [item for item in parcels if item.source != item.destination]
             if travelling:
                 self._units[unit] = travelling
-                self.sent_by_unit[unit] = {
+                self._sent_by_unit[unit] = {
                     part.spec.name
                     for item in travelling
                     if item.source == rank
@@ -97,6 +102,36 @@ class Push:
         self._ready: set[int] = set()
         self._arriving: list[tuple[list[dist.Work], list[tuple[int, int]]]] = []
         self._sending: list[dist.Work] = []
+        self._awaited: dict[int, set[str]] | None = None
+        """In the last backward pass, the gradients of each unit that have yet to come."""
+        for unit, names in self._sent_by_unit.items():
+            for name in names:
+                hook = self._gradient_hook(unit, name)
+                weights.shards[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _gradient_hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
+        # Weakly: a hook that holds what holds its own tensor is a cycle that torch never collects.
+        push = weakref.ref(self)
+
+        def arrived(_: Tensor) -> None:
+            alive = push()
+            if alive is not None:
+                alive._count(unit, name)
+
+        return arrived
+
+    def _count(self, unit: int, name: str) -> None:
+        if self._awaited is None:
+            return
+        awaited = self._awaited[unit]
+        if not awaited:
+            raise StepError(
+                f"The gradient of {name} comes in several parts and was sent after the first, as "
+                "under torch.utils.checkpoint with use_reentrant=True. Use use_reentrant=False."
+            )
+        awaited.discard(name)
+        if not awaited:
+            self.unit_ready(unit)
 
     def _prepare(self, message: Message) -> _Parcel:
         holdings = self._weights.table.holdings(message.pieces[0].parameter)
@@ -124,7 +159,16 @@ class Push:
     def start(self) -> None:
         """Begin an iteration's push; units of which this rank sends nothing are ready."""
         self._waiting = list(self._units)
-        self._ready = {unit for unit, names in self.sent_by_unit.items() if not names}
+        self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Post each unit as soon as its gradients are final, in the backward pass inside."""
+        self._awaited = {unit: set(names) for unit, names in self._sent_by_unit.items()}
+        try:
+            yield
+        finally:
+            self._awaited = None
 
     def unit_ready(self, unit: int) -> None:
         """Say that a unit's gradients are final here; posts whatever can go now, in order."""

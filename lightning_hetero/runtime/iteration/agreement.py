@@ -7,7 +7,7 @@ accelerator the sums are gathered there, apart from the integers, so nothing wai
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +53,11 @@ class Header:
     """This rank's pipeline, -1 if idle."""
     fingerprint: int
     """Of this rank's batch; must agree inside a pipeline."""
-    leaves: bool = False
+    is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
-    loss_kinds: frozenset[Kind] = frozenset()
+    loss_kinds: frozenset[Kind]
     """What the losses of this rank's micro-batches were."""
-    returns: bool = False
+    returns: bool
     """Whether this rank's steps returned, or appended, what other ranks must get."""
 
 
@@ -82,7 +82,7 @@ class Agreed:
 
 
 class Agreement:
-    """The exchange of one kind of step; remembers what ranks reported, for each plan they ran.
+    """The exchange of one phase; remembers what ranks reported, for each plan they ran.
 
     Called by every rank once per iteration: `begin`, then `finish`.
 
@@ -114,7 +114,7 @@ class Agreement:
             header.num_samples,
             header.pipeline_index,
             header.fingerprint,
-            header.leaves,
+            header.is_leaving,
             sum(bit for kind, bit in _BITS.items() if kind in header.loss_kinds),
             header.returns,
         ]
@@ -194,15 +194,21 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
 
 
 def header_of(
-    microbatches: Sequence[object], place: RankPlace | None, *, fingerprint: int, leaves: bool
+    place: RankPlace | None,
+    microbatches: Sequence[object],
+    *,
+    fingerprint: int,
+    is_leaving: bool,
+    loss_kinds: Set[Kind],
+    returns: bool,
 ) -> Header:
-    """Return what a rank at a place says of its micro-batches; see `fingerprint_of`."""
-    if place is None:
-        return Header(num_samples=0, pipeline_index=-1, fingerprint=0, leaves=leaves)
-    speaks = place.stage_index == place.tp_rank == 0
+    """Return what a rank at a place says of its micro-batches; see `Header`."""
+    speaks = place is not None and place.stage_index == place.tp_rank == 0
     return Header(
         num_samples=sum(map(epoch_weight, microbatches)) if speaks else 0,
-        pipeline_index=place.pipeline_index,
-        fingerprint=fingerprint,
-        leaves=leaves,
+        pipeline_index=-1 if place is None else place.pipeline_index,
+        fingerprint=0 if place is None else fingerprint,
+        is_leaving=is_leaving,
+        loss_kinds=frozenset(loss_kinds),
+        returns=returns,
     )

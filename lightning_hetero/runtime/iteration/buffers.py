@@ -120,10 +120,10 @@ class BufferWatch:
 
     # -- an iteration ---------------------------------------------------------------------------
 
-    def begin(self, kind: int) -> None:
-        """Remember how the buffers are before an iteration of a kind, such as training."""
-        self._is_first = kind not in self._begun
-        self._begun.add(kind)
+    def begin(self, phase: int) -> None:
+        """Remember how the buffers are before an iteration of a phase, such as training."""
+        self._is_first = phase not in self._begun
+        self._begun.add(phase)
         self._counts.clear()
         self._num_looks = 0
         for name, place in self._places.items():

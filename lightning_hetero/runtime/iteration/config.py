@@ -1,15 +1,39 @@
-"""The options of an engine."""
+"""The options of an engine, and what tells its iterations apart."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 
-from lightning_hetero.core.slices import Ownership
-from lightning_hetero.runtime.iteration.finiteness import NonfiniteGradients
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice, assign_owners
+from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "IterationKey", "Phase"]
+
+
+class Phase(IntEnum):
+    """What an iteration is for."""
+
+    TRAIN = 0
+    VALIDATE = 1
+    TEST = 2
+    PREDICT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationKey:
+    """What an iteration's random numbers depend on."""
+
+    phase: Phase
+    epoch: int
+    batch_idx: int
+
+    def __str__(self) -> str:
+        return f"batch {self.batch_idx} in epoch {self.epoch}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +53,7 @@ class EngineConfig:
     layer_options: LayerOptions = field(default_factory=LayerOptions)
     """Activation checkpointing and compilation of the layers."""
     fp32_gradients: bool = True
-    """Whether a rank sums its micro-batches' gradients in fp32 if it propagates in less."""
+    """Whether a rank sums its micro-batches' gradients in fp32 if it computes in less."""
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
     """What an iteration does whose gradients aren't finite."""
     loss_reduction: LossReduction | None = None
@@ -44,3 +68,15 @@ class EngineConfig:
         if num_microbatches > 1 and self.fp32_gradients:
             return torch.promote_types(self.compute_dtype, torch.float32)
         return self.compute_dtype
+
+    def owners(
+        self, specs: Sequence[ParameterSpec], plan: ParallelPlan, *, world_size: int
+    ) -> dict[str, tuple[Slice, ...]]:
+        """Return the slices of each parameter with their owners, if the first plan is this one."""
+        ownership = self.ownership
+        if ownership is Ownership.AUTO:
+            is_idle = len(plan.ranks) < world_size
+            ownership = Ownership.EVEN if is_idle else Ownership.HOLDERS
+        return assign_owners(
+            specs, plan, world_size=world_size, ownership=ownership, weights=self.owner_weights
+        )

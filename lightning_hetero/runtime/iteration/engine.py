@@ -1,45 +1,46 @@
-"""Run iterations of one module under a plan: pull, 1F1B, push, agree.
+"""Run iterations of one module under a plan: cut, pull, forward and backward, push, agree.
 
-An iteration on every rank:
+An iteration on every rank, see `Engine.run`:
 
 1. *cut*: the rank's batch is cut into micro-batches,
 2. *pull*: weights travel from the owners of slices to the stages, unit by unit in order of need,
-3. *propagate*: the stage's actions run in 1F1B order, each forward runs the user's step,
-4. *push*: gradients travel to the owners, a unit as soon as its last backward has ended,
+3. *forward, backward*: the stage's actions run in 1F1B order, each forward runs the user's step,
+4. *push*: gradients travel to the owners, a unit as soon as its last backward pass has ended,
 5. *agree*: losses, logged values and target tokens are summed over all ranks, and the owners divide
    their gradients by the iteration's target tokens (those of a loss that is a sum stay): what one
    big device would have computed.
+
+Outside of training there is no backward and no push.
 
 Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipelines (AutoHet §III).
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.core.slices import Ownership, assign_owners
-from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.models.batches import AssignedBatch, cut_batch
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Report, header_of
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
-from lightning_hetero.runtime.iteration.config import EngineConfig
-from lightning_hetero.runtime.iteration.finiteness import answer_nonfinite, describe_ranks
-from lightning_hetero.runtime.iteration.passes import IterationKey, Propagation, StepContext
-from lightning_hetero.runtime.iteration.plan_switch import PlanSwitch
-from lightning_hetero.runtime.iteration.running_plan import RunningPlan
+from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
+from lightning_hetero.runtime.iteration.passes import StagePasses
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
+from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.iteration_loss import (
     GUESSED_LOSS,
     NUM_TOTALS,
     IterationLoss,
+    answer_nonfinite,
+    describe_ranks,
     without_sums,
 )
 from lightning_hetero.runtime.results.metrics import StepMetrics
@@ -48,10 +49,11 @@ from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.setup.alike import check_alike
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
-from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
+from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
+from lightning_hetero.runtime.trace import traced
 
 __all__ = ["Engine"]
 
@@ -95,169 +97,151 @@ class Engine:
             wrap_layer=config.layer_options.wrap_layer,
             group=None if tensor_parallel is None else tensor_parallel.stage,
         )
-        metrics = None
-        if communicators.world_size > 1:
-            metrics = StepMetrics(module, communicators, self._speaks)
+        has_slices = communicators.world_size > 1
+        metrics = StepMetrics(module, communicators, self._speaks) if has_slices else None
         self.logs = StepLogs(module, device, metrics)
-        self._agreements: dict[int, Agreement] = {}
+        self._agreements: dict[Phase, Agreement] = {}
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
-        self._calls = ModuleCalls(module) if communicators.world_size > 1 else None
-        self._plans = PlanSwitch(
+        self._calls = ModuleCalls(module, has_slices=has_slices)
+        self.plans = PlanSwitch(
             plan,
             self.store,
             communicators,
-            clock=self.clock,
+            clock=clock,
             dtype=config.compute_dtype,
             tensor_parallel=tensor_parallel,
         )
-        self._context = StepContext(
-            module=module,
-            boundary=self.boundary,
-            logs=self.logs,
-            num_layers=layout.num_layers,
-            device=device,
-            seed=config.seed,
-            clock=self.clock,
-            buffers=self.buffers,
-            loss_reduction=config.loss_reduction,
-        )
+        """The plan that runs, made ready."""
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
         self.fingerprint = 0
         """Of the batch that comes next, taken before it went to the device."""
-        self.leaves = False
+        self.is_leaving = False
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
         """The ranks that said so in the last training iteration; the same on every rank."""
 
-    # -- iterations -----------------------------------------------------------------------------
+    # -- an iteration ---------------------------------------------------------------------------
 
-    def train(
+    def run(
         self, step: Callable[[Any], Any], batch: Any, key: IterationKey
-    ) -> tuple[Tensor, Records]:
-        """Run one training iteration.
+    ) -> tuple[Tensor | None, Records]:
+        """Run one iteration; called by every rank alike.
 
-        Returns its loss, the same on every rank, and what steps left behind besides; leaves the
-        gradient of each slice in `self.gradients`.
+        Training leaves the gradient of each slice in `self.gradients`.
+
+        Args:
+            step: The user's step, of one micro-batch.
+            batch: This rank's; the same on all ranks of a pipeline.
+            key: Which iteration it is. Its phase decides whether there is a backward.
+
+        Returns:
+            The loss in training, the same on every rank, and what steps left behind besides.
 
         Raises:
             StepError, BatchError, ModelError: Step, batch or model break the contract.
         """
-        self._plans.begin(key.stage, key.epoch)
-        run = self._run
-        propagation = self._propagation(batch, key, training=True)
-        run.weights.clear_gradients(self.config.gradient_dtype(len(propagation.microbatches)))
-        with self.clock.iteration():
-            with preserved_random_state(), self.logs.recording(), self._weights_in_module():
-                self._start_pull()
-                run.push.start()
-                propagation.run(step)
-                missing = propagation.missing()
-                agreement = self._begin_agreement(propagation, key, missing)
-                with self.clock.waiting():
-                    run.pull.finish()
-                    gradients = run.push.finish()
-                    run.link.finish()
-            with self.clock.waiting():
-                agreed = agreement.finish()
-        self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
-        self.leaving = agreed.leaving
-        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
-        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
-        if loss.is_guessed and is_cut and self.comms.global_rank == 0:
-            warnings.warn(GUESSED_LOSS, stacklevel=2)
-        self._keep_gradients(gradients, agreed, loss.scale)
-        self.gradients_are_finite = not loss.nonfinite_ranks
-        if loss.nonfinite_ranks:
-            self.gradients = {}
-            ranks = describe_ranks(loss.nonfinite_ranks, self.plan)
-            answer_nonfinite(
-                f"{key} aren't finite; they come from {ranks}.", self.config.nonfinite_gradients
-            )
-        self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
-        self.peak_in_flight = max(self.peak_in_flight, propagation.peak_in_flight)
-        self._plans.learn_roles(agreed.reports, key.stage, key.epoch)
-        return loss.value, self._records(propagation, agreed)
-
-    def evaluate(self, step: Callable[[Any], Any], batch: Any, key: IterationKey) -> Records:
-        """Run one iteration forward only; returns what its steps left behind."""
-        self._plans.begin(key.stage, key.epoch)
-        propagation = self._propagation(batch, key, training=False)
-        with self.clock.iteration():
-            with preserved_random_state(), self.logs.recording(), self._weights_in_module():
-                self._start_pull()
-                propagation.run(step)
-                agreement = self._begin_agreement(propagation, key, ())
-                with self.clock.waiting():
-                    self._run.pull.finish()
-                    self._run.link.finish()
-            with self.clock.waiting():
-                agreed = agreement.finish()
-        self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
-        self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
-        self._plans.learn_roles(agreed.reports, key.stage, key.epoch)
-        return self._records(propagation, agreed)
-
-    def _propagation(self, batch: Any, key: IterationKey, *, training: bool) -> Propagation:
-        self.buffers.begin(key.stage)
-        microbatches: list[Any] = []
-        first_index = 0
-        if isinstance(batch, AssignedBatch):
-            microbatches, first_index = list(batch.microbatches), batch.first_index
-        elif self.place is not None:
-            index = self.place.pipeline_index
-            microbatches = cut_batch(batch, self.num_microbatches[index])
-            first_index = sum(self.num_microbatches[:index])
-        return Propagation(
-            self._run,
-            self._context,
-            microbatches,
-            first_index=first_index,
-            key=key,
-            training=training,
+        is_training = key.phase is Phase.TRAIN
+        running = self.plans.begin(key.phase, key.epoch)
+        self.buffers.begin(key.phase)
+        results = StepResults(
+            self.module,
+            self.logs,
+            self.device,
+            loss_reduction=self.config.loss_reduction,
+            is_training=is_training,
         )
+        # Cut.
+        microbatches, first_index = self._cut(batch)
+        seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
+        passes = StagePasses(
+            running, self.boundary, results, microbatches, first_index=first_index, seed=seed
+        )
+        if is_training:
+            running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
+        with self.clock.iteration():
+            with (
+                preserved_random_state(),
+                self.logs.recording(),
+                running.weights.in_module(),
+                self._calls.allowed(),
+            ):
+                # Pull. What lies outside the layers may be read at once, before or after them.
+                running.pull.start()
+                running.pull.wait_unit(-1)
+                running.pull.wait_unit(self.layout.num_layers)
+                # Forward and backward; a unit's push begins in its last backward pass.
+                if is_training:
+                    running.push.start()
+                schedule = running.schedule(len(microbatches), is_training=is_training)
+                for action, upcoming in zip_longest(schedule, schedule[1:]):
+                    passes.expect_gradient(action, upcoming)
+                    timed = self.clock.action(action.kind, action.microbatch_index)
+                    with traced(str(action)), timed:
+                        passes.run(action, step)
+                        self.buffers.look()
+                is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
+                results.finish(running.push.gradients(), is_cut=is_cut)
+                # Agree: what others must know leaves now, and is read after the push.
+                agreement = self._begin_agreement(key.phase, results, microbatches, passes)
+                # Push.
+                with self.clock.waiting():
+                    running.pull.finish()
+                    gradients = running.push.finish() if is_training else {}
+                    running.link.finish()
+            with self.clock.waiting():
+                agreed = agreement.finish()
+        self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
+        loss = self._settle_training(gradients, agreed, batch, key) if is_training else None
+        self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
+        self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
+        self.plans.learn_roles(agreed.reports, key.phase, key.epoch)
+        place = self.plan, self.comms, self.device
+        return loss, records_of(results.records, *place, shared=agreed.returns)
 
-    @contextmanager
-    def _weights_in_module(self) -> Iterator[None]:
-        with self._run.weights.in_module():
-            if self._calls is None:
-                yield
-            else:
-                with self._calls.allowed():
-                    yield
-
-    def _start_pull(self) -> None:
-        self._run.pull.start()
-        # Either may be read at once: behind the layers, or before them on any stage.
-        self._run.pull.wait_unit(-1)
-        self._run.pull.wait_unit(self.layout.num_layers)
-
-    # -- agreement ------------------------------------------------------------------------------
+    def _cut(self, batch: Any) -> tuple[list[Any], int]:
+        """Return this rank's micro-batches, and the index of the first among all pipelines'."""
+        if isinstance(batch, AssignedBatch):
+            return list(batch.microbatches), batch.first_index
+        if self.place is None:
+            return [], 0
+        index, counts = self.place.pipeline_index, self.num_microbatches
+        return cut_batch(batch, counts[index]), sum(counts[:index])
 
     def _begin_agreement(
-        self, propagation: Propagation, key: IterationKey, missing: tuple[str, ...]
+        self,
+        phase: Phase,
+        results: StepResults,
+        microbatches: Sequence[Any],
+        passes: StagePasses,
     ) -> Agreement:
-        place = self.place
-        own = propagation.microbatches
-        header = header_of(own, place, fingerprint=self.fingerprint, leaves=self.leaves)
-        returns = self.config.share_outputs and not all(i.is_empty for i in propagation.records)
-        header = replace(header, loss_kinds=frozenset(propagation.loss_kinds), returns=returns)
+        """Tell the other ranks what happened here, without waiting for what they tell."""
+        place, running = self.place, self.plans.running
+        header = header_of(
+            place,
+            microbatches,
+            fingerprint=self.fingerprint,
+            is_leaving=self.is_leaving,
+            loss_kinds=results.losses.kinds,
+            returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
+        )
+        report = Report(
+            entries=self.logs.entries,
+            missing=passes.missing() if results.is_training else (),
+            buffers=()
+            if place is None
+            else self.buffers.report(running.layers, place.pipeline_index),
+            reads=tuple(sorted(running.reads or ())),
+        )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
-            row = torch.cat([propagation.totals(), self.logs.as_row(entries)])
+            row = results.row(entries)
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
             return row if self._speaks() else without_sums(row)
 
-        agreement = self._agreements.setdefault(key.stage, Agreement(self.comms, self.device))
-        layers = self._run.layers
-        report = Report(
-            entries=self.logs.entries,
-            missing=missing,
-            buffers=() if place is None else self.buffers.report(layers, place.pipeline_index),
-            reads=tuple(sorted(propagation.reads)),
-        )
+        agreement = self._agreements.setdefault(phase, Agreement(self.comms, self.device))
         agreement.begin(report, header, sums_of)
         return agreement
 
@@ -265,50 +249,45 @@ class Engine:
         """Whether this rank is the first of its tensor-parallel group, which all are alike."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _records(self, propagation: Propagation, agreed: Agreed) -> Records:
-        place = self.plan, self.comms, self.device
-        return records_of(propagation.records, *place, shared=agreed.returns)
+    def _settle_training(
+        self, gradients: dict[str, Tensor], agreed: Agreed, batch: Any, key: IterationKey
+    ) -> Tensor:
+        """Keep what the optimizer may use of the summed gradients; returns the iteration's loss.
 
-    def _keep_gradients(self, gradients: dict[str, Tensor], agreed: Agreed, scale: Tensor) -> None:
-        """Scale the sums; leave out what no holder has a gradient for."""
-        used = self._used_somewhere(agreed.reports, gradients)
+        Raises:
+            StepError: Losses don't go together, or gradients aren't finite.
+        """
+        self.leaving = agreed.leaving
+        is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
+        loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
+        if loss.is_guessed and is_cut and self.comms.global_rank == 0:
+            warnings.warn(GUESSED_LOSS, stacklevel=2)
+        used = self.plans.running.used_somewhere(gradients, [r.missing for r in agreed.reports])
         self.gradients = {
-            name: gradient.mul_(scale.to(gradient.dtype)).to(self.store.masters[name].dtype)
+            name: gradient.mul_(loss.scale.to(gradient.dtype)).to(self.store.masters[name].dtype)
             for name, gradient in gradients.items()
             if name in used
         }
-
-    def _used_somewhere(self, reports: Sequence[Report], names: Iterable[str]) -> set[str]:
-        missing = [set(report.missing) for report in reports]
-        if not any(missing):
-            return set(names)
-        holdings = self._run.table.holdings
-        return {
-            name
-            for name in names
-            if any(name not in missing[holding.global_rank] for holding in holdings(name))
-        }
+        self.gradients_are_finite = not loss.nonfinite_ranks
+        if loss.nonfinite_ranks:
+            self.gradients = {}
+            ranks = describe_ranks(loss.nonfinite_ranks, self.plan)
+            answer_nonfinite(
+                f"{key} aren't finite; they come from {ranks}.", self.config.nonfinite_gradients
+            )
+        return loss.value
 
     # -- plan and slices ------------------------------------------------------------------------
 
     @property
     def plan(self) -> ParallelPlan:
         """The plan that runs."""
-        return self._run.plan
+        return self.plans.running.plan
 
     @property
     def place(self) -> RankPlace | None:
         """This rank's place in the plan, None if it is idle."""
-        return self._run.place
-
-    def transfer_table(self, plan: ParallelPlan) -> TransferTable:
-        """Return what a plan would move between which ranks; communicates nothing."""
-        return self._plans.table_of(plan)
-
-    @property
-    def weights(self) -> ComputeWeights:
-        """This rank's compute weights under the plan."""
-        return self._run.weights
+        return self.plans.running.place
 
     def change_plan(self, plan: ParallelPlan) -> None:
         """Run another plan from the next iteration on; called by every rank with the same plan.
@@ -316,30 +295,18 @@ class Engine:
         No optimizer state moves: slices stay with their owners.
 
         Raises:
-            PlanError: See `PlanSwitch.check`.
+            PlanError, ModelError: See `PlanSwitch.check`.
         """
         if plan != self.plan:
             self.buffers.share()
-        self._plans.change(plan)
-
-    def check_plan(self, plan: ParallelPlan) -> None:
-        """Raise PlanError for a plan that can't run here."""
-        self._plans.check(plan)
-
-    def follow_freezing(self) -> bool:
-        """Move other gradients from now on if parameters were frozen or thawed since.
-
-        Called by every rank between iterations; returns whether there were any, the same on each.
-        """
-        return self._plans.follow_freezing()
+        self.plans.change(plan)
 
     def remove(self) -> None:
         """Give the module and its layers their own methods back, and let the weights go."""
-        self._plans.close()
+        self.plans.close()
         self.logs.remove()
         self.boundary.remove()
-        if self._calls is not None:
-            self._calls.remove()
+        self._calls.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 
@@ -349,7 +316,7 @@ class Engine:
         Args:
             only_trainable: Frozen parameters are as they were (an optimizer step).
         """
-        self._run.pull.mark_stale(only_trainable=only_trainable)
+        self.plans.running.pull.mark_stale(only_trainable=only_trainable)
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
@@ -359,25 +326,10 @@ class Engine:
     def reseed(self, seed: int) -> None:
         """Draw the random numbers of another seed from now on; called by every rank alike."""
         self.config = replace(self.config, seed=seed)
-        self._context = replace(self._context, seed=seed)
-
-    @property
-    def _run(self) -> RunningPlan:
-        return self._plans.run
 
     def _make_store(self, plan: ParallelPlan) -> SliceStore:
-        ownership = self.config.ownership
-        if ownership is Ownership.AUTO:
-            idle = len(plan.ranks) < self.comms.world_size
-            ownership = Ownership.EVEN if idle else Ownership.HOLDERS
-        slices = assign_owners(
-            self.layout.specs,
-            plan,
-            world_size=self.comms.world_size,
-            ownership=ownership,
-            weights=self.config.owner_weights,
-        )
-        # Before anything else travels, whose size would hang on them.
+        slices = self.config.owners(self.layout.specs, plan, world_size=self.comms.world_size)
+        # Before anything else travels, whose size depends on them.
         specs, options = self.layout.specs, self.config
         check_alike(self.comms, plan=plan, parameters=specs, owners=slices, options=options)
         store = SliceStore(

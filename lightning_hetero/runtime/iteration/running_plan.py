@@ -1,161 +1,240 @@
-"""All that one rank needs to run one plan: its place, weights, transfers and neighbours.
+"""The plan that runs on one rank, and the way to another one.
 
-Making it communicates nothing and moves no optimizer state, which is why a plan can change from one
+Making a plan ready communicates nothing, but where it has new groups, and moves no optimizer state:
+slices stay with their owners, everything else is made anew. That is why a plan can change from one
 iteration to the next.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
-from lightning_hetero.core.errors import StepError
-from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import ParameterSpec
-from lightning_hetero.core.transfers import TransferTable, unit_of
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
+from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.exchange.side_stream import SideStream
+from lightning_hetero.runtime.iteration.agreement import Report
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
+from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
+from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
-__all__ = ["GradientCounter", "RunningPlan"]
+__all__ = ["PlanSwitch", "RunningPlan"]
 
 
+@dataclass(eq=False, kw_only=True)
 class RunningPlan:
-    """One plan, made ready on one rank.
+    """One plan, made ready on one rank: its place, weights, transfers and neighbours."""
+
+    plan: ParallelPlan
+    place: RankPlace | None
+    """This rank's; None if it is idle."""
+    stages: tuple[StagePlan, ...]
+    """Of this rank's pipeline."""
+    table: TransferTable
+    weights: ComputeWeights
+    pull: Pull
+    push: Push
+    link: ActivationLink
+    shares_memory: bool
+    """Whether slices may be views of the weights, see `ComputeWeights`."""
+    reads: set[str] | None = None
+    """Parameters outside the layers that this iteration used; None if that isn't watched."""
+
+    @property
+    def layers(self) -> range:
+        """Layers of this rank's stage; none if it is idle."""
+        return range(0) if self.place is None else self.stages[self.place.stage_index].layers
+
+    def schedule(self, num_microbatches: int, *, is_training: bool) -> tuple[Action, ...]:
+        """Return the actions of this rank's stage for a number of micro-batches."""
+        if self.place is None:
+            return ()
+        index, num_stages = self.place.stage_index, len(self.stages)
+        if not is_training:
+            return schedule_forward(stage_index=index, num_microbatches=num_microbatches)
+        return schedule_1f1b(
+            stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
+        )
+
+    def used_somewhere(self, names: Iterable[str], missing: Sequence[Sequence[str]]) -> set[str]:
+        """Return those of the parameters for which any holder has a gradient.
+
+        Args:
+            names: Parameters.
+            missing: Those for which each rank has none, by global rank.
+        """
+        if not any(missing):
+            return set(names)
+        absent = [set(item) for item in missing]
+        return {
+            name
+            for name in names
+            if any(name not in absent[i.global_rank] for i in self.table.holdings(name))
+        }
+
+    def read_watch(self) -> ReadWatch | None:
+        """Return what watches a micro-batch at an end of a pipeline; None if it isn't watched."""
+        is_first, is_last = self.link.previous is None, self.link.following is None
+        if self.reads is None or is_first is is_last:
+            return None
+        return ReadWatch(self.weights.outer, self.reads, is_first=is_first)
+
+
+class PlanSwitch:
+    """Keeps the plan that runs on one rank, and changes it.
+
+    All methods are called by every rank alike, between iterations.
 
     Args:
-        plan: The plan.
-        specs: The parameters, with the roles of outer ones as far as they are known.
+        plan: The first plan, which may share memory with the slices.
         store: The rank's slices.
         comms: The communicators.
         clock: Times the waits.
-        dtype: Propagation dtype.
-        share_memory: See `ComputeWeights`.
+        dtype: Dtype of the compute weights.
+        tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
-    def __init__(  # noqa: PLR0913 - what a run consists of
+    def __init__(
         self,
         plan: ParallelPlan,
-        specs: Sequence[ParameterSpec],
         store: SliceStore,
         comms: Communicators,
         *,
         clock: ComputeClock,
         dtype: torch.dtype,
-        share_memory: bool,
+        tensor_parallel: TensorParallel | None,
     ) -> None:
-        self.plan = plan
-        self.is_watched = False
-        """Whether to see which parameters outside the layers each stage uses."""
-        self.share_memory = share_memory
-        self.place = plan.place(comms.global_rank)
-        self.table = TransferTable(specs, store.slices, plan)
-        self.weights = ComputeWeights(store, self.table, dtype=dtype, share_memory=share_memory)
+        self._store = store
+        self._comms = comms
+        self._clock = clock
+        self._dtype = dtype
+        self._tensor_parallel = tensor_parallel
+        self._roles = OuterRoles()
+        self._specs = self._roles.apply(store.specs.values(), known=False)
+        self.running = self._make_ready(plan, shares_memory=True)
+        """The plan that runs."""
+
+    def table_of(self, plan: ParallelPlan) -> TransferTable:
+        """Return what a plan would move between which ranks; communicates nothing."""
+        return TransferTable(self._specs, self._store.slices, plan)
+
+    def check(self, plan: ParallelPlan) -> None:
+        """Refuse a plan that can't run here.
+
+        Raises:
+            PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
+                which the module wasn't prepared.
+            ModelError: It has stages, for which the module's layers are unfit.
+        """
+        plan.check_world_size(self._comms.world_size)
+        plan.check_num_layers(self._store.layout.num_layers)
+        if plan.max_stages > 1:
+            self._store.layout.require_layers()
+        if self._tensor_parallel is None and any(p.tp_degree > 1 for p in plan.pipelines):
+            raise PlanError(
+                "The plan uses tensor parallelism, for which the module wasn't prepared, because "
+                "the first plan had none. Give HeteroStrategy(tp_plan=...)."
+            )
+
+    def change(self, plan: ParallelPlan) -> None:
+        """Run another plan from now on; communicates only where it has new groups.
+
+        Raises:
+            PlanError: See `check`.
+        """
+        if plan is not self.running.plan and plan != self.running.plan:
+            self.check(plan)
+            self._replace(plan, shares_memory=False)
+
+    def follow_freezing(self) -> bool:
+        """Move other gradients from now on if parameters were frozen or thawed since.
+
+        Returns whether there were any, the same on every rank.
+        """
+        changed = self._store.follow_freezing()
+        if changed:
+            known = self._roles.are_known
+            self._specs = self._roles.apply(self._store.specs.values(), known=known)
+            self._replace(self.running.plan, shares_memory=self.running.shares_memory)
+        return changed
+
+    def begin(self, phase: int, epoch: int) -> RunningPlan:
+        """Return the plan for an iteration; what it reads is watched if it is the first of a phase.
+
+        See `outer_parameters`.
+        """
+        is_watched = self._roles.is_due(phase, epoch) and self.running.plan.max_stages > 1
+        if is_watched:
+            self._hold(known=False)
+        self.running.reads = set() if is_watched else None
+        return self.running
+
+    def learn_roles(self, reports: Sequence[Report], phase: int, epoch: int) -> None:
+        """Hold outer weights only where iterations that were watched have used them.
+
+        Every rank sees the same reports, so all ranks make the same tables.
+        """
+        if self.running.reads is not None and any(report.reads for report in reports):
+            reads = [report.reads for report in reports]
+            self._roles.learn(self.running.plan, reads, phase=phase, epoch=epoch)
+            self._hold(known=True)
+
+    def close(self) -> None:
+        """Let the plan's weights go, whoever still holds this; slices stay where they are."""
+        self.running.weights.release()
+        del self.running
+
+    def _hold(self, *, known: bool) -> None:
+        specs = self._roles.apply(self._store.specs.values(), known=known)
+        if specs != self._specs:
+            self._specs = specs
+            self._replace(self.running.plan, shares_memory=self.running.shares_memory)
+
+    def _replace(self, plan: ParallelPlan, *, shares_memory: bool) -> None:
+        with torch.inference_mode(mode=False):  # What is made for validation may train later.
+            self.running.weights.release()
+            # Both plans' weights together might be more than the device holds.
+            del self.running
+            self.running = self._make_ready(plan, shares_memory=shares_memory)
+
+    def _make_ready(self, plan: ParallelPlan, *, shares_memory: bool) -> RunningPlan:
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.enter_plan(plan, self._comms)
+        store, table, place = self._store, self.table_of(plan), plan.place(self._comms.global_rank)
+        weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
         options = ExchangeOptions(
-            group=comms.exchange, dtype=dtype, clock=clock, side_stream=SideStream(store.device)
+            group=self._comms.exchange,
+            dtype=self._dtype,
+            clock=self._clock,
+            side_stream=SideStream(store.device),
         )
-        self.pull = Pull(store, self.weights, options)
-        self.push = Push(store, self.weights, options)
-        self.gradient_counter = GradientCounter(specs, self.weights, self.push, plan)
-        self.link = self._make_link(comms, store.device, clock)
-
-    def _make_link(
-        self, comms: Communicators, device: torch.device, clock: ComputeClock
-    ) -> ActivationLink:
-        previous = following = None
-        if self.place is not None:
-            stages = self.plan.pipelines[self.place.pipeline_index].stages
-            index, tp_rank = self.place.stage_index, self.place.tp_rank
-            if index > 0:
-                previous = stages[index - 1].ranks[tp_rank]
-            if index + 1 < len(stages):
-                following = stages[index + 1].ranks[tp_rank]
-        return ActivationLink(
-            previous=previous,
-            following=following,
-            comms=comms,
-            device=device,
-            clock=clock,
+        stages = () if place is None else plan.pipelines[place.pipeline_index].stages
+        before = after = None
+        if place is not None:
+            peers = [stage.ranks[place.tp_rank] for stage in stages]
+            before, _, after = (None, *peers, None)[place.stage_index :][:3]
+        return RunningPlan(
+            plan=plan,
+            place=place,
+            stages=stages,
+            table=table,
+            weights=weights,
+            pull=Pull(store, weights, options),
+            push=Push(store, weights, options),
+            link=ActivationLink(
+                previous=before,
+                following=after,
+                comms=self._comms,
+                device=store.device,
+                clock=self._clock,
+            ),
+            shares_memory=shares_memory,
         )
-
-    @property
-    def layers(self) -> range:
-        """Layers of this rank's stage; none if it is idle."""
-        if self.place is None:
-            return range(0)
-        stages = self.plan.pipelines[self.place.pipeline_index].stages
-        return stages[self.place.stage_index].layers
-
-    def schedule(self, num_microbatches: int, *, training: bool) -> tuple[Action, ...]:
-        """Return the actions of this rank's stage for so many micro-batches."""
-        if self.place is None:
-            return ()
-        index = self.place.stage_index
-        if not training:
-            return schedule_forward(stage_index=index, num_microbatches=num_microbatches)
-        num_stages = self.plan.pipelines[self.place.pipeline_index].num_stages
-        return schedule_1f1b(
-            stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
-        )
-
-
-class GradientCounter:
-    """Tells the push when the gradients of a unit are final, during the last backward."""
-
-    def __init__(
-        self,
-        specs: Sequence[ParameterSpec],
-        weights: ComputeWeights,
-        push: Push,
-        plan: ParallelPlan,
-    ) -> None:
-        self._push = push
-        self._active = False
-        self._left: dict[int, set[str]] = {}
-        for spec in specs:
-            shard = weights.shards.get(spec.name)
-            unit = unit_of(spec, plan.num_layers)
-            if shard is not None and spec.name in push.sent_by_unit.get(unit, ()):
-                shard.register_post_accumulate_grad_hook(self._hook(unit, spec.name))  # type: ignore[no-untyped-call]
-
-    def _hook(self, unit: int, name: str) -> Callable[[Tensor], None]:
-        # Weakly: a hook that holds what holds its own tensor is a cycle that torch never collects.
-        counter = weakref.ref(self)
-
-        def arrived(_: Tensor) -> None:
-            alive = counter()
-            if alive is not None:
-                alive._count(unit, name)
-
-        return arrived
-
-    def _count(self, unit: int, name: str) -> None:
-        if self._active:
-            if not self._left[unit]:
-                raise StepError(
-                    f"The gradient of {name} comes in several parts and was sent after the first, "
-                    "as under torch.utils.checkpoint with use_reentrant=True. Use "
-                    "use_reentrant=False."
-                )
-            self._left[unit].discard(name)
-            if not self._left[unit]:
-                self._push.unit_ready(unit)
-
-    def counting(self, *, is_last: bool) -> "GradientCounter":
-        """Count inside this context if the iteration's last backward runs in it."""
-        self._active = is_last
-        self._left = {unit: set(names) for unit, names in self._push.sent_by_unit.items()}
-        return self
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._active = False

@@ -1,15 +1,39 @@
-"""The loss of an iteration from what its ranks say of theirs."""
+"""The loss of an iteration from what its ranks say of theirs, and whether gradients are finite.
 
-from collections.abc import Set
+Where gradients are no numbers all ranks know of it, and none steps on them: each rank looks at the
+gradients that it made, before they travel, and says so with its sums.
+"""
+
+import warnings
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.reductions import NO_RATIO, Kind, check_ratios
+from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.runtime.results.reductions import (
+    NO_RATIO,
+    Kind,
+    check_ratios,
+    ends_of,
+    ratio_of,
+)
+from lightning_hetero.runtime.results.targets import LossWeight
 
-__all__ = ["GUESSED_LOSS", "NUM_TOTALS", "IterationLoss", "no_totals", "without_sums"]
+__all__ = [
+    "GUESSED_LOSS",
+    "NUM_TOTALS",
+    "IterationLoss",
+    "LossSums",
+    "NonfiniteGradients",
+    "answer_nonfinite",
+    "describe_ranks",
+    "has_nonfinite",
+    "without_sums",
+]
 
 NUM_TOTALS = 5
 """Of a rank: the sums of losses (means times their targets) and of target tokens, the least and the
@@ -64,9 +88,46 @@ class IterationLoss:
         return cls((loss / weight).float(), scale, broken, is_guessed=Kind.UNKNOWN in kinds)
 
 
-def no_totals(device: torch.device) -> Tensor:
-    """Return the totals of a rank that makes no losses."""
-    return torch.tensor([0.0, 0.0, *NO_RATIO, 0.0], dtype=torch.float64, device=device)
+class LossSums:
+    """The losses of one rank's micro-batches, summed as `IterationLoss` takes them.
+
+    Args:
+        device: Where they are summed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.kinds: set[Kind] = set()
+        """What the losses were of."""
+        self.has_nonfinite: Tensor | None = None
+        """See the function; None where there are no gradients."""
+        self._device = device
+        self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._ratios: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(self, loss: Tensor, judged: LossWeight, weight: Tensor) -> None:
+        """Add the loss of a micro-batch; `weight` is its number of targets."""
+        loss = loss.detach().double()
+        if judged.kind is not Kind.SUM:
+            # The mean of no targets is no number, and must count nothing.
+            loss = torch.where(weight > 0, loss * weight, 0.0)
+        self.kinds.add(judged.kind)
+        self._losses.append(loss)
+        self._weights.append(weight)
+        self._ratios += ratio_of(judged.others, weight)
+
+    def totals(self) -> Tensor:
+        """Return what this rank says of its losses and gradients, (NUM_TOTALS,)."""
+        totals = torch.tensor([0.0, 0.0, *NO_RATIO, 0.0], dtype=torch.float64, device=self._device)
+        if self._losses:
+            totals[0], totals[1] = torch.stack(self._losses).sum(), torch.stack(self._weights).sum()
+            totals[2], totals[3] = ends_of(self._ratios, self._device)
+        if self.has_nonfinite is not None:
+            totals[4] = self.has_nonfinite
+        return totals
 
 
 def without_sums(row: Tensor) -> Tensor:
@@ -74,3 +135,57 @@ def without_sums(row: Tensor) -> Tensor:
     row = row.clone()
     row[:2], row[NUM_TOTALS:] = 0, 0
     return row
+
+
+class NonfiniteGradients(StrEnum):
+    """What an iteration does whose gradients aren't finite."""
+
+    ERROR = "error"
+    SKIP = "skip"
+
+
+def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return 1.0 if any element is NaN or infinite, else 0.0, without waiting for the device."""
+    # A sum keeps what isn't finite, and reads each tensor once, writing nothing.
+    sums = [_real(tensor).sum(dtype=torch.float32) for tensor in tensors]
+    if not sums:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.isfinite(torch.stack(sums)).all().logical_not().double()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def answer_nonfinite(found: str, answer: NonfiniteGradients) -> None:
+    """Raise or warn, as the user chose; called by every rank alike.
+
+    Raises:
+        StepError: The answer is an error.
+    """
+    if answer is NonfiniteGradients.ERROR:
+        raise StepError(
+            f"Gradients of {found} Nothing was changed by them. Look for a division by zero or an "
+            'overflow in the loss or the layers; HeteroStrategy(nonfinite_gradients="skip") leaves '
+            "such iterations out."
+        )
+    warnings.warn(f"Gradients of {found} This iteration is left out.", stacklevel=2)
+
+
+def describe_ranks(global_ranks: Iterable[int], plan: ParallelPlan) -> str:
+    """Name ranks with gradients that aren't finite: of each pipeline those furthest behind.
+
+    What isn't finite there goes on to all stages before.
+    """
+    furthest: dict[int, RankPlace] = {}
+    names: dict[int, int] = {}
+    for global_rank in global_ranks:
+        place = plan.place(global_rank)
+        assert place is not None
+        found = furthest.get(place.pipeline_index)
+        if found is None or found.stage_index < place.stage_index:
+            furthest[place.pipeline_index], names[place.pipeline_index] = place, global_rank
+    return ", ".join(
+        f"rank {names[index]} (pipeline {index}, stage {place.stage_index})"
+        for index, place in furthest.items()
+    )

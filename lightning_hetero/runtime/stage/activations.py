@@ -1,11 +1,11 @@
-"""Carry hidden states forward and their gradients backward between the stages of a pipeline.
+"""Carry activations forward and their gradients backward between the stages of a pipeline.
 
 Forward and backward use communicators of their own, and each carries micro-batches in the order of
 the schedule, so under NCCL's rules (in order per communicator, a send ends with its receive) no
 stage waits for one that waits for it.
 
-Only the sender knows what its layers made of a micro-batch, so a header goes ahead of each hidden
-state, on the CPU: shapes, dtypes and a note. A micro-batch costs two messages forward and one
+Only the sender knows what its layers made of a micro-batch, so a header goes ahead of each
+activation, on the CPU: shapes, dtypes and a note. A micro-batch costs two messages forward and one
 backward at each boundary; where side tensors travel too, they are packed into one more each way.
 The gradient that the next action needs is received while the current one still computes: it looks
 like what was sent.
@@ -70,9 +70,9 @@ class ActivationLink:
 
     Args:
         previous: Global rank that holds the stage before with the same `tp_rank`; None if first.
-        following: The same for the stage behind; None if last.
-        comms: Forward and backward carry hidden states and gradients, control the headers.
-        device: Where hidden states lie.
+        following: The same for the next stage; None if last.
+        comms: Forward and backward carry activations and gradients, control the headers.
+        device: Where activations lie.
         clock: Times the waits.
     """
 
@@ -95,7 +95,7 @@ class ActivationLink:
         self._sent_backward = _Sends()
 
     def receive_activation(self) -> tuple[list[Tensor], Any]:
-        """Return the next hidden state with its side tensors, and the note on it.
+        """Return the next activation with its side tensors, and the note on it.
 
         The tensors ask for gradients where those sent did.
         """
@@ -107,13 +107,14 @@ class ActivationLink:
         return received, note
 
     def send_activation(self, tensors: Sequence[Tensor], note: Any = None) -> None:
-        """Send a hidden state and side tensors to the stage behind, without waiting for them.
+        """Send an activation and side tensors to the next stage, without waiting for them.
 
         Args:
-            tensors: The hidden state comes first.
-            note: Any picklable thing that the stage behind shall know of the micro-batch.
+            tensors: The activation comes first.
+            note: Any picklable thing that the next stage shall know of the micro-batch.
         """
         assert self.following is not None
+        self._clock.before_send()
         header = pickle.dumps((tuple(map(_form_of, tensors)), note))
         self._sent_forward.make_room(self._clock)
         sends = [(self._comms.control, part) for part in _frame(header)]
@@ -136,6 +137,7 @@ class ActivationLink:
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of what was received back, without waiting for them."""
         assert self.previous is not None
+        self._clock.before_send()
         self._sent_backward.make_room(self._clock)
         sends = [(self._comms.backward, part) for part in _payload(gradients)]
         self._sent_backward.add(sends, self.previous)

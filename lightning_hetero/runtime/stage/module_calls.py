@@ -19,15 +19,16 @@ class ModuleCalls:
     """Watches the calls of a module and of its children.
 
     Args:
-        module: The LightningModule; its parameters are whole in `allowed` only.
+        module: The LightningModule.
+        has_slices: Whether its parameters are whole in `allowed` only; if not, calls may be made
+            anywhere.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
         self._are_allowed = False
         children = (item for item in module.children() if any(True for _ in item.parameters()))
-        self._handles = [
-            item.register_forward_pre_hook(self._check) for item in (module, *children)
-        ]
+        watched = (module, *children) if has_slices else ()
+        self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
 
     @contextmanager
     def allowed(self) -> Iterator[None]:

@@ -1,11 +1,16 @@
-"""See which parameters outside the layers a stage really needs.
+"""Find out which parameters outside the layers each end of a pipeline really needs.
 
 The stages of a pipeline run the same step, so all of them read what is computed before the layers,
 and most throw the result away: it only makes the first layer's input. A watch follows what is
 computed from each parameter, through the memory of tensors, until it is used.
+
+In an epoch's first iteration of each phase (training, validation, test, prediction) both ends of a
+pipeline hold these parameters. What was used at one end only, in all that was seen so far, is held
+there only until the next epoch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +18,63 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.unknown import Unknown, written_by
 
-__all__ = ["ReadWatch"]
+__all__ = ["OuterRoles", "ReadWatch"]
 
+_BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
 _LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class OuterRoles:
+    """At which ends of pipelines outer parameters were used so far; the same on every rank."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, set[OuterRole]] = {}
+        self._watched: dict[int, int] = {}
+        """The last epoch in which that was watched, for each phase."""
+
+    @property
+    def are_known(self) -> bool:
+        """Whether any iteration has shown where they are used."""
+        return bool(self._watched)
+
+    def is_due(self, phase: int, epoch: int) -> bool:
+        """Whether an iteration of a phase is the first of its epoch."""
+        return self._watched.get(phase) != epoch
+
+    def learn(
+        self, plan: ParallelPlan, reads: Sequence[Sequence[str]], *, phase: int, epoch: int
+    ) -> None:
+        """Take in what an iteration of a plan has shown.
+
+        Args:
+            plan: The plan that ran.
+            reads: The outer parameters that each rank used, by global rank.
+            phase: The iteration's.
+            epoch: The iteration's.
+        """
+        for pipeline in plan.pipelines:
+            if pipeline.num_stages == 1:
+                continue
+            for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
+                for rank in pipeline.stages[stage_index].ranks:
+                    for name in reads[rank]:
+                        self._roles.setdefault(name, set()).add(role)
+        self._watched[phase] = epoch
+
+    def apply(self, specs: Iterable[ParameterSpec], *, known: bool) -> tuple[ParameterSpec, ...]:
+        """Return parameters with their roles; what wasn't seen in use may be used anywhere."""
+
+        def roles(name: str) -> frozenset[OuterRole]:
+            return frozenset(self._roles.get(name, _BOTH_ENDS)) if known else _BOTH_ENDS
+
+        return tuple(
+            spec if spec.layer is not None else replace(spec, roles=roles(spec.name))
+            for spec in specs
+        )
 
 
 class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

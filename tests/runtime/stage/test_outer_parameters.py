@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.stage.read_watch import ReadWatch
+from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
 
 IDS = torch.tensor([0, 2, 1])
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.iteration.finiteness import has_nonfinite
+from lightning_hetero.runtime.results.iteration_loss import has_nonfinite
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.step_cases import COPIES, PLANS, ROWS, STAGES, TinyModule, fit, same
 

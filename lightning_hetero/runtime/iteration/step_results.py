@@ -1,0 +1,136 @@
+"""Collect what the user's steps make on one rank in an iteration: losses, logs, outputs, lists.
+
+Only a last stage's step runs to its end. What is unusual is asked here and nowhere else: how a
+loss counts (`targets`), what a step appends to the module's lists (`appended_lists`), and what it
+returns besides its loss (`outputs`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
+from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
+from lightning_hetero.runtime.results.outputs import StepRecord
+from lightning_hetero.runtime.results.reductions import Kind, as_weight
+from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
+from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
+from lightning_hetero.runtime.unknown import check_known
+
+__all__ = ["StepResults"]
+
+
+class StepResults:
+    """What the steps of one iteration's micro-batches make on one rank.
+
+    Called for each micro-batch: `begin`, then `drop` if the stage ended the step, else `keep`.
+
+    Args:
+        module: The user's.
+        logs: What steps log.
+        device: Where losses are summed.
+        loss_reduction: What the user says that losses are; None finds out.
+        is_training: Whether steps return losses.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        logs: StepLogs,
+        device: torch.device,
+        *,
+        loss_reduction: LossReduction | None,
+        is_training: bool,
+    ) -> None:
+        self.is_training = is_training
+        self.records: list[StepRecord] = []
+        """What the steps of a last stage left behind, one a micro-batch."""
+        self.losses = LossSums(device)
+        self.lists = AppendedLists(module)
+        self._module = module
+        self._logs = logs
+        self._device = device
+        self._loss_reduction = loss_reduction
+
+    def begin(self) -> LossWatch:
+        """Look at the module before a step; returns what shall watch the step."""
+        self.lists.begin()
+        return LossWatch()
+
+    def drop(self) -> None:
+        """Forget what a step did that ended with its stage."""
+        self._logs.drop_microbatch()
+        self.lists.take(behind_layers=False)
+
+    def keep(self, output: Any, microbatch: Any, watch: LossWatch) -> tuple[list[Tensor], Tensor]:
+        """Take what a step that ran to its end has returned, logged and appended.
+
+        Returns:
+            The loss and its gradient. No loss where it is over no targets: it may be no number, and
+            0 * NaN is NaN; and none outside of training.
+
+        Raises:
+            StepError, ModelError: It returned no loss, or what this stage doesn't know.
+        """
+        check_known(output, "What the step returns needs")
+        loss = _loss_of(output).float() if self.is_training else None
+        returned = output.get("loss") if isinstance(output, Mapping) else output
+        judged = weigh_loss(self._module, microbatch, watch, returned, self._loss_reduction)
+        weight = as_weight(judged.targets, self._device)
+        self._logs.keep_microbatch(weight, watch.reductions)
+        rest = output if loss is None else _without_loss(output)
+        appended = self.lists.take(behind_layers=True)
+        self.records.append(StepRecord.of(rest, appended, microbatch, watch.reductions))
+        watch.reductions.restore({})  # It holds what a step has made.
+        if loss is None:
+            return [], weight
+        self.losses.add(loss, judged, weight)
+        if judged.kind is Kind.SUM:
+            return [loss], torch.ones_like(loss)
+        # Of a count that an accelerator makes, this waits for the forward pass.
+        return [loss] if bool(judged.targets > 0) else [], weight.float()
+
+    def finish(self, gradients: Iterable[Tensor], *, is_cut: bool) -> None:
+        """Look at what was made after the iteration's last action.
+
+        Args:
+            gradients: What backward passes have made.
+            is_cut: Whether the iteration has several micro-batches or ranks.
+        """
+        if self.is_training:
+            self.losses.has_nonfinite = has_nonfinite(gradients, self._device)
+        if is_cut:
+            warn_of_numbers(self.lists.counted)
+
+    def row(self, entries: Sequence[LogEntry]) -> Tensor:
+        """Return this rank's sums: of losses, then of what was logged under entries."""
+        return torch.cat([self.losses.totals(), self._logs.as_row(entries)])
+
+
+def _without_loss(output: Any) -> dict[str, Any]:
+    if not isinstance(output, Mapping):
+        return {}
+    return {key: value for key, value in output.items() if key != "loss"}
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is None:
+        raise StepError(
+            "training_step returned None. Under a pipeline every micro-batch needs a loss: return "
+            "the loss, or one that is 0 times the model's output to skip a micro-batch."
+        )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            f"training_step returned {type(output).__name__}; it must return the loss, a tensor "
+            "with one element, or a dict that holds it under 'loss'."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "training_step returned a loss without gradients. Don't detach it, and let at least "
+            "one parameter that it depends on require gradients."
+        )
+    return loss.reshape(())
