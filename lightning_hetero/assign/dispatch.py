@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.bounds import fast_lower_bound_s
-from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths
-from lightning_hetero.assign.greedy import Placement, fitting_times_s, place_greedily
-from lightning_hetero.assign.improve import improve_dispatch
+from lightning_hetero.assign.dispatch_moves import improve_dispatch
+from lightning_hetero.assign.greedy import UNFIT_S, Placement, fitting_times_s, place_greedily
+from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Dispatch", "check_fit", "dispatch"]
+__all__ = ["Dispatch", "check_fit", "dispatch", "fast_lower_bound_s"]
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
 _MAX_IMPROVE_CELLS = 2e6  # Most sequences x pipelines improved: about 0.1 s.
 _NUM_IMPROVED = 8
 _NUM_TARGETS = 24
+_NUM_PRICE_STEPS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +124,50 @@ def _orders(lengths: IntArray, num_rows: int, seed: int) -> IntArray:
     noises[1:] = np.resize(np.array(_NOISES), num_rows - 1)
     keys = np.log(lengths) + noises[:, None] * generator.standard_normal((num_rows, len(lengths)))
     return np.argsort(-keys, axis=1, kind="stable").astype(np.int64)
+
+
+def fast_lower_bound_s(lengths: IntArray, times_s: FloatArray, table: CostTable) -> float:
+    """Return the larger of two bounds of the latency of any dispatch.
+
+    One is the sequence that takes longest where it is quickest, alone with its bubbles. The other
+    is an area: for any prices u_j that sum to 1 over the pipelines, the work of all sequences at
+    their cheapest, `Σ_i min_j u_j·T_j(l_i)`, is at most `Σ_j u_j·max(0, latency - k_j)`, with
+    `k_j = c_j·PP_j + (PP_j - 1)·T_j(shortest)`, what a pipeline in use loses at least.
+    """
+    if not len(lengths):
+        return 0.0
+    alone_s = np.where(times_s < UNFIT_S, table.alone_s(lengths), np.inf)
+    single_s = float(alone_s.min(axis=1).max())
+    shortest = int(lengths.min())
+    return max(single_s, _area_bound_s(times_s, table.lost_s(np.array(shortest))))
+
+
+def _area_bound_s(times_s: FloatArray, lost_s: FloatArray) -> float:
+    """Return the best area bound met while prices move towards overloaded kinds of pipeline."""
+    # Equal pipelines share a column: K kinds instead of D pipelines.
+    columns, counts = np.unique(np.vstack([times_s, lost_s]), axis=1, return_counts=True)
+    kind_times_s, kind_lost_s = columns[:-1], columns[-1]
+    # Start from equal prices for what all kinds can hold.
+    prices = 1.0 / np.where(kind_times_s < UNFIT_S, kind_times_s, 0.0).sum(axis=0).clip(1e-30)
+    best_s = 0.0
+    for step in range(_NUM_PRICE_STEPS):
+        prices = prices / (prices * counts).sum()
+        priced = prices * kind_times_s
+        cheapest = priced.argmin(axis=1)
+        area_s = float(priced.min(axis=1).sum())
+        best_s = max(best_s, _latency_of_area_s(area_s, prices * counts, kind_lost_s))
+        if len(counts) == 1:
+            break
+        chosen_s = kind_times_s[np.arange(len(cheapest)), cheapest]
+        loads_s = np.bincount(cheapest, weights=chosen_s, minlength=len(counts)) / counts
+        loads_s += kind_lost_s
+        prices = prices * np.exp(0.5 / (1 + step / 8) * (loads_s / loads_s.max() - 0.5))
+    return best_s
+
+
+def _latency_of_area_s(area_s: float, weights: FloatArray, lost_s: FloatArray) -> float:
+    """Return the least x with `Σ weights·max(0, x - lost) >= area`; weights sum to 1."""
+    order = np.argsort(lost_s)
+    share = np.cumsum(weights[order])
+    offset = np.cumsum(weights[order] * lost_s[order])
+    return float(((area_s + offset) / share).min())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.cost import CostTable
+from lightning_hetero.assign.pipeline_cost import CostTable
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["UNFIT_S", "Placement", "fitting_times_s", "place_greedily"]

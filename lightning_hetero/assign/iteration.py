@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.bounds import fast_lower_bound_s
-from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths, microbatch_times_s
-from lightning_hetero.assign.dispatch import Dispatch, dispatch
+from lightning_hetero.assign.dispatch import Dispatch, dispatch, fast_lower_bound_s
 from lightning_hetero.assign.greedy import fitting_times_s
 from lightning_hetero.assign.pack import Packing, pack_all
+from lightning_hetero.assign.pipeline_cost import (
+    CostTable,
+    PipelineCost,
+    as_lengths,
+    microbatch_times_s,
+)
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError

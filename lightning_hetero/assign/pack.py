@@ -4,27 +4,22 @@ Minimise `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the number V of mic
 what each holds, no micro-batch above MaxLen tokens. V runs from `⌈Σl / MaxLen⌉` to `Σl / UtilLen`
 or the number of sequences, and always to `2·⌈Σl / MaxLen⌉ - 1`, with which any order of filling
 succeeds. Up to eight sequences are packed exactly by looking at every partition. More are spread
-longest first and improved by swaps, all V and all pipelines of the iteration at once. Where a gap
-to the lower bound remains, an integer programme may use what is left of a time budget.
+longest first and improved by swaps, all V and all pipelines of the iteration at once.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.balance import BinRows, balance, improve_balance
-from lightning_hetero.assign.cost import PipelineCost, as_lengths, sequence_times_s
-from lightning_hetero.assign.exact import pack_into
+from lightning_hetero.assign.bins import BinRows, balance, improve_balance
 from lightning_hetero.assign.partitions import MAX_ENUMERATED, partition_sums, partitions
+from lightning_hetero.assign.pipeline_cost import PipelineCost, as_lengths, sequence_times_s
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Packing", "microbatch_range", "pack", "pack_all", "packing_lower_bound_s"]
-
-_TOLERANCE = 1e-3  # Relative gap to the lower bound that is worth no integer programme.
+__all__ = ["Packing", "microbatch_range", "pack_all", "packing_lower_bound_s"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +54,6 @@ class _Problem:
     def bound_s(self) -> float:
         return float(self.row_bounds_s.min())
 
-    @property
-    def has_gap(self) -> bool:
-        return self.latency_s > self.bound_s * (1 + _TOLERANCE)
-
     def offer(self, bin_of: IntArray) -> None:
         """Keep a packing, micro-batch by sequence, if it is better than the best so far."""
         used, bins = np.unique(bin_of, return_inverse=True)
@@ -85,33 +76,16 @@ class _Problem:
         )
 
 
-def pack(lengths: ArrayLike, cost: PipelineCost, *, time_budget_s: float = 0.05) -> Packing:
-    """Return the best packing found for one pipeline.
+def pack_all(lengths: Sequence[ArrayLike], costs: Sequence[PipelineCost]) -> tuple[Packing, ...]:
+    """Return the best packing found for each pipeline's sequences; all are worked on together.
 
     Args:
-        lengths: Tokens of each sequence.
-        cost: The pipeline.
-        time_budget_s: Seconds that integer programmes may use if a gap remains. With 0 the answer
-            depends on nothing but the other arguments; otherwise on the machine's speed too.
-
-    Raises:
-        AssignmentError: A sequence is longer than MaxLen.
-    """
-    return pack_all([lengths], [cost], time_budget_s=time_budget_s)[0]
-
-
-def pack_all(
-    lengths: Sequence[ArrayLike], costs: Sequence[PipelineCost], *, time_budget_s: float = 0.0
-) -> tuple[Packing, ...]:
-    """Pack every pipeline's sequences; see `pack`.
-
-    Pipelines are worked on together, and integer programmes go to the one that ends last, as only
-    that one decides the iteration.
+        lengths: For each pipeline the tokens of its sequences.
+        costs: The pipelines.
 
     Raises:
         AssignmentError: A sequence is longer than its pipeline's MaxLen.
     """
-    deadline_s = time.monotonic() + time_budget_s
     problems = [_problem(item, cost) for item, cost in zip(lengths, costs, strict=True)]
     work = [problem for problem in problems if problem is not None]
     for problem in work:
@@ -120,8 +94,6 @@ def pack_all(
     rest = [problem for problem in work if problem.latency_s > problem.bound_s * (1 + 1e-9)]
     _enumerate_small([p for p in rest if len(p.order) <= MAX_ENUMERATED])
     _spread_large([p for p in rest if len(p.order) > MAX_ENUMERATED])
-    if time_budget_s > 0:
-        _close_gaps(work, deadline_s)
     empty = Packing(microbatches=(), latency_s=0.0, lower_bound_s=0.0)
     return tuple(empty if problem is None else problem.packing() for problem in problems)
 
@@ -266,38 +238,3 @@ def _first_fit(problem: _Problem) -> IntArray:
         room[chosen] -= length
         bin_of[index] = chosen
     return bin_of
-
-
-def _close_gaps(problems: list[_Problem], deadline_s: float) -> None:
-    """Let integer programmes work on the pipeline that ends last until it can't end earlier."""
-    open_rows = {
-        id(p): sorted(range(len(p.counts)), key=p.row_bounds_s.__getitem__)
-        for p in problems
-        if p.has_gap
-    }
-    while open_rows and time.monotonic() < deadline_s:
-        last = max(problems, key=lambda p: p.latency_s)
-        rows = open_rows.get(id(last), [])
-        if not last.has_gap or not rows:
-            return
-        row = rows.pop(0)
-        if last.row_bounds_s[row] >= last.latency_s:
-            rows.clear()
-            continue
-        _solve_row(last, row, deadline_s - time.monotonic())
-
-
-def _solve_row(problem: _Problem, row: int, time_limit_s: float) -> None:
-    count = int(problem.counts[row])
-    stages = problem.cost.num_stages - 1 + count
-    result = pack_into(
-        problem.lengths,
-        problem.cost,
-        count,
-        below_s=problem.latency_s / stages - problem.cost.c,
-        time_limit_s=time_limit_s,
-    )
-    if result.bin_of is not None:
-        problem.offer(result.bin_of)
-    bound_s = problem.cost.latency_s(result.lower_bound_s, count)
-    problem.row_bounds_s[row] = max(problem.row_bounds_s[row], bound_s)

@@ -10,8 +10,8 @@ import pickle
 import sys
 from dataclasses import dataclass
 
-from lightning_hetero.assign.cost import PipelineCost
 from lightning_hetero.assign.iteration import assign_iteration
+from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError, BatchError

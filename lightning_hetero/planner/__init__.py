@@ -1,9 +1,22 @@
 """Decide which device runs which layers: grouping, mapping, balancing and search (AutoHet §III)."""
 
 from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.candidates import CandidateOptions, CandidatePlans, propose_plans
 from lightning_hetero.planner.grouping import Grouping, effective_power, group_devices
 from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
+from lightning_hetero.planner.proposing.candidate_plans import (
+    CandidateOptions,
+    CandidatePlans,
+    propose_plans,
+)
+from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
+from lightning_hetero.planner.proposing.proposal import (
+    Proposal,
+    ProposalOptions,
+    Scheme,
+    draw_iteration,
+    propose,
+)
+from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from lightning_hetero.planner.search import PlannedCandidate, PlanningResult, plan
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 
@@ -17,11 +30,18 @@ __all__ = [
     "PlannedCandidate",
     "PlanningOptions",
     "PlanningResult",
+    "Proposal",
+    "ProposalOptions",
+    "Scheme",
     "Workload",
     "balance_layers",
+    "draw_iteration",
     "effective_power",
     "group_devices",
     "map_groups",
     "plan",
+    "plan_costs",
+    "propose",
     "propose_plans",
+    "work_lower_bound_s",
 ]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.estimate import Estimator
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.rates import best_mix, bottleneck_times_s
 
 __all__ = [

@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.planner.layout import Layout, PipelineLayout
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
 
-__all__ = ["Group", "MappingOrder", "map_groups"]
+__all__ = ["Group", "MappingOrder", "map_groups", "num_units"]
 
 
 class MappingOrder(StrEnum):
@@ -35,9 +35,18 @@ class Group(NamedTuple):
     """Device type of every stage, first stage first."""
 
 
+def num_units(cluster: Cluster, counts: Sequence[int], device: str, tp_degree: int) -> int:
+    """Return how many TP groups of a device type the nodes hold; none crosses nodes.
+
+    `counts` are the devices of each node that may be used.
+    """
+    nodes = zip(cluster.nodes, counts, strict=True)
+    return sum(count // tp_degree for node, count in nodes if node.device == device)
+
+
 def map_groups(
     groups: Sequence[Group], cluster: Cluster, counts: Sequence[int], order: MappingOrder
-) -> Layout | None:
+) -> Arrangement | None:
     """Return a layout of the groups, in their order, or None if the nodes can't hold them.
 
     `counts` are the devices of each node that may be used.
@@ -67,6 +76,6 @@ def map_groups(
         free[chosen] -= tp_degree
         placed[g][s] = chosen
     return tuple(
-        PipelineLayout(group.tp_degree, tuple(nodes))
+        PipelineNodes(group.tp_degree, tuple(nodes))
         for group, nodes in zip(groups, placed, strict=True)
     )

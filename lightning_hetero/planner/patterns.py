@@ -9,19 +9,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = [
     "CoverBound",
     "cover_bound",
     "enumerate_compositions",
-    "quiet_solver",
     "solve_cover",
-    "to_solution",
 ]
 
 _MAX_COMPOSITIONS = 3_000_000
@@ -81,34 +79,26 @@ def cover_bound(compositions: IntArray, counts: IntArray, pool: set[int]) -> Cov
         counts: Units of each type.
         pool: Indices of rows to start with; rows found are added to it.
     """
-    solver = quiet_solver()
-    for count in counts:
-        solver.addVar(-_UNUSED_PENALTY, _UNUSED_PENALTY)
-        solver.changeColCost(solver.getNumCol() - 1, float(count))
-    columns = np.arange(len(counts), dtype=np.int32)
-
-    def add_row(index: int) -> None:
-        row = compositions[index].astype(np.float64)
-        solver.addRow(1.0, highspy.kHighsInf, len(columns), columns, row)
-
+    program = LinearProgram()
+    prices_of = program.add_variables(
+        lower=-_UNUSED_PENALTY, upper=np.full(len(counts), _UNUSED_PENALTY), cost=counts
+    )
     active = {index for index in pool if index < len(compositions)}
-    for index in sorted(active):
-        add_row(index)
+    added = sorted(active)
     while True:
-        solver.run()
-        prices = np.array(solver.getSolution().col_value)
+        for index in added:
+            program.add_row(prices_of, compositions[index], lower=1.0)
+        prices = program.minimize().values
         scores = compositions @ prices
-        worst = np.argsort(scores, kind="stable")[:8] if len(scores) > 8 else np.argsort(scores)
-        violated = [int(i) for i in worst if scores[i] < 1.0 - _TOLERANCE and int(i) not in active]
-        if not violated:
+        worst = np.argsort(scores, kind="stable")[:8]
+        added = [int(i) for i in worst if scores[i] < 1.0 - _TOLERANCE and int(i) not in active]
+        if not added:
             value = float(counts @ prices)
             slack = max(0.0, 1.0 - float(scores.min()))
             bound = value + slack * float(counts.sum())
             return CoverBound(num_groups=math.floor(bound + 1e-6), value=bound, prices=prices)
-        for index in violated:
-            add_row(index)
-        active.update(violated)
-        pool.update(violated)
+        active.update(added)
+        pool.update(added)
 
 
 def solve_cover(
@@ -127,40 +117,15 @@ def solve_cover(
     """
     if not len(compositions):
         return None
-    num_columns, num_types = compositions.shape
-    solver = quiet_solver()
-    solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
-    limits = (counts[None, :] // np.maximum(compositions, 1)).astype(np.float64)
-    upper = np.where(compositions > 0, limits, np.inf).min(axis=1)
-    solver.addVars(num_columns, np.zeros(num_columns), upper)
-    indices = np.arange(num_columns, dtype=np.int32)
-    integer = [highspy.HighsVarType.kInteger] * num_columns
-    solver.changeColsIntegrality(num_columns, indices, np.array(integer))
-    for t in range(num_types):
-        used = np.flatnonzero(compositions[:, t]).astype(np.int32)
-        values = compositions[used, t].astype(np.float64)
-        solver.addRow(float(counts[t]), float(counts[t]), len(used), used, values)
-    ones = np.ones(num_columns)
-    solver.addRow(float(num_groups), highspy.kHighsInf, num_columns, indices, ones)
-    solver.run()
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kOptimal:
-        return to_solution(solver.getSolution().col_value)
-    if status == highspy.HighsModelStatus.kTimeLimit:
-        raise TimeoutError
-    return None
-
-
-def to_solution(values: Sequence[float]) -> IntArray:
-    """Round a solver's values to integers."""
-    rounded: IntArray = np.rint(np.asarray(values)).astype(np.int64)
-    return rounded
-
-
-def quiet_solver() -> highspy.Highs:
-    """Return a solver that prints nothing and always does the same."""
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("random_seed", 0)
-    return solver
+    program = LinearProgram()
+    limits = np.where(compositions > 0, counts // np.maximum(compositions, 1), np.inf)
+    times = program.add_variables(upper=limits.min(axis=1), integral=True)
+    for column, count in zip(compositions.T, counts, strict=True):
+        program.add_row(times, column, lower=count, upper=count)
+    program.add_row(times, 1.0, lower=num_groups)
+    solution = program.minimize(time_limit_s=time_limit_s)
+    if len(solution.values):
+        return solution.integers
+    if solution.lower_bound == np.inf:
+        return None
+    raise TimeoutError

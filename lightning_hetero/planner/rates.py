@@ -14,11 +14,10 @@ steps: T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.patterns import quiet_solver, to_solution
+from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = ["PipelineRates", "best_mix", "bottleneck_times_s", "choose_pipelines"]
 
@@ -116,23 +115,16 @@ def _most_work(
     prices = _prices(devices[useful], work[useful], counts)
     loss = (devices[useful] @ prices - work[useful]) / work[useful]
     chosen = useful[np.argsort(loss, kind="stable")[:_MAX_COLUMNS]]
-    solver = quiet_solver()
-    # Node limits, not time limits: the same cluster must give the same plan.
-    solver.setOptionValue("mip_max_nodes", 40)
-    solver.setOptionValue("mip_rel_gap", 2e-3)
     limits = np.where(devices[chosen] > 0, counts // np.maximum(devices[chosen], 1), np.inf)
-    _add_columns(solver, devices[chosen], -work[chosen], limits.min(axis=1), counts)
-    indices = np.arange(len(chosen), dtype=np.int32)
-    integer = np.array([highspy.HighsVarType.kInteger] * len(chosen))
-    solver.changeColsIntegrality(len(chosen), indices, integer)
+    program, used = _work_program(devices[chosen], work[chosen], counts, limits.min(axis=1))
     # Every pipeline needs a micro-batch.
-    ones = np.ones(len(chosen))
-    solver.addRow(-highspy.kHighsInf, float(num_microbatches), len(chosen), indices, ones)
-    solver.run()
-    if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+    program.add_row(used, 1.0, upper=num_microbatches)
+    # Node limits, not time limits: the same cluster must give the same plan.
+    solution = program.minimize(max_nodes=40, gap=2e-3)
+    if not len(solution.values):
         return None
     times: IntArray = np.zeros(len(work), dtype=np.int64)
-    times[chosen] = to_solution(solver.getSolution().col_value)
+    times[chosen] = solution.integers
     return times
 
 
@@ -140,11 +132,8 @@ def _prices(devices: IntArray, work: FloatArray, counts: IntArray) -> FloatArray
     """Return the relaxation's price of a device of each type, adding columns as they pay."""
     active = np.unique(np.argsort(-work / devices.sum(axis=1), kind="stable")[:32])
     while True:
-        solver = quiet_solver()
-        upper = np.full(len(active), highspy.kHighsInf)
-        _add_columns(solver, devices[active], -work[active], upper, counts)
-        solver.run()
-        prices: FloatArray = np.maximum(-np.array(solver.getSolution().row_dual), 0.0)
+        program, _ = _work_program(devices[active], work[active], counts)
+        prices: FloatArray = np.maximum(-program.minimize().row_duals, 0.0)
         gain = work - devices @ prices
         better = np.argsort(-gain, kind="stable")[:16]
         better = better[gain[better] > 1e-7 * work[better]]
@@ -154,14 +143,13 @@ def _prices(devices: IntArray, work: FloatArray, counts: IntArray) -> FloatArray
         active = added
 
 
-def _add_columns(
-    solver: highspy.Highs, devices: IntArray, cost: FloatArray, upper: FloatArray, counts: IntArray
-) -> None:
-    num_columns = len(cost)
-    indices = np.arange(num_columns, dtype=np.int32)
-    solver.addVars(num_columns, np.zeros(num_columns), upper)
-    solver.changeColsCost(num_columns, indices, cost)
-    for kind, count in enumerate(counts):
-        used = np.flatnonzero(devices[:, kind]).astype(np.int32)
-        values = devices[used, kind].astype(np.float64)
-        solver.addRow(-highspy.kHighsInf, float(count), len(used), used, values)
+def _work_program(
+    devices: IntArray, work: FloatArray, counts: IntArray, whole_up_to: FloatArray | None = None
+) -> tuple[LinearProgram, IntArray]:
+    """Return the programme and its variables: whole up to a limit, or any fractions."""
+    program = LinearProgram()
+    upper = np.full(len(work), np.inf) if whole_up_to is None else whole_up_to
+    used = program.add_variables(upper=upper, cost=-work, integral=whole_up_to is not None)
+    for column, count in zip(devices.T, counts, strict=True):
+        program.add_row(used, column, upper=count)
+    return program, used

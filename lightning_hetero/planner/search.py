@@ -13,11 +13,15 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.arrangement import Arrangement
 from lightning_hetero.planner.bound import bound_iteration_price
-from lightning_hetero.planner.estimate import Estimate, Estimator
-from lightning_hetero.planner.improve import Candidate, Judge, improve
-from lightning_hetero.planner.layout import Layout
-from lightning_hetero.planner.proposals import bound_time_s, enumerate_layouts, propose_layouts
+from lightning_hetero.planner.estimator import Estimate, Estimator
+from lightning_hetero.planner.local_search import Candidate, Judge, improve
+from lightning_hetero.planner.starting_points import (
+    bound_time_s,
+    enumerate_layouts,
+    propose_layouts,
+)
 from lightning_hetero.planner.tp_degrees import valid_tp_degrees
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, RooflineCost, Simulation
@@ -187,14 +191,14 @@ class _Search:
             num_simulated=self.judge.num_simulated,
         )
 
-    def _layouts(self) -> list[Layout]:
+    def _layouts(self) -> list[Arrangement]:
         counts = [node.count for node in self.nodes]
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
             every = enumerate_layouts(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
                 self.enumerated = True
                 return every
-        layouts: list[Layout] = []
+        layouts: list[Arrangement] = []
         for allowed in self._allowances(counts):
             layouts += propose_layouts(self.estimator, allowed, self.tp_degrees)
         return list(dict.fromkeys(layouts))
@@ -219,7 +223,7 @@ class _Search:
             allowances.append([0 if n in dropped else c for n, c in enumerate(counts)])
         return allowances
 
-    def _estimate(self, layouts: Sequence[Layout]) -> list[Estimate]:
+    def _estimate(self, layouts: Sequence[Arrangement]) -> list[Estimate]:
         estimates = []
         for index, layout in enumerate(layouts):
             if index % 256 == 0:

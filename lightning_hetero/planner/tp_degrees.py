@@ -2,7 +2,7 @@
 
 from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner.estimate import Estimator
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.workload import PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel
 

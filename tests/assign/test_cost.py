@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.assign.cost import (
+from lightning_hetero.assign.pipeline_cost import (
     CostTable,
     as_lengths,
     microbatch_times_s,

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from lightning_hetero.assign import dispatch, dispatch_exact, dispatch_lower_bound_s
-from lightning_hetero.assign.cost import CostTable, as_lengths
+from lightning_hetero.assign import dispatch
+from lightning_hetero.assign.dispatch_moves import improve_dispatch
 from lightning_hetero.assign.greedy import fitting_times_s, place_greedily
-from lightning_hetero.assign.improve import improve_dispatch
+from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases
+from tests.assign.dispatch_bound import dispatch_lower_bound_s
+from tests.assign.exact import dispatch_exact
 
 
 def latencies_s(lengths, pipelines, choices) -> np.ndarray:

@@ -3,14 +3,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign import pack, pack_all
-from lightning_hetero.assign.balance import balance, improve_balance
-from lightning_hetero.assign.cost import as_lengths, sequence_times_s
-from lightning_hetero.assign.exact import pack_into
+from lightning_hetero.assign import Packing, pack_all
+from lightning_hetero.assign.bins import balance, improve_balance
 from lightning_hetero.assign.pack import microbatch_range, packing_lower_bound_s
 from lightning_hetero.assign.partitions import partition_sums, partitions
+from lightning_hetero.assign.pipeline_cost import as_lengths, sequence_times_s
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, pack_cases
+from tests.assign.exact import pack_into
+
+
+def pack(lengths, pipeline) -> Packing:
+    """Return the packing of one pipeline."""
+    return pack_all([lengths], [pipeline])[0]
 
 
 def time_s(lengths, pipeline) -> float:
@@ -48,7 +53,7 @@ def optimum_s(lengths, pipeline) -> float:
 @given(pack_cases())
 def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) -> None:
     lengths, pipeline = case
-    packing = pack(lengths, pipeline, time_budget_s=0)
+    packing = pack(lengths, pipeline)
     assert sorted(i for batch in packing.microbatches for i in batch) == list(range(len(lengths)))
     sums = [sum(lengths[i] for i in batch) for batch in packing.microbatches]
     assert min(sums) > 0
@@ -63,20 +68,30 @@ def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) ->
 def test_up_to_eight_sequences_are_packed_exactly(case) -> None:
     lengths, pipeline = case
     best_s = optimum_s(lengths, pipeline)
-    packing = pack(lengths, pipeline, time_budget_s=0)
+    packing = pack(lengths, pipeline)
     assert packing.latency_s == pytest.approx(best_s)
     assert packing.lower_bound_s <= best_s * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=12)
 @given(pack_cases(max_sequences=9).filter(lambda case: len(case[0]) == 9))
-def test_more_are_within_2_per_cent_of_the_optimum_and_bounds_never_above_it(case) -> None:
+def test_highs_packs_more_exactly_and_bounds_are_never_above_the_optimum(case) -> None:
     lengths, pipeline = case
     best_s = optimum_s(lengths, pipeline)
-    packing = pack(lengths, pipeline, time_budget_s=5.0)
-    assert packing.latency_s <= best_s * 1.02
-    assert packing.lower_bound_s <= best_s * (1 + 1e-6)
-    assert pack(lengths, pipeline, time_budget_s=0).lower_bound_s <= best_s * (1 + 1e-9)
+    sizes = np.sort(as_lengths(lengths))[::-1]
+    times_s = sequence_times_s(sizes, pipeline)
+    solved_s = []
+    for count in microbatch_range(sizes, pipeline):
+        found = pack_into(sizes, pipeline, count)
+        if found.bin_of is not None:
+            longest_s = np.bincount(found.bin_of, weights=times_s).max()
+            solved_s.append(pipeline.latency_s(longest_s, count))
+            assert found.lower_bound_s <= longest_s * (1 + 1e-6)
+    assert min(solved_s) <= best_s * (1 + 1e-5)
+    packing = pack(lengths, pipeline)
+    assert packing.latency_s <= best_s * 1.1
+    assert best_s * (1 - 1e-9) <= packing.latency_s
+    assert packing.lower_bound_s <= best_s * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=25)
@@ -84,7 +99,7 @@ def test_more_are_within_2_per_cent_of_the_optimum_and_bounds_never_above_it(cas
 def test_packing_pipelines_together_equals_packing_each_alone(cases) -> None:
     lengths, pipelines = zip(*cases, strict=True)
     together = pack_all(lengths, pipelines)
-    alone = [pack(item, pipe, time_budget_s=0) for item, pipe in zip(lengths, pipelines)]  # noqa: B905
+    alone = [pack(item, pipe) for item, pipe in zip(lengths, pipelines)]  # noqa: B905
     assert [p.latency_s for p in together] == pytest.approx([p.latency_s for p in alone])
 
 
@@ -139,8 +154,8 @@ def test_microbatches_range_from_maxlen_to_utillen() -> None:
 
 def test_deep_pipelines_get_more_microbatches() -> None:
     lengths = np.full(32, 500)
-    shallow = pack(lengths, cost(num_stages=1), time_budget_s=0)
-    deep = pack(lengths, cost(num_stages=8), time_budget_s=0)
+    shallow = pack(lengths, cost(num_stages=1))
+    deep = pack(lengths, cost(num_stages=8))
     assert len(shallow.microbatches) == 1
     assert len(deep.microbatches) > 4
 

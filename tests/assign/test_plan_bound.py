@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign import PipelineCost, Scheme, plan_lower_bound_s, work_lower_bound_s
+from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.partitions import partitions
+from lightning_hetero.planner import Scheme, work_lower_bound_s
 from tests.assign.cases import costs
+from tests.assign.plan_bound import plan_lower_bound_s
 from tests.benchmarks.assignment_cases import time_1f1b_s
 
 NUM_DEVICES = {"new": 3, "old": 2}

@@ -19,15 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.assign import (
-    ModelMemory,
     PipelineCost,
-    Scheme,
-    draw_iteration,
-    max_len,
-    plan_lower_bound_s,
 )
-from lightning_hetero.assign.cost import microbatch_times_s
+from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
+from lightning_hetero.planner import Scheme, draw_iteration
+from lightning_hetero.planner.proposing.pipeline_costs import max_len
+from tests.assign.model_memory import ModelMemory
+from tests.assign.plan_bound import plan_lower_bound_s
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
 LENGTH_SETS = ("web-documents", "python-files")
@@ -165,7 +164,7 @@ def most_possible(
     """Return the ratio to a peer that no plan can exceed, from the bound over all plans.
 
     Each iteration may have its own plan, of any numbers of pipelines of these schemes, and any
-    assignment; see `lightning_hetero.assign.plan_bound`.
+    assignment; see `tests.assign.plan_bound`.
     """
     bounds_s = [
         plan_lower_bound_s(

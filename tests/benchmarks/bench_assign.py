@@ -18,14 +18,11 @@ import time
 
 import numpy as np
 
-from lightning_hetero.assign import (
-    assign_iteration,
-    dispatch,
-    dispatch_exact,
-    dispatch_lower_bound_s,
-    propose,
-)
+from lightning_hetero.assign import assign_iteration, dispatch
 from lightning_hetero.assign.iteration import pack_dispatch
+from lightning_hetero.planner import propose
+from tests.assign.dispatch_bound import dispatch_lower_bound_s
+from tests.assign.exact import dispatch_exact
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     assign_by_karmarkar_karp,

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.assign import PipelineCost, Scheme, assign_iteration, dispatch, propose
+from lightning_hetero.assign import PipelineCost, assign_iteration, dispatch
+from lightning_hetero.planner import Scheme, propose
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     Assign,

@@ -7,9 +7,9 @@ import pytest
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Group, MappingOrder, Workload, map_groups
-from lightning_hetero.planner.estimate import Estimator
-from lightning_hetero.planner.improve import Candidate, Judge
-from lightning_hetero.planner.layout import PipelineLayout
+from lightning_hetero.planner.arrangement import PipelineNodes
+from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.local_search import Candidate, Judge
 from lightning_hetero.simulator import RooflineCost
 
 CLUSTER = Cluster(
@@ -24,9 +24,9 @@ CLUSTER = Cluster(
 @pytest.mark.parametrize(
     "layout",
     [
-        (PipelineLayout(1, (0,)), PipelineLayout(1, (2,))),
-        (PipelineLayout(1, (0, 2)), PipelineLayout(2, (1, 2))),
-        (PipelineLayout(1, (0, 0, 1, 2)),),
+        (PipelineNodes(1, (0,)), PipelineNodes(1, (2,))),
+        (PipelineNodes(1, (0, 2)), PipelineNodes(2, (1, 2))),
+        (PipelineNodes(1, (0, 0, 1, 2)),),
     ],
 )
 def test_estimates_are_within_3_percent_of_the_simulator(layout):

@@ -2,7 +2,7 @@
 
 1. A scheme is one way to run a pipeline: a TP degree and the device type of every stage, of one
    type or of two (the slower first), layers balanced by Eq. 4.
-2. `assign.propose` says how many pipelines of each scheme the candidates have.
+2. `propose` says how many pipelines of each scheme the candidates have.
 3. Each candidate is mapped to nodes and ranks, and its pipelines' costs are taken from the plan as
    it stands.
 4. Candidates, and any plan given besides, are tried on iterations drawn from the data. The one that
@@ -17,31 +17,30 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign import (
-    PipelineCost,
-    Proposal,
-    ProposalOptions,
-    Scheme,
-    assign_iteration,
-    draw_iteration,
-    plan_costs,
-    propose,
-    work_lower_bound_s,
-)
-from lightning_hetero.assign.cost import as_lengths
+from lightning_hetero.assign.iteration import assign_iteration
+from lightning_hetero.assign.pipeline_cost import PipelineCost, as_lengths, typical_length
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.layout import to_plan
-from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
-from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.planner.arrangement import to_plan
+from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups, num_units
+from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
+from lightning_hetero.planner.proposing.proposal import (
+    Proposal,
+    ProposalOptions,
+    Scheme,
+    choose_together,
+    draw_iteration,
+    propose,
+)
+from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.workload import Workload
+from lightning_hetero.simulator import CostModel
 
 __all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
 
 _MAX_STAGES = 16
-_WORTH_HAVING = 1e-3
-"""Share of the mean that one more candidate has to shorten."""
 _MIXED_COUNTS = (1, 2, 4)
 """Stages on each of a mixed pipeline's two device types."""
 
@@ -96,10 +95,10 @@ def propose_plans(
     Raises:
         PlanningError: No plan holds the longest sample.
     """
-    return _Search(as_lengths(lengths), cost, tokens_per_step, options).run(given)
+    return _CandidateSearch(as_lengths(lengths), cost, tokens_per_step, options).run(given)
 
 
-class _Search:
+class _CandidateSearch:
     def __init__(
         self,
         lengths: IntArray,
@@ -109,9 +108,10 @@ class _Search:
     ) -> None:
         self.lengths = lengths
         self.longest = int(lengths.max())
-        # The length that the average token has: what a balance of layers should suit.
-        self.typical = int((lengths.astype(float) ** 2).sum() / lengths.sum())
         self.cost = cost
+        # Layers are balanced for micro-batches of one typical sample.
+        typical = Workload(sequence_length=typical_length(lengths), global_batch_size=_MAX_STAGES)
+        self.estimator = Estimator(cost, typical, equal_microbatches=False)
         self.tokens = tokens_per_step
         self.options = options or CandidateOptions()
         self.num_devices = cost.cluster.num_devices
@@ -171,12 +171,13 @@ class _Search:
                         yield Group(degree, (slow,) * first + (fast,) * second)
 
     def _num_units(self, device: str, tp_degree: int) -> int:
-        """Return how many TP groups a device type has; none crosses nodes."""
-        nodes = [node for node in self.cost.cluster.nodes if node.device == device]
-        return sum(node.count // tp_degree for node in nodes)
+        counts = [node.count for node in self.cost.cluster.nodes]
+        return num_units(self.cost.cluster, counts, device, tp_degree)
 
     def _layer_s(self, device: str, tp_degree: int) -> float:
-        return sum(self.cost.compute_s(StageShape(device, tp_degree, 1), (self.typical,)))
+        node = [node.device for node in self.cost.cluster.nodes].index(device)
+        forward, backward = self.estimator.stage_times_s(node, tp_degree, first=False, last=False)
+        return float(forward[1] + backward[1])
 
     def _scheme(self, group: Group) -> Scheme | None:
         """Return a group's scheme: the cost of one of as many such pipelines as there can be."""
@@ -193,33 +194,13 @@ class _Search:
         """Return the groups on actual ranks; None if layers or nodes don't fit."""
         cluster = self.cost.cluster
         counts = [node.count for node in cluster.nodes]
-        layout = map_groups(groups, cluster, counts, MappingOrder.STAGES_TOGETHER)
-        layers = [self._layers(group, len(groups)) for group in groups]
-        if layout is None or None in layers:
+        pipelines = map_groups(groups, cluster, counts, MappingOrder.STAGES_TOGETHER)
+        if pipelines is None:
             return None
-        return to_plan(layout, [item for item in layers if item], [None] * len(groups), cluster)
-
-    def _layers(self, group: Group, num_pipelines: int) -> tuple[int, ...] | None:
-        """Return the layers of each stage: Eq. 4 for a micro-batch of the typical sample."""
-        num_layers = self.cost.model.num_layers
-        num_stages = len(group.devices)
-        tables = []
-        for index, device in enumerate(group.devices):
-            times_s = np.full(num_layers + 1, np.inf)
-            for count in range(1, num_layers - num_stages + 2):
-                shape = StageShape(
-                    device,
-                    group.tp_degree,
-                    count,
-                    has_embedding=index == 0,
-                    has_head=index == num_stages - 1,
-                )
-                in_flight = [(self.typical,)] * (num_stages - index)
-                needed = self.cost.stage_bytes(shape, num_pipelines, in_flight, num_stages - index)
-                if needed <= self.cost.usable_bytes(device):
-                    times_s[count] = sum(self.cost.compute_s(shape, (self.typical,)))
-            tables.append(times_s)
-        return balance_layers(tables, num_layers)
+        layers = [self.estimator.balance(item, len(groups), _MAX_STAGES) for item in pipelines]
+        if None in layers:
+            return None
+        return to_plan(pipelines, [row for row in layers if row], [None] * len(groups), cluster)
 
     def _costs(self, plan: ParallelPlan) -> tuple[PipelineCost, ...] | None:
         try:
@@ -247,22 +228,15 @@ class _Search:
         values = np.array([[self._seconds(found[plan], i) for i in iterations] for plan in plans])
         # The first plan must hold whatever comes, whether the drawn iterations have it or not.
         roomy = np.array([self._holds_longest(found[plan]) for plan in plans])
-        order = [int(np.where(roomy, values.mean(axis=1), np.inf).argmin())]
-        current = values[order[0]]
-        while len(order) < min(self.options.num_candidate_plans, len(plans)):
-            means = np.minimum(values, current).mean(axis=1)
-            best = int(means.argmin())
-            if means[best] >= current.mean() * (1 - _WORTH_HAVING):
-                break
-            order.append(best)
-            current = np.minimum(current, values[best])
+        order = choose_together(values, roomy, self.options.num_candidate_plans)
+        dynamic_s = values[order].min(axis=0)
         bounds_s = [work_lower_bound_s(i, schemes, self.num_devices) for i in iterations]
         return CandidatePlans(
             plans=tuple(plans[i] for i in order),
             costs=tuple(found[plans[i]] for i in order),
             static_s=float(values[order[0]].mean()),
-            dynamic_s=float(current.mean()),
-            bound_s=float(np.minimum(bounds_s, current).mean()),
+            dynamic_s=float(dynamic_s.mean()),
+            bound_s=float(np.minimum(bounds_s, dynamic_s).mean()),
         )
 
     def _seconds(self, costs: tuple[PipelineCost, ...], lengths: IntArray) -> float:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, classify_nodes
 from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.layout import Layout, PipelineLayout, classify_nodes
 from lightning_hetero.planner.sharing import deal_microbatches, share_microbatches
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
@@ -49,7 +49,7 @@ class PipelineEstimate:
 class Estimate:
     """A layout with layers and micro-batches, and about how long an iteration takes."""
 
-    layout: Layout
+    layout: Arrangement
     """The pipelines that have work."""
     layers: tuple[tuple[int, ...], ...]
     """[pipeline][stage] layers."""
@@ -140,21 +140,21 @@ class Estimator:
             self._most_layers[key] = low
         return self._most_layers[key]
 
-    def key(self, pipeline: PipelineLayout) -> _PipelineKey:
+    def key(self, pipeline: PipelineNodes) -> _PipelineKey:
         """Return what a pipeline's times depend on."""
         nodes = pipeline.nodes
         classes = tuple(self.classes[node] for node in nodes)
         same = tuple(a == b for a, b in itertools.pairwise(nodes))
         return pipeline.tp_degree, classes, same
 
-    def pipeline(self, pipeline: PipelineLayout, num_pipelines: int) -> PipelineEstimate | None:
+    def pipeline(self, pipeline: PipelineNodes, num_pipelines: int) -> PipelineEstimate | None:
         """Return a pipeline with its layers balanced, or None if the model doesn't fit."""
         key = self.key(pipeline), num_pipelines
         if key not in self._pipelines:
             self._pipelines[key] = self._estimate_pipeline(pipeline, num_pipelines)
         return self._pipelines[key]
 
-    def layout(self, layout: Layout) -> Estimate | None:
+    def layout(self, layout: Arrangement) -> Estimate | None:
         """Return an estimate, or None if a pipeline doesn't fit or there is too little work."""
         num_pipelines = len(layout)
         total = self.workload.num_microbatches
@@ -196,7 +196,7 @@ class Estimator:
         )
 
     def _estimate_pipeline(
-        self, pipeline: PipelineLayout, num_pipelines: int
+        self, pipeline: PipelineNodes, num_pipelines: int
     ) -> PipelineEstimate | None:
         """Balance the layers; if they don't fit, let fewer micro-batches be in flight."""
         total = self.workload.num_microbatches
@@ -206,31 +206,45 @@ class Estimator:
         # Long pipelines with few micro-batches are poor anyway: look at short ones only.
         fewer = range(min(num_stages, total) - 1, 0, -1) if num_stages <= 6 else ()
         for most in (total, *fewer):
-            found = self._balance(pipeline, num_pipelines, most)
+            found = self._time_pipeline(pipeline, num_pipelines, most)
             if found is not None:
                 return found
         return None
 
-    def _balance(
-        self, pipeline: PipelineLayout, num_pipelines: int, most_microbatches: int
-    ) -> PipelineEstimate | None:
+    def balance(
+        self, pipeline: PipelineNodes, num_pipelines: int, most_microbatches: int
+    ) -> tuple[int, ...] | None:
+        """Return the layers of each stage by Eq. 4, or None if they don't fit.
+
+        Args:
+            pipeline: Its stages by node.
+            num_pipelines: Pipelines among which states are spread.
+            most_microbatches: Most micro-batches in flight.
+        """
         tp_degree, nodes = pipeline
-        num_stages = len(nodes)
-        tables, limited = [], []
+        tables = []
         for stage, node in enumerate(nodes):
-            first, last = stage == 0, stage == num_stages - 1
-            forward, backward = self.stage_times_s(node, tp_degree, first=first, last=last)
-            tables.append((forward, backward))
-            held = min(num_stages - stage, most_microbatches)
-            most = self.most_layers(node, tp_degree, (first, last), num_pipelines, held)
-            times = forward + backward
-            times[most + 1 :] = np.inf
-            limited.append(times)
-        layers = balance_layers(limited, self.num_layers)
+            ends = stage == 0, stage == len(nodes) - 1
+            times = np.add(*self.stage_times_s(node, tp_degree, first=ends[0], last=ends[1]))
+            held = min(len(nodes) - stage, most_microbatches)
+            times[self.most_layers(node, tp_degree, ends, num_pipelines, held) + 1 :] = np.inf
+            tables.append(times)
+        return balance_layers(tables, self.num_layers)
+
+    def _time_pipeline(
+        self, pipeline: PipelineNodes, num_pipelines: int, most_microbatches: int
+    ) -> PipelineEstimate | None:
+        layers = self.balance(pipeline, num_pipelines, most_microbatches)
         if layers is None:
             return None
-        forward_s = [float(f[n]) for (f, _), n in zip(tables, layers, strict=True)]
-        backward_s = [float(b[n]) for (_, b), n in zip(tables, layers, strict=True)]
+        tp_degree, nodes = pipeline
+        num_stages = len(nodes)
+        times_s = [
+            self.stage_times_s(node, tp_degree, first=stage == 0, last=stage == num_stages - 1)
+            for stage, node in enumerate(nodes)
+        ]
+        forward_s = [float(f[n]) for (f, _), n in zip(times_s, layers, strict=True)]
+        backward_s = [float(b[n]) for (_, b), n in zip(times_s, layers, strict=True)]
         slope, fill = self._linear(forward_s, backward_s, nodes)
         shape = self.shape(nodes[0], tp_degree, layers[0], first=True, last=num_stages == 1)
         return PipelineEstimate(
@@ -266,7 +280,7 @@ class Estimator:
 
     def _exchange_s(
         self,
-        layout: Layout,
+        layout: Arrangement,
         keys: Sequence[_PipelineKey],
         parts: dict[_PipelineKey, PipelineEstimate],
     ) -> dict[_PipelineKey, tuple[float, float]]:

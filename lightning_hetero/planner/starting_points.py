@@ -11,11 +11,11 @@ import numpy as np
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
 from lightning_hetero.planner.bound import bound_iteration_time_s
-from lightning_hetero.planner.estimate import Estimator
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
-from lightning_hetero.planner.layout import Layout, PipelineLayout
-from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
+from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups, num_units
 from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
 
@@ -43,19 +43,12 @@ class _Types:
         }
         self.names = sorted(node_of, key=lambda name: (-seconds[name], name))
         self.nodes = [node_of[name] for name in self.names]
-        self.totals = np.array([self._units(name, 1) for name in self.names], dtype=np.int64)
-
-    def _units(self, name: str, tp_degree: int) -> int:
-        nodes = self.estimator.cost.cluster.nodes
-        return sum(
-            count // tp_degree
-            for node, count in zip(nodes, self.counts, strict=True)
-            if node.device == name
-        )
+        self.totals = np.array(self.units(1), dtype=np.int64)
 
     def units(self, tp_degree: int) -> list[int]:
         """Return tensor-parallel groups of each type that nodes can hold."""
-        return [self._units(name, tp_degree) for name in self.names]
+        cluster = self.estimator.cost.cluster
+        return [num_units(cluster, self.counts, name, tp_degree) for name in self.names]
 
     def seconds(self, node: int, tp_degree: int) -> float:
         """Return seconds of a micro-batch through all layers on one unit of a node."""
@@ -96,7 +89,7 @@ class _Types:
 
 def propose_layouts(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
-) -> list[Layout]:
+) -> list[Arrangement]:
     """Return layouts worth estimating.
 
     Args:
@@ -251,13 +244,13 @@ def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
 
 def enumerate_layouts(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], limit: int
-) -> list[Layout] | None:
+) -> list[Arrangement] | None:
     """Return every layout up to swapping equal nodes, or None if there are more than `limit`."""
     cluster = estimator.cost.cluster
     most_stages = estimator.num_layers
     most_pipelines = estimator.workload.num_microbatches
     pipelines = [
-        PipelineLayout(tp, nodes)
+        PipelineNodes(tp, nodes)
         for tp in tp_degrees
         for nodes in _node_sequences([count // tp for count in counts], most_stages)
     ]
@@ -265,9 +258,9 @@ def enumerate_layouts(
         return None
     sizes = [(node.count, node.price_per_hour) for node in cluster.nodes]
     alike = [(estimator.classes[i], *sizes[i]) for i in range(len(sizes))]
-    found: dict[Layout, Layout] = {}
+    found: dict[Arrangement, Arrangement] = {}
     visited = 0
-    stack: list[tuple[Layout, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
+    stack: list[tuple[Arrangement, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
     while stack:
         layout, start, free = stack.pop()
         if layout:
@@ -302,7 +295,7 @@ def _node_sequences(units: Sequence[int], longest: int) -> Iterator[tuple[int, .
                 stack.append(((*nodes, node), rest))
 
 
-def _relabel(layout: Layout, alike: Sequence[object]) -> Layout:
+def _relabel(layout: Arrangement, alike: Sequence[object]) -> Arrangement:
     """Rename equal nodes by first appearance; layouts that then agree are the same."""
     order = sorted(layout, key=lambda p: (p.tp_degree, [str(alike[node]) for node in p.nodes]))
     free: dict[object, list[int]] = {}
@@ -314,5 +307,5 @@ def _relabel(layout: Layout, alike: Sequence[object]) -> Layout:
         for node in pipeline.nodes:
             if node not in names:
                 names[node] = free[alike[node]].pop()
-        renamed.append(PipelineLayout(pipeline.tp_degree, tuple(names[n] for n in pipeline.nodes)))
+        renamed.append(PipelineNodes(pipeline.tp_degree, tuple(names[n] for n in pipeline.nodes)))
     return tuple(sorted(renamed))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.cost import CostTable
 from lightning_hetero.assign.greedy import UNFIT_S
+from lightning_hetero.assign.pipeline_cost import CostTable
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["improve_dispatch"]

@@ -2,7 +2,8 @@
 
 Memory is linear in the length of a micro-batch, so MaxLen is where it meets the capacity of the
 tightest stage. Latency coefficients are fitted to the slowest stage's measured times, which decides
-the pace of a pipeline of unequal stages.
+the pace of a pipeline of unequal stages. `plan_costs` says so of any plan by a cost model, also
+one with unequal devices and layer splits.
 """
 
 from collections.abc import Sequence
@@ -11,19 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import PipelineCost
+from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.simulator.cost import CostModel
 
 __all__ = [
-    "ModelMemory",
     "StageMemory",
     "max_len",
     "pipeline_cost",
+    "plan_costs",
     "util_len",
 ]
 
 _MULTIPLE = 128
+_SHORTEST = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,44 +48,6 @@ class StageMemory:
         """Tokens of a micro-batch with which the stage is full; negative if it is already."""
         per_token = self.bytes_per_token * self.num_in_flight
         return (self.capacity_bytes - self.state_bytes) / per_token
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelMemory:
-    """Memory coefficients of a transformer (B.1).
-
-    On the first of PP stages, with N devices: activations `L·(l·H/TP)·A`, layers
-    `L·H²·B·(α/N + (1-α)/(PP·TP))`, embedding `16·H·V·(α/N + (1-α)/TP)`.
-    """
-
-    hidden_size: int
-    """H."""
-    num_layers: int
-    """L."""
-    vocab_size: int
-    """V."""
-    activation_bytes: float
-    """A: bytes of activations per layer, token and hidden unit."""
-    layer_bytes: float
-    """B: bytes of model states per layer and squared hidden size."""
-    sharded_share: float = 0.75
-    """α: the share of model states spread over all devices; 3/4 for fp32 states, 16-bit weights."""
-
-    def first_stage(
-        self, *, tp_degree: int, num_stages: int, num_devices: int, capacity_bytes: float
-    ) -> StageMemory:
-        """Return what a rank of the first of equal stages holds; capacity is without the margin."""
-        sharded = self.sharded_share / num_devices
-        kept = (1 - self.sharded_share) / tp_degree
-        layers = self.num_layers * self.hidden_size**2 * self.layer_bytes
-        embedding = 16 * self.hidden_size * self.vocab_size
-        per_layer = self.hidden_size / tp_degree * self.activation_bytes
-        return StageMemory(
-            capacity_bytes=capacity_bytes,
-            state_bytes=layers * (sharded + kept / num_stages) + embedding * (sharded + kept),
-            bytes_per_token=per_layer * self.num_layers / num_stages,
-            num_in_flight=num_stages,
-        )
 
 
 def max_len(stages: Sequence[StageMemory]) -> int:
@@ -154,3 +120,47 @@ def pipeline_cost(
         util_len=util_len(fit, limit=limit),
         num_stages=len(stages),
     )
+
+
+def plan_costs(
+    plan: ParallelPlan, model: CostModel, *, context_length: int
+) -> tuple[PipelineCost, ...]:
+    """Return the cost of every pipeline of a plan.
+
+    Args:
+        plan: The plan.
+        model: Times and bytes of its stages.
+        context_length: Longest sequence that the coefficients are fitted for.
+
+    Raises:
+        AssignmentError: A stage has no memory for tokens.
+    """
+    longest = max(context_length, 2 * _SHORTEST)  # A fit needs two lengths.
+    count = (longest // _SHORTEST).bit_length()
+    lengths = sorted({*(_SHORTEST << i for i in range(count)), longest})
+    return tuple(
+        _pipeline_cost(pipeline, model, lengths, plan.num_pipelines) for pipeline in plan.pipelines
+    )
+
+
+def _pipeline_cost(
+    pipeline: PipelinePlan, model: CostModel, lengths: list[int], num_pipelines: int
+) -> PipelineCost:
+    shapes = [model.shape_of(stage) for stage in pipeline.stages]
+    times_s = [[sum(model.compute_s(shape, (length,))) for length in lengths] for shape in shapes]
+    longest = lengths[-1]
+    stages = []
+    for stage_index, shape in enumerate(shapes):
+        num_in_flight = pipeline.num_stages - stage_index
+        held = model.held_bytes(shape, longest)
+        # Transient buffers and messages are of the one micro-batch that runs.
+        passing = model.passing_bytes(shape, longest) / num_in_flight
+        stages.append(
+            StageMemory(
+                capacity_bytes=model.usable_bytes(shape.device),
+                state_bytes=model.fixed_bytes(shape, num_pipelines),
+                bytes_per_token=(held + passing) / longest,
+                num_in_flight=num_in_flight,
+            )
+        )
+    return pipeline_cost(lengths, times_s, stages)

@@ -3,11 +3,11 @@ import itertools
 import numpy as np
 import pytest
 
-from lightning_hetero.assign import ProposalOptions, Scheme, assign_iteration, propose
-from lightning_hetero.assign.estimate import estimate_plans
-from lightning_hetero.assign.proposal import draw_iteration
-from lightning_hetero.assign.relaxation import AverageWork, fractional_plan
+from lightning_hetero.assign import assign_iteration
 from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.planner import ProposalOptions, Scheme, draw_iteration, propose
+from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
+from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
 from tests.assign.cases import cost
 
 QUICK = ProposalOptions(num_iterations=8, num_rounds=2, num_longest=3)

@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.assign import assign_iteration, draw_iteration, plan_costs
+from lightning_hetero.assign import assign_iteration
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner import CandidateOptions, CandidatePlans, propose_plans
+from lightning_hetero.planner import (
+    CandidateOptions,
+    CandidatePlans,
+    draw_iteration,
+    plan_costs,
+    propose_plans,
+)
 from lightning_hetero.simulator import RooflineCost
 from tests.planner.every_plan import tiny_cluster, tiny_model
 

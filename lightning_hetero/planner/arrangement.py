@@ -9,10 +9,10 @@ from typing import NamedTuple
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 
-__all__ = ["Layout", "PipelineLayout", "classify_nodes", "to_plan"]
+__all__ = ["Arrangement", "PipelineNodes", "classify_nodes", "to_plan"]
 
 
-class PipelineLayout(NamedTuple):
+class PipelineNodes(NamedTuple):
     """One pipeline's stages by node."""
 
     tp_degree: int
@@ -21,7 +21,7 @@ class PipelineLayout(NamedTuple):
     """Node of every stage, first stage first."""
 
 
-Layout = tuple[PipelineLayout, ...]
+Arrangement = tuple[PipelineNodes, ...]
 """All pipelines; the devices that none names are idle."""
 
 
@@ -46,7 +46,7 @@ def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def to_plan(
-    layout: Layout,
+    layout: Arrangement,
     layers: Sequence[Sequence[int]],
     num_microbatches: Sequence[int | None],
     cluster: Cluster,

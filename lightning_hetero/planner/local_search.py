@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.estimate import Estimator
-from lightning_hetero.planner.layout import Layout, PipelineLayout, to_plan
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
+from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.simulator import Simulation, simulate
 
 __all__ = ["Candidate", "Judge", "improve"]
@@ -23,7 +23,7 @@ _MIN_GAIN = 1e-9
 class Candidate:
     """A layout with layers and micro-batches: everything but the ranks."""
 
-    layout: Layout
+    layout: Arrangement
     """The pipelines' stages by node."""
     layers: tuple[tuple[int, ...], ...]
     """[pipeline][stage] layers."""
@@ -212,7 +212,7 @@ def _rebuilt(
 ) -> Iterator[Candidate]:
     """Yield the candidate on other nodes with layers and micro-batches for them, if it fits."""
     layout = tuple(
-        PipelineLayout(pipeline.tp_degree, tuple(row))
+        PipelineNodes(pipeline.tp_degree, tuple(row))
         for pipeline, row in zip(candidate.layout, nodes, strict=True)
     )
     estimate = estimator.layout(layout)

@@ -20,6 +20,7 @@ __all__ = [
     "as_lengths",
     "microbatch_times_s",
     "sequence_times_s",
+    "typical_length",
 ]
 
 
@@ -101,6 +102,17 @@ class CostTable:
         column = lengths[..., None].astype(np.float64)
         return (self.a * column + self.b) * column
 
+    def alone_s(self, lengths: IntArray) -> FloatArray:
+        """Return Eq. 1 of sequences [...] that have a pipeline to themselves, [..., D]."""
+        return self.times_s(lengths) + self.lost_s(lengths)
+
+    def lost_s(self, longest: IntArray) -> FloatArray:
+        """Return what bubbles and one micro-batch's c cost beside the work, [..., D].
+
+        It is the least that a pipeline loses whose longest sequence has `longest` tokens.
+        """
+        return self.num_bubbles * self.times_s(longest) + self.c * (self.num_bubbles + 1)
+
     def latencies_s(
         self, work_s: FloatArray, longest: FloatArray, tokens: FloatArray
     ) -> FloatArray:
@@ -129,6 +141,11 @@ def as_lengths(lengths: ArrayLike) -> IntArray:
             f"Sequence {int(array.argmin())} has {int(array.min())} tokens; drop empty sequences."
         )
     return array.astype(np.int64)
+
+
+def typical_length(lengths: IntArray) -> int:
+    """Return the length of the sequence that the average token is in."""
+    return round(float((lengths.astype(float) ** 2).sum() / lengths.sum()))
 
 
 def sequence_times_s(lengths: IntArray, cost: PipelineCost) -> FloatArray:

@@ -15,13 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths
-from lightning_hetero.assign.estimate import estimate_plans
-from lightning_hetero.assign.relaxation import AverageWork, fractional_plan
+from lightning_hetero.assign.pipeline_cost import (
+    CostTable,
+    PipelineCost,
+    as_lengths,
+    typical_length,
+)
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
+from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
 
-__all__ = ["Proposal", "ProposalOptions", "Scheme", "draw_iteration", "propose"]
+__all__ = ["Proposal", "ProposalOptions", "Scheme", "choose_together", "draw_iteration", "propose"]
+
+_WORTH_HAVING = 1e-3
+"""Share of the mean that one more plan has to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +88,26 @@ def draw_iteration(
     return drawn[: max(1, count)]
 
 
+def choose_together(latencies_s: FloatArray, may_be_first: BoolArray, most: int) -> list[int]:
+    """Return the plans of which the best for each iteration takes least, found one by one.
+
+    Args:
+        latencies_s: [plans, iterations].
+        may_be_first: [plans] those that hold whatever sequence comes.
+        most: Most plans to choose, 1 or more.
+    """
+    chosen = [int(np.where(may_be_first, latencies_s.mean(axis=1), np.inf).argmin())]
+    current_s = latencies_s[chosen[0]]
+    while len(chosen) < most:
+        means_s = np.minimum(latencies_s, current_s).mean(axis=1)
+        best = int(means_s.argmin())
+        if means_s[best] >= current_s.mean() * (1 - _WORTH_HAVING):
+            break
+        chosen.append(best)
+        current_s = np.minimum(current_s, latencies_s[best])
+    return chosen
+
+
 def propose(
     lengths: ArrayLike,
     schemes: Sequence[Scheme],
@@ -100,7 +128,7 @@ def propose(
     Raises:
         PlanningError: No scheme holds the longest sequence on the devices there are.
     """
-    return _Search(
+    return _ProposalSearch(
         lengths=as_lengths(lengths),
         schemes=schemes,
         num_devices=num_devices,
@@ -109,7 +137,7 @@ def propose(
     ).run()
 
 
-class _Search:
+class _ProposalSearch:
     """The pool of plans and what is known about them."""
 
     def __init__(
@@ -165,8 +193,7 @@ class _Search:
     def _is_unbeatable(self, chosen: list[tuple[int, ...]]) -> bool:
         """Return whether every iteration takes as long as its longest sequence alone."""
         longest = np.array([int(item.max()) for item in self.iterations])
-        stages = self.table.num_bubbles + 1
-        alone_s = (self.table.times_s(longest) + self.table.c) * stages
+        alone_s = self.table.alone_s(longest)
         fits = (longest[:, None] <= self.table.max_len) & self.usable
         least_s = np.where(fits, alone_s, np.inf).min(axis=1)
         best_s = np.min([self.estimates[plan] for plan in chosen], axis=0)
@@ -194,9 +221,7 @@ class _Search:
 
         Once with the schemes that take least device time, once with those that end first.
         """
-        alone_s = (self.table.times_s(np.array([longest]))[0] + self.table.c) * (
-            self.table.num_bubbles + 1
-        )
+        alone_s = self.table.alone_s(np.array(longest))
         roomy = self.usable & (self.table.max_len >= longest)
         found = set()
         for merit in (self.efficiency / self.devices.sum(axis=1), 1.0 / alone_s):
@@ -222,16 +247,11 @@ class _Search:
         )
         tops = np.zeros(len(occupied), dtype=np.int64)
         np.maximum.at(tops, place, kept)
-        stages = self.table.num_bubbles + 1
-        # A pipeline's longest sequence is typically one of the longer half of the tokens.
-        ordered = np.sort(kept)
-        typical = ordered[np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)]
-        typical_s = self.table.times_s(np.array([typical]))[0]
         return AverageWork(
             work_s=work_s,
-            alone_s=(self.table.times_s(tops) + self.table.c) * stages,
+            alone_s=self.table.alone_s(tops),
             fits=(tops[:, None] <= self.table.max_len) & self.usable,
-            lost_s=self.table.num_bubbles * typical_s + self.table.c * stages,
+            lost_s=self.table.lost_s(np.array(typical_length(kept))),
             devices=self.devices.astype(float),
             available=self.available.astype(float),
         )
@@ -310,20 +330,10 @@ class _Search:
             self.estimates.update(zip(fresh, values, strict=True))
 
     def _choose(self) -> list[tuple[int, ...]]:
-        """Return the plans that together give the least mean latency, found one by one."""
         plans = sorted(self.estimates)
         values = np.array([self.estimates[plan] for plan in plans])
         roomy = np.array(
             [max(k.max_len for k, n in zip(self.costs, p, strict=True) if n) for p in plans]
         )
-        means = np.where(roomy >= self.longest, values.mean(axis=1), np.inf)
-        best = int(means.argmin())
-        chosen, current = [plans[best]], values[best]
-        while len(chosen) < self.options.num_candidate_plans:
-            means = np.minimum(values, current).mean(axis=1)
-            best = int(means.argmin())
-            if means[best] >= current.mean() * (1 - 1e-4):
-                break
-            chosen.append(plans[best])
-            current = np.minimum(current, values[best])
-        return chosen
+        chosen = choose_together(values, roomy >= self.longest, self.options.num_candidate_plans)
+        return [plans[index] for index in chosen]

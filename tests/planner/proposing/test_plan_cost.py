@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 
-from lightning_hetero.assign import assign_iteration, plan_costs
-from lightning_hetero.assign.cost import sequence_times_s
+from lightning_hetero.assign import assign_iteration
+from lightning_hetero.assign.pipeline_cost import sequence_times_s
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.planner import plan_costs
 from lightning_hetero.simulator.roofline import RooflineCost
 
 CLUSTER = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="H800-80GB", count=4)))

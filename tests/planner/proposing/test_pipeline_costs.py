@@ -3,15 +3,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.assign import (
-    ModelMemory,
+from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.planner.proposing.pipeline_costs import (
     StageMemory,
     max_len,
     pipeline_cost,
     util_len,
 )
-from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.core.time_fit import TimeFit
+from tests.assign.model_memory import ModelMemory
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096, 8192, 16384])
 

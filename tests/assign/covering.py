@@ -1,4 +1,4 @@
-"""The linear relaxation behind the lower bounds: sequences covered by kinds of pipeline.
+"""The linear relaxation of the references' lower bounds: sequences covered by kinds of pipeline.
 
 Sequences come longest first, in runs of nearly equal length, each with the least of its lengths.
 For a given latency, a pipeline of kind k whose longest sequence is of run h has `slots[h, k]`
@@ -19,53 +19,17 @@ So a latency is a lower bound if no solution makes do with the pipelines there c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
-from lightning_hetero.assign.cost import CostTable
-from lightning_hetero.assign.programme import Programme
 from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.linear_program import LinearProgram
+from lightning_hetero.planner.proposing.work_bound import SequenceRuns
 
-__all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
+__all__ = ["ROUNDING", "StageSeconds", "add_cover", "least_possible_s"]
 
 ROUNDING = 1e-6
 """By how much, relatively, a limit may be exceeded in a solution of the rows."""
-_SPREAD = 0.03
-"""Lengths of a run differ by this share at most, which costs the bounds about nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceRuns:
-    """R runs of sequences of nearly equal length, longest first, on K kinds of pipeline."""
-
-    table: CostTable
-    """The K kinds."""
-    least: IntArray
-    """[R] least length of each run."""
-    counts: IntArray
-    """[R] number of its sequences."""
-    tokens: IntArray
-    """[R] their tokens."""
-    work_s: FloatArray
-    """[R, K] seconds of a stage for them."""
-
-    @classmethod
-    def of(cls, lengths: IntArray, table: CostTable) -> Self:
-        """Cut the sequences into runs."""
-        ordered = np.sort(lengths)[::-1]
-        starts = [0]
-        for index, length in enumerate(ordered.tolist()):
-            if length < ordered[starts[-1]] * (1 - _SPREAD):
-                starts.append(index)
-        ends = np.array([*starts[1:], len(ordered)])
-        return cls(
-            table=table,
-            least=ordered[ends - 1],
-            counts=ends - np.array(starts),
-            tokens=np.add.reduceat(ordered, starts),
-            work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +42,7 @@ class StageSeconds:
     """Those of them that are left for sequences, without c of any micro-batch."""
 
 
-def add_cover(programme: Programme, runs: SequenceRuns, seconds: StageSeconds) -> IntArray | None:
+def add_cover(program: LinearProgram, runs: SequenceRuns, seconds: StageSeconds) -> IntArray | None:
     """Add shares and pipelines with their rows; return the variables y [R, K].
 
     Returns None if a run fits nowhere, so that no cover exists.
@@ -89,11 +53,11 @@ def add_cover(programme: Programme, runs: SequenceRuns, seconds: StageSeconds) -
     )
     if not allowed.any(axis=1).all():
         return None
-    shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
-    opened = programme.add_variables(upper=np.where(allowed, np.inf, 0.0).ravel())
+    shares = program.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
+    opened = program.add_variables(upper=np.where(allowed, np.inf, 0.0).ravel())
     opened = opened.reshape(allowed.shape)
     for row, is_allowed in zip(shares, allowed, strict=True):
-        programme.add_row(row[is_allowed], 1.0, lower=1.0, upper=1.0)
+        program.add_row(row[is_allowed], 1.0, lower=1.0, upper=1.0)
     fixed_s = runs.table.c * runs.tokens[:, None] / limits
     for kind in range(len(limits)):
         slots_s, room_s = seconds.slots[:, kind], seconds.room[:, kind]
@@ -107,7 +71,7 @@ def add_cover(programme: Programme, runs: SequenceRuns, seconds: StageSeconds) -
                 (runs.counts, most[:, end - 1]),
             ):
                 values = np.concatenate([load[:end], -np.maximum(limit[:end], 0.0)])
-                programme.add_row(columns, values, upper=0.0)
+                program.add_row(columns, values, upper=0.0)
     return opened
 
 

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import CostTable, PipelineCost, as_lengths, sequence_times_s
 from lightning_hetero.assign.dispatch import Dispatch, check_fit
-from lightning_hetero.assign.programme import Programme
+from lightning_hetero.assign.pipeline_cost import (
+    CostTable,
+    PipelineCost,
+    as_lengths,
+    sequence_times_s,
+)
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = ["BinPacking", "dispatch_exact", "pack_into"]
 
@@ -45,8 +50,8 @@ def dispatch_exact(
     check_fit(sizes, table)
     if not len(sizes):
         return Dispatch(pipeline_of=(), latency_s=0.0, lower_bound_s=0.0)
-    programme, given = _dispatch_programme(sizes, table)
-    solution = programme.minimize(time_limit_s=time_limit_s)
+    program, given = _dispatch_programme(sizes, table)
+    solution = program.minimize(time_limit_s=time_limit_s)
     if not len(solution.values):
         raise AssignmentError(
             f"HiGHS found no dispatch of {len(sizes)} sequences to {len(pipelines)} pipelines in "
@@ -60,32 +65,32 @@ def dispatch_exact(
     )
 
 
-def _dispatch_programme(sizes: IntArray, table: CostTable) -> tuple[Programme, IntArray]:
+def _dispatch_programme(sizes: IntArray, table: CostTable) -> tuple[LinearProgram, IntArray]:
     times_s = table.times_s(sizes)
     num_sequences, num_pipelines = times_s.shape
     fits = sizes[:, None] <= table.max_len
-    programme = Programme()
-    given = programme.add_variables(upper=fits.astype(float).ravel(), integral=True)
+    program = LinearProgram()
+    given = program.add_variables(upper=fits.astype(float).ravel(), integral=True)
     given = given.reshape(fits.shape)
-    counts = programme.add_variables(upper=np.full(num_pipelines, num_sequences), integral=True)
-    used = programme.add_variables(upper=np.ones(num_pipelines), integral=True)
-    bubbles = programme.add_variables(upper=np.full(num_pipelines, np.inf))
-    (end,) = programme.add_variables(upper=np.inf, cost=1.0)
+    counts = program.add_variables(upper=np.full(num_pipelines, num_sequences), integral=True)
+    used = program.add_variables(upper=np.ones(num_pipelines), integral=True)
+    bubbles = program.add_variables(upper=np.full(num_pipelines, np.inf))
+    (end,) = program.add_variables(upper=np.inf, cost=1.0)
     for index in range(num_sequences):
-        programme.add_row(given[index], 1.0, lower=1.0, upper=1.0)
+        program.add_row(given[index], 1.0, lower=1.0, upper=1.0)
     for j in range(num_pipelines):
         bubble_s = table.num_bubbles[j] * times_s[:, j]
         for index in np.flatnonzero(fits[:, j]).tolist():
             pair = [given[index, j], bubbles[j]]
-            programme.add_row(pair, [-bubble_s[index], 1.0], lower=0.0)
-            programme.add_row([given[index, j], used[j]], [-1.0, 1.0], lower=0.0)
-        programme.add_row(
+            program.add_row(pair, [-bubble_s[index], 1.0], lower=0.0)
+            program.add_row([given[index, j], used[j]], [-1.0, 1.0], lower=0.0)
+        program.add_row(
             [*given[:, j], counts[j]], [*-sizes.astype(float), float(table.max_len[j])], lower=0.0
         )
         columns = [*given[:, j], bubbles[j], used[j], counts[j], end]
         fixed_s = table.c[j] * table.num_bubbles[j]
-        programme.add_row(columns, [*-times_s[:, j], -1.0, -fixed_s, -table.c[j], 1.0], lower=0.0)
-    return programme, given
+        program.add_row(columns, [*-times_s[:, j], -1.0, -fixed_s, -table.c[j], 1.0], lower=0.0)
+    return program, given
 
 
 def _latency_s(sizes: IntArray, table: CostTable, pipeline_of: IntArray) -> float:
@@ -119,17 +124,17 @@ def pack_into(
     """
     times_s = sequence_times_s(lengths, cost)
     count = len(lengths)
-    programme = Programme()
+    program = LinearProgram()
     is_free = np.arange(num_microbatches)[None, :] <= np.arange(count)[:, None]
-    chosen = programme.add_variables(upper=is_free.astype(float).ravel(), integral=True)
+    chosen = program.add_variables(upper=is_free.astype(float).ravel(), integral=True)
     chosen = chosen.reshape(is_free.shape)
-    (longest,) = programme.add_variables(upper=below_s * (1 - 1e-7), cost=1.0)
+    (longest,) = program.add_variables(upper=below_s * (1 - 1e-7), cost=1.0)
     for index in range(count):
-        programme.add_row(chosen[index], 1.0, lower=1.0, upper=1.0)
+        program.add_row(chosen[index], 1.0, lower=1.0, upper=1.0)
     for batch in range(num_microbatches):
-        programme.add_row(chosen[:, batch], lengths.astype(float), upper=float(cost.max_len))
-        programme.add_row([*chosen[:, batch], longest], [*times_s, -1.0], upper=0.0)
-    solution = programme.minimize(time_limit_s=time_limit_s)
+        program.add_row(chosen[:, batch], lengths.astype(float), upper=float(cost.max_len))
+        program.add_row([*chosen[:, batch], longest], [*times_s, -1.0], upper=0.0)
+    solution = program.minimize(time_limit_s=time_limit_s)
     if not len(solution.values):
         return BinPacking(bin_of=None, lower_bound_s=solution.lower_bound)
     return BinPacking(

@@ -18,31 +18,32 @@ times can rise and fall, so how many, each with its c, work with little loss nee
 With `t_M >= T(h) + c` for the longest sequence h, each limits the seconds S that a pipeline of
 latency x has for micro-batches, and `covering` says what fits into them.
 
-That takes minutes for many devices. `work_lower_bound_s` counts work alone, `S <= x`, with any
-fraction of a pipeline, and takes one linear programme.
+That takes minutes for many devices; `work_lower_bound_s` of the package takes a second.
 """
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.cost import CostTable, as_lengths
-from lightning_hetero.assign.covering import (
-    ROUNDING,
+from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
+from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.planner.linear_program import LinearProgram
+from lightning_hetero.planner.proposing.proposal import Scheme
+from lightning_hetero.planner.proposing.work_bound import (
     SequenceRuns,
+    longest_alone_s,
+    possible_schemes,
+)
+from tests.assign.covering import (
+    ROUNDING,
     StageSeconds,
     add_cover,
     least_possible_s,
 )
-from lightning_hetero.assign.programme import Programme
-from lightning_hetero.assign.proposal import Scheme
-from lightning_hetero.assign.relaxation import AverageWork, fractional_plan
-from lightning_hetero.core.arrays import FloatArray
 
-__all__ = ["plan_lower_bound_s", "work_lower_bound_s"]
+__all__ = ["plan_lower_bound_s"]
 
 _SOLVE_S = 5.0
 _MOST_MICROBATCHES = 64
@@ -68,74 +69,31 @@ def plan_lower_bound_s(
         upper_bound_s: Seconds that a plan is known to take.
         precision: Relative width at which the bisection ends.
     """
-    kept = _possible(schemes, num_devices)
+    kept = possible_schemes(schemes, num_devices)
     sizes, table = as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept])
     runs = SequenceRuns.of(sizes, table)
 
     def is_possible(latency_s: float, *, whole: bool) -> bool:
-        programme = Programme()
-        opened = add_cover(programme, runs, _stage_seconds(runs, latency_s))
+        program = LinearProgram()
+        opened = add_cover(program, runs, _stage_seconds(runs, latency_s))
         if opened is None:
             return False
-        (share,) = programme.add_variables(upper=np.inf, cost=1.0)
-        counts = programme.add_variables(upper=np.full(len(kept), np.inf), integral=whole)
+        (share,) = program.add_variables(upper=np.inf, cost=1.0)
+        counts = program.add_variables(upper=np.full(len(kept), np.inf), integral=whole)
         for columns, count in zip(opened.T, counts, strict=True):
-            programme.add_row([*columns, count], [*np.ones(len(columns)), -1.0], upper=0.0)
+            program.add_row([*columns, count], [*np.ones(len(columns)), -1.0], upper=0.0)
         for device, available in num_devices.items():
             needed = [dict(scheme.devices).get(device, 0) for scheme in kept]
-            programme.add_row([*counts, share], [*needed, -float(available)], upper=0.0)
-        found = programme.minimize(time_limit_s=_SOLVE_S, enough=1.0)
+            program.add_row([*counts, share], [*needed, -float(available)], upper=0.0)
+        found = program.minimize(time_limit_s=_SOLVE_S, enough=1.0)
         return found.lower_bound <= 1 + ROUNDING
 
-    bound_s = min(_alone_s(int(sizes.max()), table), upper_bound_s)
+    bound_s = min(longest_alone_s(int(sizes.max()), table), upper_bound_s)
     # Fractional numbers take a fiftieth of the time, and leave less for whole ones to try.
     for whole in (False, True):
         test = functools.partial(is_possible, whole=whole)
         bound_s = least_possible_s(test, bound_s, upper_bound_s, precision)
     return bound_s
-
-
-def work_lower_bound_s(
-    lengths: ArrayLike, schemes: Sequence[Scheme], num_devices: Mapping[str, int]
-) -> float:
-    """Return seconds below which the devices can't do the work; infinite if they never can.
-
-    Args:
-        lengths: [B] tokens of the iteration's sequences.
-        schemes: What a pipeline can be.
-        num_devices: How many devices of each type there are.
-    """
-    kept = _possible(schemes, num_devices)
-    if not kept:
-        return math.inf
-    sizes, table = as_lengths(lengths), CostTable.of([scheme.cost for scheme in kept])
-    alone_s = _alone_s(int(sizes.max()), table)
-    runs = SequenceRuns.of(sizes, table)
-    work = AverageWork(
-        work_s=runs.work_s + table.c * runs.tokens[:, None] / table.max_len,
-        alone_s=table.times_s(runs.least) + table.c,
-        fits=runs.least[:, None] <= table.max_len,
-        lost_s=np.zeros(len(kept)),
-        devices=np.array([[dict(s.devices).get(d, 0) for d in num_devices] for s in kept], float),
-        available=np.array(list(num_devices.values()), float),
-    )
-    found = fractional_plan(work, with_bubbles=False)
-    return math.inf if found is None else max(alone_s, found.latency_s)
-
-
-def _possible(schemes: Sequence[Scheme], num_devices: Mapping[str, int]) -> list[Scheme]:
-    """Return the schemes of which the devices allow one pipeline or more."""
-    return [
-        scheme
-        for scheme in schemes
-        if all(num_devices.get(device, 0) >= count for device, count in scheme.devices)
-    ]
-
-
-def _alone_s(longest: int, table: CostTable) -> float:
-    """Return how long the longest sequence takes alone where it is quickest."""
-    alone_s = (table.times_s(np.array(longest)) + table.c) * (table.num_bubbles + 1)
-    return float(np.where(longest <= table.max_len, alone_s, np.inf).min())
 
 
 def _stage_seconds(runs: SequenceRuns, latency_s: float) -> StageSeconds:

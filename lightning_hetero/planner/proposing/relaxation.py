@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.programme import Programme
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
+from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = ["AverageWork", "FractionalPlan", "fractional_plan"]
 
@@ -76,12 +76,12 @@ def fractional_plan(work: AverageWork, *, with_bubbles: bool) -> FractionalPlan 
 
 
 def _without_bubbles(work: AverageWork) -> FractionalPlan:
-    programme = Programme()
-    seconds = _add_shares(programme, work, work.fits)
-    (latency,) = programme.add_variables(upper=np.inf, cost=1.0)
+    program = LinearProgram()
+    seconds = _add_shares(program, work, work.fits)
+    (latency,) = program.add_variables(upper=np.inf, cost=1.0)
     for devices, available in zip(work.devices.T, work.available, strict=True):
-        programme.add_row([*seconds, latency], [*devices, -available], upper=0.0)
-    solution = programme.minimize(time_limit_s=60.0)
+        program.add_row([*seconds, latency], [*devices, -available], upper=0.0)
+    solution = program.minimize()
     latency_s = max(solution.objective, 1e-12)
     return FractionalPlan(counts=solution.values[seconds] / latency_s, latency_s=latency_s)
 
@@ -93,13 +93,13 @@ def _with_bubbles(work: AverageWork, latency_s: float) -> FractionalPlan | None:
     allowed &= left_s > 0
     if not allowed.any(axis=1).all():
         return None
-    programme = Programme()
-    seconds = _add_shares(programme, work, allowed)
-    (share,) = programme.add_variables(upper=1.0, cost=1.0)
+    program = LinearProgram()
+    seconds = _add_shares(program, work, allowed)
+    (share,) = program.add_variables(upper=1.0, cost=1.0)
     per_second = work.devices / np.maximum(left_s, 1e-12)[:, None]
     for devices, available in zip(per_second.T, work.available, strict=True):
-        programme.add_row([*seconds, share], [*devices, -available], upper=0.0)
-    solution = programme.minimize(time_limit_s=60.0)
+        program.add_row([*seconds, share], [*devices, -available], upper=0.0)
+    solution = program.minimize()
     if not len(solution.values):
         return None
     return FractionalPlan(
@@ -107,15 +107,15 @@ def _with_bubbles(work: AverageWork, latency_s: float) -> FractionalPlan | None:
     )
 
 
-def _add_shares(programme: Programme, work: AverageWork, allowed: BoolArray) -> IntArray:
+def _add_shares(program: LinearProgram, work: AverageWork, allowed: BoolArray) -> IntArray:
     """Add shares f and pipeline-seconds D with their rows; return the D variables [K]."""
     num_schemes = allowed.shape[1]
-    shares = programme.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
-    seconds = programme.add_variables(upper=np.full(num_schemes, np.inf))
+    shares = program.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
+    seconds = program.add_variables(upper=np.full(num_schemes, np.inf))
     for row, is_allowed in zip(shares, allowed, strict=True):
-        programme.add_row(row[is_allowed], 1.0, lower=1.0, upper=1.0)
+        program.add_row(row[is_allowed], 1.0, lower=1.0, upper=1.0)
     for k in range(num_schemes):
         usable = allowed[:, k]
         columns = [*shares[usable, k], seconds[k]]
-        programme.add_row(columns, [*work.work_s[usable, k], -1.0], upper=0.0)
+        program.add_row(columns, [*work.work_s[usable, k], -1.0], upper=0.0)
     return seconds

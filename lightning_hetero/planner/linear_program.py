@@ -1,0 +1,150 @@
+"""A thin layer over HiGHS: rows and columns in, a solution with its bound and its duals out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+
+__all__ = ["LinearProgram", "Solution"]
+
+_PROVEN_GAP = 1e-6
+"""Relative gap at which an integral solution counts as proven."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What the solver found."""
+
+    values: FloatArray
+    """The variables of the best solution; empty if none was found in time."""
+    row_duals: FloatArray
+    """By how much the objective rises with each row's limit; only where nothing is integral."""
+    objective: float
+    """Its objective, infinite if there is none."""
+    lower_bound: float
+    """Proven lower bound of the objective; infinite if the programme has no solution."""
+
+    @property
+    def integers(self) -> IntArray:
+        """The variables, rounded."""
+        return np.rint(self.values).astype(np.int64)
+
+
+class LinearProgram:
+    """A linear or mixed-integer programme to minimise, built row by row.
+
+    Rows may be added after a solution was found: the next one starts from it. The same programme
+    has the same solution on every machine, unless a time limit ends the search.
+    """
+
+    def __init__(self) -> None:
+        self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._solver.setOptionValue("output_flag", False)
+        self._solver.setOptionValue("threads", 1)
+        self._solver.setOptionValue("random_seed", 0)
+        self._is_integral = False
+        self._rows: list[tuple[IntArray, FloatArray, float, float]] = []
+
+    def add_variables(
+        self,
+        *,
+        upper: ArrayLike,
+        lower: ArrayLike = 0.0,
+        cost: ArrayLike = 0.0,
+        integral: bool = False,
+    ) -> IntArray:
+        """Add variables between `lower` and `upper`; return their indices."""
+        limits = np.atleast_1d(np.asarray(upper, dtype=np.float64))
+        lows, costs = (
+            np.ascontiguousarray(np.broadcast_to(np.asarray(item, dtype=np.float64), limits.shape))
+            for item in (lower, cost)
+        )
+        first = self._solver.getNumCol()
+        indices = np.arange(first, first + limits.size, dtype=np.int32)
+        self._solver.addVars(limits.size, lows, limits)
+        self._solver.changeColsCost(limits.size, indices, costs)
+        if integral:
+            kinds = np.array([highspy.HighsVarType.kInteger] * limits.size)
+            self._solver.changeColsIntegrality(limits.size, indices, kinds)
+            self._is_integral = True
+        return indices.astype(np.int64)
+
+    def add_row(
+        self,
+        columns: IntArray | Sequence[int],
+        coefficients: ArrayLike,
+        *,
+        lower: float = -np.inf,
+        upper: float = np.inf,
+    ) -> None:
+        """Add `lower <= Σ coefficient·variable <= upper`; no column twice."""
+        indices = np.asarray(columns, dtype=np.int64)
+        values = np.broadcast_to(np.asarray(coefficients, dtype=np.float64), indices.shape)
+        kept = values != 0
+        self._rows.append((indices[kept], values[kept], lower, upper))
+
+    def minimize(
+        self,
+        *,
+        time_limit_s: float = np.inf,
+        max_nodes: int | None = None,
+        gap: float = _PROVEN_GAP,
+        enough: float = -np.inf,
+    ) -> Solution:
+        """Solve until the optimum is proven or a limit is met.
+
+        Args:
+            time_limit_s: Seconds; a solution may then depend on the machine's speed.
+            max_nodes: Nodes of the search among integral solutions.
+            gap: Relative distance from the bound that counts as proven, if integral.
+            enough: Objective with which the search may end, if integral.
+        """
+        self._flush_rows()
+        self._solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
+        self._solver.setOptionValue("mip_rel_gap", gap)
+        self._solver.setOptionValue("objective_target", enough)
+        if max_nodes is not None:
+            self._solver.setOptionValue("mip_max_nodes", max_nodes)
+        self._solver.run()
+        return self._solution()
+
+    def _flush_rows(self) -> None:
+        if not self._rows:
+            return
+        columns, values, lower, upper = zip(*self._rows, strict=True)
+        starts = np.cumsum([0, *map(len, columns)])
+        added = self._solver.addRows(
+            len(columns),
+            np.array(lower, dtype=np.float64),
+            np.array(upper, dtype=np.float64),
+            int(starts[-1]),
+            starts[:-1].astype(np.int32),
+            np.concatenate(columns).astype(np.int32),
+            np.concatenate(values),
+        )
+        assert added != highspy.HighsStatus.kError, "HiGHS refused rows built here"
+        self._rows.clear()
+
+    def _solution(self) -> Solution:
+        nothing, status = np.zeros(0), self._solver.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return Solution(values=nothing, row_duals=nothing, objective=np.inf, lower_bound=np.inf)
+        info = self._solver.getInfo()
+        objective = float(info.objective_function_value)
+        bound = objective if status == highspy.HighsModelStatus.kOptimal else -np.inf
+        if self._is_integral:
+            bound = float(info.mip_dual_bound)
+        if info.primal_solution_status != highspy.kSolutionStatusFeasible:
+            return Solution(values=nothing, row_duals=nothing, objective=np.inf, lower_bound=bound)
+        found = self._solver.getSolution()
+        return Solution(
+            values=np.array(found.col_value),
+            row_duals=np.array(found.row_dual),
+            objective=objective,
+            lower_bound=bound,
+        )
