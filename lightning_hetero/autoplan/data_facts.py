@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_hetero.assign.pipeline_cost import typical_length
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.models.batches import sample_tokens
@@ -47,7 +48,7 @@ class DataFacts:
     @property
     def typical(self) -> int:
         """Tokens of the sample that the average token is in."""
-        return round(float((self.lengths.astype(float) ** 2).sum() / self.lengths.sum()))
+        return typical_length(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
