@@ -9,6 +9,8 @@ import pytest
 from tests.callbacks.servers import S3Server
 from tests.processes import LAUNCHER_VARIABLES, ProcessPool
 
+# A compiler's helpers would import torch first, for a few kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 # How long an example takes says nothing on a machine that others use, too.
 hypothesis.settings.register_profile("untimed", deadline=None)

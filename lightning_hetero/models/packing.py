@@ -27,10 +27,30 @@ Here hidden_size is 1,024: what stands in where nothing says how wide the model 
 """
 
 
+_MODEL_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "labels",
+    "shift_labels",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "use_cache",
+)
+
+
 # Not frozen: Lightning's own bf16 precision converts a copy of the batch field by field.
 @dataclass(kw_only=True)
 class PackedBatch:
-    """Samples end to end, T tokens in all; Lightning and DataLoader move it like a tensor."""
+    """Samples end to end, T tokens in all; Lightning and DataLoader move it like a tensor.
+
+    It is also the mapping that a Hugging Face model takes, one row of T tokens::
+
+        loss = model(**batch).loss       # after use_packed_attention(model)
+        logits = model(**batch).logits   # (1, T, vocabulary)
+        batch["labels"]                  # (1, T): they lie where their logits do, shifted already
+    """
 
     input_ids: Tensor
     """Token ids, int64, (T,)."""
@@ -68,6 +88,42 @@ class PackedBatch:
         """Tokens of each sample; reads the device if the batch is on one."""
         lengths: list[int] = self.cu_seqlens.diff().tolist()
         return lengths
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of what a Hugging Face model takes."""
+        return _MODEL_INPUTS
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a Hugging Face model gets something of that name."""
+        return name in _MODEL_INPUTS
+
+    def __getitem__(self, name: str) -> Any:
+        """Return what a Hugging Face model takes by that name; token ids and the like are (1, T).
+
+        Raises:
+            BatchError: There is nothing of that name.
+        """
+        if name in ("input_ids", "position_ids"):
+            return getattr(self, name)[None]
+        if name in ("labels", "shift_labels"):
+            # Causal models would shift `labels` but not `shift_labels`; masked ones know the first.
+            return self.labels[None]
+        if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            return self.cu_seqlens
+        if name in ("max_length_q", "max_length_k"):
+            return self.max_seqlen
+        if name == "use_cache":
+            return False
+        mask = " It has no padding, so it needs no mask." if name == "attention_mask" else ""
+        raise BatchError(f"A packed batch has no {name!r} but {', '.join(self.keys())}.{mask}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return what a Hugging Face model takes by that name, or the default."""
+        return self[name] if name in _MODEL_INPUTS else default
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return names and values of what a Hugging Face model takes."""
+        return [(name, self[name]) for name in _MODEL_INPUTS]
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Return the batch on `device`; keywords go to `Tensor.to`, such as `non_blocking`."""
@@ -193,7 +249,14 @@ def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:
 
 
 def _token_ids(sample: Any, index: int) -> Tensor:
-    return _row(sample["input_ids"] if isinstance(sample, Mapping) else sample, index)
+    if not isinstance(sample, Mapping):
+        return _row(sample, index)
+    if "input_ids" not in sample:
+        raise BatchError(
+            f"Sample {index} has {', '.join(map(repr, sample)) or 'nothing'}, but no 'input_ids'. "
+            "Tokenise it, or give its token ids that name."
+        )
+    return _row(sample["input_ids"], index)
 
 
 def _row(values: Any, index: int) -> Tensor:

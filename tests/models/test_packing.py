@@ -175,3 +175,23 @@ def test_lightnings_own_bf16_takes_a_batch_as_it_is():
     batch = pack_samples([[1, 2, 3], [4, 5]])
     converted = HalfPrecision("bf16-true").convert_input(batch)
     assert unpack(converted) == unpack(batch)
+
+
+def test_a_batch_is_the_mapping_that_a_hugging_face_model_takes():
+    batch = pack_samples([[1, 2, 3], [4, 5]])
+    inputs = dict(**batch)
+    assert set(inputs) == set(batch.keys())
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 4, 5]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert inputs["labels"].tolist() == [[2, 3, -100, 5, -100]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    assert (batch["max_length_q"], batch.get("use_cache")) == (3, False)
+    assert "attention_mask" not in batch
+    assert batch.get("attention_mask") is None
+    with pytest.raises(BatchError, match=r"no 'attention_mask' but input_ids.*no mask"):
+        batch["attention_mask"]
+
+
+def test_a_sample_without_token_ids_is_named():
+    with pytest.raises(BatchError, match=r"Sample 1 has 'text', but no 'input_ids'"):
+        pack_samples([{"input_ids": [1]}, {"text": "a"}])

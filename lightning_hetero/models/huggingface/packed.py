@@ -62,25 +62,17 @@ def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
 def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]:
     """Return the arguments with which a Hugging Face model takes a packed batch as one row.
 
-    `model(**packed_inputs(batch)).logits` has shape (1, T, vocabulary).
+    `model(**packed_inputs(batch)).logits` has shape (1, T, vocabulary). With labels they are what
+    `**batch` gives.
 
     Args:
         batch: Its labels lie where their logits do: the next token for a causal model, the masked
             token itself for a masked one. Positions count from 0, also for RoBERTa.
         labels: Whether the model shall make the loss.
     """
-    inputs: dict[str, Any] = {
-        "input_ids": batch.input_ids[None],
-        "position_ids": batch.position_ids[None],
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
-        "use_cache": False,
-    }
-    if labels:
-        # Causal models shift `labels` but not `shift_labels`; masked ones know the first alone.
-        inputs["labels"] = inputs["shift_labels"] = batch.labels[None]
+    inputs = dict(batch.items())
+    if not labels:
+        del inputs["labels"], inputs["shift_labels"]
     return inputs
 
 
