@@ -50,7 +50,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.ranks.transport import GroupTransport
+from lightning_hetero.runtime.ranks.communicators import GroupTransport
 
 if TYPE_CHECKING:
     from lightning_hetero.checkpoint.claims import Lease

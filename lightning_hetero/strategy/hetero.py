@@ -47,7 +47,7 @@ from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.slices.whole_matrices import check_optimizers
+from lightning_hetero.runtime.slices.whole_tensors import check_optimizers
 from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 from lightning_hetero.strategy.precision import HeteroPrecision

@@ -26,11 +26,11 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.slices.averaging import cut_copy, cut_when_loading
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
-from lightning_hetero.runtime.slices.own_norms import no_norm_of_slices
 from lightning_hetero.runtime.slices.state import (
     agree_on_groups,
+    cut_copy,
+    cut_when_loading,
     gather_optimizer_state,
     leave_stand_ins,
     load_module_state,
@@ -38,6 +38,7 @@ from lightning_hetero.runtime.slices.state import (
     spread_whole,
     whole_module_state,
 )
+from lightning_hetero.runtime.slices.whole_tensors import no_norm_of_slices
 from lightning_hetero.strategy.processes import ProcessesStrategy
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from lightning_hetero.checkpoint.recovering.fetching import Fetcher
 from lightning_hetero.checkpoint.saving import snapshot
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.ranks.transport import GroupTransport
+from lightning_hetero.runtime.ranks.communicators import GroupTransport
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from tests.toy import ToyModule
 

@@ -1,6 +1,6 @@
-"""What pull and push have in common: messages of one unit for one peer, posted together.
+"""What pull and push have in common: messages of one unit for one peer, and where they are packed.
 
-Every message holds all pieces of one unit for one peer (see `core.transfers`), in the propagation
+Every message holds all pieces of one unit for one peer (see `core.transfers`), in the compute
 dtype, so a rank moves one stage's worth of bytes each way per iteration, as reduce-scatter and
 all-gather do (Hydraulis §5.2; AutoHet's layer-wise synchronisation, §III).
 
@@ -9,7 +9,8 @@ push and for pull. Receive buffers take the same memory while the exchange lasts
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,41 @@ from torch import Tensor
 
 from lightning_hetero.core.transfers import Message
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.side_stream import SideStream
 
-__all__ = ["ExchangeOptions", "in_units", "pack", "split_works", "wait_for_all"]
+__all__ = ["ExchangeOptions", "SideStream", "in_units", "pack", "split_works", "wait_for_all"]
+
+
+class SideStream:
+    """A stream beside the computation's on CUDA; the calling thread elsewhere.
+
+    Args:
+        device: The rank's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """Enqueue here, behind what the current stream has been given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return the end of what has been enqueued here so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def join(self, mark: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for a mark; the host doesn't wait."""
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 @dataclass(frozen=True, kw_only=True)

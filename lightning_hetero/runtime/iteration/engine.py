@@ -35,6 +35,7 @@ from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.runtime.results.iteration_loss import (
     GUESSED_LOSS,
     NUM_TOTALS,
@@ -46,7 +47,6 @@ from lightning_hetero.runtime.results.iteration_loss import (
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
-from lightning_hetero.runtime.setup.alike import check_alike
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.slices.weights import SliceStore

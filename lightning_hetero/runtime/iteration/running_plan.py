@@ -15,10 +15,9 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
-from lightning_hetero.runtime.exchange.side_stream import SideStream
 from lightning_hetero.runtime.iteration.agreement import Report
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore

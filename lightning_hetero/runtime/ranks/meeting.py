@@ -1,21 +1,30 @@
-"""How the processes of a run meet: connect to the store that one of them serves."""
+"""How the processes of a run meet: they connect to the store that one of them serves, and compare.
+
+A stale plan file or another version on one node would make messages differ in size. So ranks see at
+the start that all run the same thing: one that doesn't is named, and nobody hangs.
+"""
 
 import json
 import os
+import platform
 import sys
 import threading
 import time
 import uuid
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = ["EXIT_CODE", "connect_store", "end_process"]
+__all__ = ["EXIT_CODE", "check_alike", "connect_store", "end_process"]
 
 EXIT_CODE = 13
 """Exit code of a rank that had to be ended, because its main thread waits for ever."""
@@ -104,3 +113,40 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
         "nodes have come or gone, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is "
         "started: some of its versions send restarted processes to a store that has moved."
     )
+
+
+_PACKAGES = ("lightning_hetero", "torch", "lightning", "torchmetrics", "numpy")
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def check_alike(comms: Communicators, **facts: object) -> None:
+    """Compare facts of all ranks, by their text, and versions of packages; collective.
+
+    Raises:
+        ConfigurationError: A rank has others than most; on every rank.
+    """
+    texts = {name: str(fact) for name, fact in {**_versions(), **facts}.items()}
+    own = {
+        name: text if len(text) < 40 else f"digest {zlib.crc32(text.encode()):08x}"
+        for name, text in texts.items()
+    }
+    everyone = comms.gather_objects(own)
+    for name in own:
+        found = [item.get(name, "none") for item in everyone]
+        usual = Counter(found).most_common(1)[0][0]
+        others = {rank: value for rank, value in enumerate(found) if value != usual}
+        if others:
+            shown = ", ".join(f"rank {rank} has {value}" for rank, value in others.items())
+            raise ConfigurationError(
+                f"Ranks don't run the same: most have {name} {usual}, but {shown}. Give all nodes "
+                "the same code, packages, plan file and options."
+            )

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.slices import Slice
-from lightning_hetero.runtime.slices.whole_matrices import check_optimizers, needs_whole_matrices
+from lightning_hetero.runtime.slices.whole_tensors import check_optimizers, needs_whole_matrices
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.runs import Case, pipeline, plan_of, stage, train
 from tests.runtime.test_parity import assert_same_training

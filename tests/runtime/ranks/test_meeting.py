@@ -10,7 +10,7 @@ import torch
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import BatchError, HeteroError
 from lightning_hetero.models.batches import fingerprint_of
-from lightning_hetero.runtime.setup import alike
+from lightning_hetero.runtime.ranks import meeting
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import STAGES, TinyModule
@@ -37,12 +37,12 @@ def disagree(rank: int) -> list[str]:
         fit_with(rank, OTHER if odd else STAGES, {}, 2),
         fit_with(rank, STAGES, {"num_microbatches": 3 if odd else 2}, 2),
     ]
-    known = alike.version
+    known = meeting.version
 
     def version(name: str) -> str:
         return "1.2.3" if odd and name == "torch" else known(name)
 
-    with mock.patch.object(alike, "version", version):
+    with mock.patch.object(meeting, "version", version):
         texts.append(fit_with(rank, STAGES, {}, 2))
     return texts
 

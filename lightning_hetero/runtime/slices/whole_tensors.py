@@ -1,19 +1,25 @@
-"""Refuse optimizers that look at whole matrices where slices of them have different owners.
+"""Refuse what looks at whole tensors where every rank has slices of them only.
 
 An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole. One that
 orthogonalises a matrix, or keeps a factor for each of its rows and columns, would run on a slice
 without complaint and train something else. So would one that takes a number from all parameters
-together, such as a line search, wherever they have several owners.
+together, such as a line search, wherever they have several owners, and so would clipping by the
+norm of one rank's slices.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError, StepError
 from lightning_hetero.core.slices import Slice
+from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["check_optimizers", "needs_all_parameters", "needs_whole_matrices"]
+__all__ = ["check_optimizers", "needs_all_parameters", "needs_whole_matrices", "no_norm_of_slices"]
 
 _WHOLE_MATRIX_NAMES = (
     "muon",
@@ -69,3 +75,28 @@ def check_optimizers(
                 f"cut into slices with several owners, such as {cut[0]} with {len(slices[cut[0]])}."
                 ' Use HeteroStrategy(ownership="parameter"), which gives each parameter one owner.'
             )
+
+
+@contextmanager
+def no_norm_of_slices(store: SliceStore) -> Iterator[None]:
+    """Refuse `torch.nn.utils.clip_grad_norm_` on a store's gradients inside this context."""
+    # It takes no hook, and its users have imported it long ago: what it calls is replaced.
+    original: Any = vars(clip_grad)["_get_total_norm"]
+
+    def norm_of(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        own = {id(master.grad) for master in store.masters.values() if master.grad is not None}
+        if any(id(item) in own for item in given):
+            raise StepError(
+                "torch.nn.utils.clip_grad_norm_ is called in a hook, where every rank has only its "
+                "slices of the gradients, so each would clip by a norm of its own. Use "
+                "Trainer(gradient_clip_val=...), or self.clip_gradients in "
+                "configure_gradient_clipping: they take the norm over all ranks."
+            )
+        return original(given, *args, **kwargs)
+
+    vars(clip_grad)["_get_total_norm"] = norm_of
+    try:
+        yield
+    finally:
+        vars(clip_grad)["_get_total_norm"] = original

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
+from lightning_hetero.runtime.ranks.communicators import GroupTransport
 from lightning_hetero.runtime.ranks.meeting import _meet
-from lightning_hetero.runtime.ranks.transport import GroupTransport
 from tests.processes import ProcessPool
 
 LENGTHS = (0, 1, 70_001)
