@@ -16,7 +16,7 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage import activations
-from lightning_hetero.runtime.stage.activations import ActivationLink
+from lightning_hetero.runtime.stage.activations import ActivationLink, Handover
 from tests.runtime.handover_runs import Module
 from tests.toy import quiet
 
@@ -25,7 +25,7 @@ NUM_NOTES = 300
 
 
 def messages() -> list[list[Tensor]]:
-    """Return hidden states of all sizes, with side tensors of all dtypes."""
+    """Return activations of all sizes, with side tensors of all dtypes."""
     torch.manual_seed(1)
     return [
         [torch.randn(3, 4, requires_grad=True)],
@@ -49,15 +49,16 @@ def exchange(rank: int) -> None:
         clock=ComputeClock(device),
     )
     for index, tensors in enumerate(messages()):
-        note = list(range(NUM_NOTES * index))
+        note = [bytes([i % 256, i // 256]) for i in range(NUM_NOTES * index)]
         learned = [tensor for tensor in tensors if tensor.requires_grad]
         if rank == 0:
-            link.send_activation(tensors, note)
+            link.send_activation(Handover(tensors, note))
             link.expect_gradient(index, learned)
             assert_equal(link.receive_gradient(index), [2 * tensor.detach() for tensor in learned])
         else:
-            received, found = link.receive_activation()
-            assert found == note
+            handover = link.receive_activation()
+            received = handover.tensors
+            assert handover.left == note
             assert_equal(received, tensors)
             assert [tensor.requires_grad for tensor in received] == [
                 tensor.requires_grad for tensor in tensors

@@ -13,7 +13,6 @@ from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
-from lightning_hetero.runtime.stage.side_tensors import Handover
 
 __all__ = ["StagePasses"]
 
@@ -99,12 +98,13 @@ class StagePasses:
         return tuple(self._running.push.missing())
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
-        microbatch, watch = self._microbatches[index], self._results.begin()
+        microbatch, link = self._microbatches[index], self._running.link
+        watch = self._results.begin()
         forward = MicrobatchPass(
             layers=self._running.layers,
             num_layers=self._running.plan.num_layers,
             seed=(*self._seed, self._first_index + index),
-            receive=None if self._running.link.previous is None else self._receive,
+            receive=None if link.previous is None else link.receive_activation,
             wait_unit=self._running.pull.wait_unit,
             loss_watch=watch,
             reads=self._running.read_watch(),
@@ -115,17 +115,12 @@ class StagePasses:
                 output = step(microbatch)
         except StageEnd as end:
             self._results.drop()
-            sent = end.handed_on
-            self._running.link.send_activation(sent.tensors, (sent.left, sent.forms))
-            self._hold(index, forward, sent.tensors)
+            link.send_activation(end.handed_on)
+            self._hold(index, forward, end.handed_on.tensors)
             return
         self._boundary.check_finished(forward)
         losses, gradient = self._results.keep(output, microbatch, watch)
         self._hold(index, forward, losses, gradient)
-
-    def _receive(self) -> Handover:
-        tensors, note = self._running.link.receive_activation()
-        return Handover(tensors, *note)
 
     def _hold(
         self,

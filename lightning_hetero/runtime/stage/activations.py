@@ -5,10 +5,10 @@ the schedule, so under NCCL's rules (in order per communicator, a send ends with
 stage waits for one that waits for it.
 
 Only the sender knows what its layers made of a micro-batch, so a header goes ahead of each
-activation, on the CPU: shapes, dtypes and a note. A micro-batch costs two messages forward and one
-backward at each boundary; where side tensors travel too, they are packed into one more each way.
-The gradient that the next action needs is received while the current one still computes: it looks
-like what was sent.
+activation, on the CPU: shapes, dtypes and what layers left. A micro-batch costs two messages
+forward and one backward at each boundary; where side tensors travel too, they are packed into one
+more each way. The gradient that the next action needs is received while the current one still
+computes: it looks like what was sent.
 
 What is sent is let go once it has arrived: at most `MAX_KEPT_SENDS` are kept in each direction,
 however many micro-batches there are. In 1F1B the older ones have arrived by then, so waiting for
@@ -18,7 +18,7 @@ them costs nothing; in passes forward only it keeps a fast stage from running ah
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = ["ActivationLink"]
+__all__ = ["ActivationLink", "Handover"]
 
 HEADER_BYTES = 512
 """Of a header; a longer one takes a second message."""
@@ -48,6 +48,22 @@ class _Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass
+class Handover:
+    """What a stage hands to the next one for one micro-batch."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    """The activation, then side tensors of all layers before; see `side_tensors`."""
+    left: list[bytes] = field(default_factory=list)
+    """For each layer before, what it left; refers to side tensors by their index."""
+    forms: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    """For each layer before, shape and dtype of the hidden state that it returned."""
+
+    def copy(self) -> "Handover":
+        """Return one to which a stage adds its own."""
+        return Handover([*self.tensors], [*self.left], [*self.forms])
 
 
 @dataclass
@@ -94,31 +110,26 @@ class ActivationLink:
         self._sent_forward = _Sends()
         self._sent_backward = _Sends()
 
-    def receive_activation(self) -> tuple[list[Tensor], Any]:
-        """Return the next activation with its side tensors, and the note on it.
+    def receive_activation(self) -> Handover:
+        """Return what the stage before hands on for its next micro-batch.
 
         The tensors ask for gradients where those sent did.
         """
         assert self.previous is not None
-        forms, note = self._receive_header(self.previous)
+        forms, *rest = self._receive_header(self.previous)
         received = self._wait(self._post(forms, self.previous, self._comms.forward), self.previous)
         for tensor, form in zip(received, forms, strict=True):
             tensor.requires_grad_(form.requires_grad)
-        return received, note
+        return Handover(received, *rest)
 
-    def send_activation(self, tensors: Sequence[Tensor], note: Any = None) -> None:
-        """Send an activation and side tensors to the next stage, without waiting for them.
-
-        Args:
-            tensors: The activation comes first.
-            note: Any picklable thing that the next stage shall know of the micro-batch.
-        """
+    def send_activation(self, sent: Handover) -> None:
+        """Hand a micro-batch on to the next stage, without waiting for it."""
         assert self.following is not None
         self._clock.before_send()
-        header = pickle.dumps((tuple(map(_form_of, tensors)), note))
+        header = pickle.dumps((tuple(map(_form_of, sent.tensors)), sent.left, sent.forms))
         self._sent_forward.make_room(self._clock)
         sends = [(self._comms.control, part) for part in _frame(header)]
-        sends += [(self._comms.forward, part) for part in _payload(tensors)]
+        sends += [(self._comms.forward, part) for part in _payload(sent.tensors)]
         self._sent_forward.add(sends, self.following)
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:

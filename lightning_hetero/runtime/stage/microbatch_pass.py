@@ -17,8 +17,8 @@ from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.random_state import seed_of, seed_torch
 from lightning_hetero.runtime.results.appended_lists import AppendedLists
 from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
-from lightning_hetero.runtime.stage.side_tensors import Handover
 
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 

@@ -1,8 +1,8 @@
-"""Carry what layers leave beside their outputs to the stages behind: losses, router logits.
+"""Carry what layers leave beside their outputs to later stages: losses, router logits.
 
 A layer may return tensors besides the hidden state and leave some on its modules, as attributes, in
 lists or in dicts, and Hugging Face models record outputs of its submodules while they are asked to.
-Later layers, and code behind them on the last stage, then read them. So after each layer what it
+Later layers, and code after them on the last stage, then read them. So after each layer what it
 left is noted, place by place, and whoever skips the layer puts it there. Tensors travel beside the
 hidden state, and their gradients back.
 
@@ -14,7 +14,6 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
-__all__ = ["Handover", "LayerLeavings"]
+__all__ = ["LayerLeavings"]
 
 _REMEDY = (
     "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
@@ -59,22 +59,6 @@ class _Space(NamedTuple):
     def seen(self, name: str) -> "_Seen":
         """Return what was at a name."""
         return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
-
-
-@dataclass
-class Handover:
-    """What a stage hands to the next one for one micro-batch."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-    """The hidden state, then side tensors of all layers before."""
-    left: list[bytes] = field(default_factory=list)
-    """For each layer before, what it left; refers to side tensors by their index."""
-    forms: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
-    """For each layer before, shape and dtype of the hidden state that it returned."""
-
-    def copy(self) -> "Handover":
-        """Return one to which a stage adds its own."""
-        return Handover([*self.tensors], [*self.left], [*self.forms])
 
 
 class LayerLeavings:

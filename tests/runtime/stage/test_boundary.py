@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
-from lightning_hetero.runtime.stage.side_tensors import Handover
 from lightning_hetero.runtime.unknown import Unknown
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.stage.side_tensors import Handover, LayerLeavings
+from lightning_hetero.runtime.stage.activations import Handover
+from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 
 
 class Leaves(nn.Module):

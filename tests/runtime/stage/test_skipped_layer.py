@@ -15,7 +15,7 @@ from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, Stage
 from lightning_hetero.runtime.unknown import Unknown
 
 if TYPE_CHECKING:
-    from lightning_hetero.runtime.stage.side_tensors import Handover
+    from lightning_hetero.runtime.stage.activations import Handover
 
 ELSEWHERE: list[Tensor] = []
 """Where layers leave tensors that no stage looks for."""
