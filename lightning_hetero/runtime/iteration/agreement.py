@@ -7,7 +7,7 @@ accelerator the sums are gathered there, apart from the integers, so nothing wai
 """
 
 import zlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.errors import BatchError
-from lightning_hetero.core.plan import RankPlace
-from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.reductions import Kind
 from lightning_hetero.runtime.results.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Header", "Report", "header_of"]
+__all__ = ["Agreed", "Agreement", "Header", "Report"]
 
 _NUM_INTEGERS = 7
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8}
@@ -52,7 +50,7 @@ class Header:
     pipeline_index: int
     """This rank's pipeline, -1 if idle."""
     fingerprint: int
-    """Of this rank's batch; must agree inside a pipeline."""
+    """Of this rank's batch, 0 if idle; must agree inside a pipeline."""
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
     loss_kinds: frozenset[Kind]
@@ -191,24 +189,3 @@ def _check_fingerprints(rows: Sequence[Sequence[int]]) -> None:
                 "the same data loader: the same order (seed_everything, or a seeded generator), "
                 "and no sharding by global rank, which the strategy does itself."
             )
-
-
-def header_of(
-    place: RankPlace | None,
-    microbatches: Sequence[object],
-    *,
-    fingerprint: int,
-    is_leaving: bool,
-    loss_kinds: Set[Kind],
-    returns: bool,
-) -> Header:
-    """Return what a rank at a place says of its micro-batches; see `Header`."""
-    speaks = place is not None and place.stage_index == place.tp_rank == 0
-    return Header(
-        num_samples=sum(map(epoch_weight, microbatches)) if speaks else 0,
-        pipeline_index=-1 if place is None else place.pipeline_index,
-        fingerprint=0 if place is None else fingerprint,
-        is_leaving=is_leaving,
-        loss_kinds=frozenset(loss_kinds),
-        returns=returns,
-    )

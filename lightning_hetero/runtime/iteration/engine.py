@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch
+from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Report, header_of
+from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
 from lightning_hetero.runtime.iteration.passes import StagePasses
@@ -219,20 +219,20 @@ class Engine:
     ) -> Agreement:
         """Tell the other ranks what happened here, without waiting for what they tell."""
         place, running = self.place, self.plans.running
-        header = header_of(
-            place,
-            microbatches,
-            fingerprint=self.fingerprint,
+        is_first = place is not None and place.stage_index == place.tp_rank == 0
+        header = Header(
+            num_samples=sum(map(epoch_weight, microbatches)) if is_first else 0,
+            pipeline_index=-1 if place is None else place.pipeline_index,
+            fingerprint=0 if place is None else self.fingerprint,
             is_leaving=self.is_leaving,
-            loss_kinds=results.losses.kinds,
+            loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )
+        changed = place and self.buffers.report(running.layers, place.pipeline_index)
         report = Report(
             entries=self.logs.entries,
             missing=passes.missing() if results.is_training else (),
-            buffers=()
-            if place is None
-            else self.buffers.report(running.layers, place.pipeline_index),
+            buffers=changed or (),
             reads=tuple(sorted(running.reads or ())),
         )
 
