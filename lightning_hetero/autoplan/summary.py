@@ -167,7 +167,7 @@ def state_bytes(
 ) -> list[float]:
     """Return what each rank needs for weights, gradients and an Adam's states, by global rank.
 
-    A holder keeps weights in the propagation dtype and sums gradients in fp32 unless it is told
+    A holder keeps weights in the compute dtype and sums gradients in fp32 unless it is told
     otherwise, an owner its master, the gradient of all pipelines and two moments; frozen parameters
     have neither gradients nor moments.
     """

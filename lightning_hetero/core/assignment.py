@@ -27,7 +27,7 @@ class Assignment:
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     """For each pipeline of the plan its micro-batches, each the indices of its samples."""
     latency_s: float
-    """Estimated seconds of propagation."""
+    """Estimated seconds of all passes."""
     lower_bound_s: float
     """Seconds below which no candidate could finish."""
 

@@ -1,7 +1,7 @@
 """Tell computing apart from waiting, action by action, on one rank.
 
 A stage's iteration is a list of forwards and backwards, and inside and between them the rank waits
-for other ranks: for hidden states and their gradients, for weights, for gradients to leave, for the
+for other ranks: for activations and their gradients, for weights, for gradients to leave, for the
 agreement. What a straggler detector needs is the time without those waits (Greyhound §4), and so
 does whoever compares a plan with its prediction. Reading a clock costs about a microsecond an
 action on a CPU; on CUDA, events are recorded on the stream and read after the iteration.
@@ -47,7 +47,7 @@ class MessageTime:
     wait_s: float
     """Seconds for which this rank stood still because the message wasn't there."""
     is_exchange: bool
-    """Whether it held weights or gradients of parameters, not a hidden state or its gradient."""
+    """Whether it held weights or gradients of parameters, not an activation or its gradient."""
 
 
 class _Work(Protocol):

@@ -81,7 +81,7 @@ class HeteroStrategy(StepsStrategy):
         activation_checkpointing: Layers that compute their activations again in backward: "none",
             "full", or n for every n-th.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
-        fp32_gradients: Whether a rank that propagates in bf16 sums the gradients of several
+        fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
             micro-batches in fp32. False takes 2 bytes a parameter less, and rounds every sum.
         loss_reduction: What a loss is over its batch; None finds out, and warns where it can't. For
             means over other things than samples the module may have `num_target_tokens(batch)`.

@@ -1,4 +1,4 @@
-"""The precision plugin of `HeteroStrategy`: which dtype propagates, and clipping over all slices.
+"""The precision plugin of `HeteroStrategy`: which dtype computes, and clipping over all slices.
 
 A backward runs inside the strategy's step, so Lightning's own `backward` only hands the finished
 gradients over to the slices. Clipping by norm needs the norm over every rank's slices, each counted
@@ -39,10 +39,10 @@ _REASONS = {
 
 
 class HeteroPrecision(Precision):
-    """Propagate in `compute_dtype`, keep and update slices in `master_dtype`.
+    """Compute in `compute_dtype`, keep and update slices in `master_dtype`.
 
     Args:
-        precision: "32-true"; "bf16-mixed" (bf16 propagation, fp32 slices, no autocast) or
+        precision: "32-true"; "bf16-mixed" (bf16 passes, fp32 slices, no autocast) or
             "bf16-true" (both bf16).
     """
 

@@ -63,7 +63,7 @@ def load_pretrained(
     Args:
         folder: A local folder with config.json and safetensors files, also sharded ones.
         kind: Which model to build: a class of transformers' AutoModel or a model's own.
-        dtype: Of the weights; Trainer(precision=...) says in which the model propagates.
+        dtype: Of the weights; Trainer(precision=...) says in which the model computes.
         config: Values that replace those in config.json.
 
     Raises:

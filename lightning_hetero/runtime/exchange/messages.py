@@ -63,7 +63,7 @@ class ExchangeOptions:
     group: dist.ProcessGroup | None
     """The communicator; None with one rank."""
     dtype: torch.dtype
-    """Dtype of what travels, that of the propagation."""
+    """Dtype of what travels, in which stages compute."""
     clock: ComputeClock
     """Times the waits."""
     side_stream: SideStream

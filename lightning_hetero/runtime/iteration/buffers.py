@@ -1,7 +1,7 @@
 """Buffers that steps change: who has the right values, when all ranks get them, what is refused.
 
 A layer's buffers change where the layer is computed; those outside the layers change on every stage
-if that happens before the layers, and on last stages behind them. What counts is the first pipeline
+if that happens before the layers, and on last stages after them. What counts is the first pipeline
 that changes a buffer, and in it the layer's stage or, outside the layers, the first stage. All
 ranks get its values before an evaluation, a checkpoint, a change of plan and the end.
 

@@ -31,9 +31,9 @@ class Communicators:
     global_rank: int
     world_size: int
     forward: dist.ProcessGroup | None = None
-    """Hidden states."""
+    """Activations."""
     backward: dist.ProcessGroup | None = None
-    """Gradients of hidden states."""
+    """Gradients of activations."""
     exchange: dist.ProcessGroup | None = None
     """Pull and push."""
     values: dist.ProcessGroup | None = None

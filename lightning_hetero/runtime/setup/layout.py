@@ -170,7 +170,7 @@ def _spec(
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Refuse what can't be propagated, and sent, in fp32 or bf16 without losing something."""
+    """Refuse what can't be computed, and sent, in fp32 or bf16 without losing something."""
     if dtype.is_complex:
         remedy = "Keep its real and imaginary parts in a real one, and use torch.view_as_complex"
     elif not dtype.is_floating_point:

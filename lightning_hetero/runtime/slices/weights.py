@@ -1,8 +1,8 @@
-"""Keep a rank's slices, and put the weights of its stage into the module while it propagates.
+"""Keep a rank's slices, and put the weights of its stage into the module while steps run.
 
-Outside propagation every parameter of the module is the rank's own slice (fp32 master), possibly
-empty: that is what optimizers, clipping, EMA and checkpoints see. During propagation the slots hold
-*compute weights*: the rank's shard of what its stage needs, in the propagation dtype. Parameters
+Outside of steps every parameter of the module is the rank's own slice (fp32 master), possibly
+empty: that is what optimizers, clipping, EMA and checkpoints see. During steps the slots hold
+*compute weights*: the rank's shard of what its stage needs, in the compute dtype. Parameters
 used only by other stages are *stubs*: unknown tensors of the full shape, which take no memory.
 """
 
@@ -139,7 +139,7 @@ class ComputeWeights:
     Args:
         store: The rank's slices.
         table: The plan's transfer table.
-        dtype: Propagation dtype of floating-point parameters.
+        dtype: Compute dtype of floating-point parameters.
         share_memory: Let slices be views of the compute weights where dtypes agree, so that a
             weight that is owned and held takes memory once and needs no copy. Only for a plan that
             stays.

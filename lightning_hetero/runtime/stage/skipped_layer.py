@@ -1,4 +1,4 @@
-"""What a layer that runs on another stage returns on this one: tensors whose values are unknown.
+"""Foretell what a layer of another stage returns on this one: tensors with unknown values.
 
 A layer is run once for each way of being called, on unknown weights, to see what it returns besides
 the hidden state. From then on that is handed out without running it. A layer that also leaves
