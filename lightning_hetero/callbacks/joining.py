@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_hetero.callbacks.places import Places
 from lightning_hetero.checkpoint import Tier, TierKind, Transport
 from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.deadlines import Progress
 from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError
 
@@ -34,14 +35,15 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
     """
     leases: list[Lease] = []
 
-    def enter() -> tuple[list[Tier], str, str]:
+    def enter(_: Progress) -> tuple[list[Tier], str, str]:
         tiers = places.tiers()
         node, disk = places.identify_node()
         for tier in tiers:
-            is_shared = tier.kind is TierKind.REMOTE
-            is_own = transport.global_rank == 0 if is_shared else is_first_of_node
+            is_own = tier.is_looked_after_by(
+                transport.global_rank, is_first_of_node=is_first_of_node
+            )
             if is_own and tier.kind is not TierKind.MEMORY:
-                leases.append(Lease(tier.store, shared=is_shared))
+                leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
                 leases[-1].take()
         return tiers, node, disk
 

@@ -128,6 +128,8 @@ class LayerwiseCheckpoint(Checkpoint):
             keep=keep,
             storage_options=storage_options or {},
             retry=retry,
+            # Sooner than the ranks give up each other: it is one place's failure, not a rank's.
+            stall_s=timeout.total_seconds() / 2,
         )
         self.node_of_rank: tuple[str, ...] = ()
         """Name of each rank's node, from the start of fitting."""

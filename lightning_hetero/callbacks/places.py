@@ -55,6 +55,8 @@ class Places:
     storage_options: Mapping[str, Any]
     """For fsspec's filesystem."""
     retry: RetryPolicy | None
+    stall_s: float = 300.0
+    """Seconds after which what hangs in a local place is given up."""
 
     def __post_init__(self) -> None:
         if self.path_or_url is None and self.local_dir is None:
@@ -98,10 +100,10 @@ class Places:
         if self.memory_dir is not None:
             _private_memory()
             self.memory_dir.mkdir(mode=0o700, exist_ok=True)
-            store = LocalStore(self.memory_dir, private=True)
+            store = LocalStore(self.memory_dir, private=True, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
         if self.local_dir is not None:
-            disk = LocalStore(self.local_dir)
+            disk = LocalStore(self.local_dir, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.DISK, store=disk, keep=self.keep))
         if self.path_or_url is not None:
             remote = open_store(self.path_or_url, retry=self.retry, **self.storage_options)

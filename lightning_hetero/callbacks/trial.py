@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.checkpoint import Recovered, Tier, TierKind, Transport
+from lightning_hetero.checkpoint import Recovered, Tier, Transport
 from lightning_hetero.checkpoint.probation import (
     MAX_TRIES,
     FailedTry,
@@ -26,6 +26,7 @@ from lightning_hetero.checkpoint.probation import (
     put_in_quarantine,
     read_failed_tries,
 )
+from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.batches import tensors_of
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
@@ -74,12 +75,15 @@ class Trial:
         looked = [
             tier
             for tier in tiers
-            if (rank == 0 if tier.kind is TierKind.REMOTE else is_first_of_node)
+            if tier.is_looked_after_by(rank, is_first_of_node=is_first_of_node)
         ]
-        own = read_failed_tries(looked, recovered.id.run)
-        texts = b"\n".join(item.encode() for item in own)
-        lines = {line for data in transport.all_gather(texts) for line in data.splitlines()}
-        failed = [FailedTry.decode(line) for line in sorted(lines)]
+        _, answers = finish_together(
+            lambda _: read_failed_tries(looked, recovered.id.run),
+            transport,
+            lambda found: {"failed": [item.encode().decode() for item in found]},
+        )
+        texts = {text for answer in answers for text in answer.get("failed", ())}
+        failed = [FailedTry.decode(text.encode()) for text in sorted(texts)]
         known = [
             StepFacts(*item) for item in recovered.metadata["lightning_hetero"].get("steps", [])
         ]

@@ -29,7 +29,6 @@ from lightning_hetero.checkpoint.notices import (
     SigtermNotice,
 )
 from lightning_hetero.checkpoint.recovering.inventory import (
-    Holder,
     Inventory,
     complete_checkpoints,
     take_inventory,
@@ -40,7 +39,7 @@ from lightning_hetero.checkpoint.saving.meeting import WriterOptions
 from lightning_hetero.checkpoint.saving.replicas import place_replicas
 from lightning_hetero.checkpoint.saving.writer import CheckpointWriter, SavedCheckpoint
 from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
-from lightning_hetero.checkpoint.tiers import Source, Tier, TierKind
+from lightning_hetero.checkpoint.tiers import Holder, Source, Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
 
 __all__ = [

@@ -38,10 +38,14 @@ class Progress:
         self.count = 0
         self.is_given_up = False
         """Whether nobody waits any more."""
+        self.part_of: Progress | None = None
+        """Work that moves whenever this does."""
 
     def tick(self) -> None:
         """Something moved."""
         self.count += 1
+        if self.part_of is not None:
+            self.part_of.tick()
 
     def refuse_if_late(self) -> None:
         """Raise TimeoutError if nobody waits any more: what is done now could undo newer things."""

@@ -25,18 +25,17 @@ from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartMa
 from lightning_hetero.checkpoint.parts import fault_in
 from lightning_hetero.checkpoint.recovering.choice import choose_run
 from lightning_hetero.checkpoint.recovering.inventory import (
-    Holder,
     Inventory,
     complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
 from lightning_hetero.checkpoint.recovering.recovery import recover
-from lightning_hetero.checkpoint.recovering.sources import FileRange, plan_fetches
+from lightning_hetero.checkpoint.recovering.sources import FileRange, assign_sources
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import (
+    Holder,
     Tier,
-    TierKind,
     read_manifest,
 )
 from lightning_hetero.core.errors import CheckpointError
@@ -149,7 +148,7 @@ def describe_plan(view: View) -> str:
         if holders[part, entry.name]
     ]
     size: dict[int, dict[Holder, int]] = defaultdict(lambda: defaultdict(int))
-    for fetch in plan_fetches({0: needs}, view.manifests, holders, [_NODE]):
+    for fetch in assign_sources({0: needs}, view.manifests, holders, [_NODE]):
         unit = view.manifests[fetch.range.part].file(fetch.range.file).unit
         if unit is not None:
             size[unit][fetch.holder] += fetch.range.stop - fetch.range.start
@@ -204,12 +203,7 @@ def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterat
 
 
 def _tier_of(holder: Holder, tiers: Sequence[Tier]) -> Tier:
-    for tier in tiers:
-        if tier.kind is holder.kind and (
-            tier.kind is not TierKind.REMOTE or tier.name == holder.node
-        ):
-            return tier
-    raise AssertionError(f"{holder} came from one of the tiers")
+    return next(tier for tier in tiers if tier.holder(_NODE) == holder)
 
 
 def format_bitmap(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Patience, Progress
+from lightning_hetero.checkpoint.deadlines import Deadline, Followed, HangingError, Progress
 from lightning_hetero.checkpoint.store import Buffer, FsspecStore, LocalStore, Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
@@ -19,7 +19,13 @@ __all__ = ["RetryPolicy", "RetryingStore", "local_folder", "open_store"]
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+_HOPELESS = (
+    FileNotFoundError,
+    PermissionError,
+    NotADirectoryError,
+    IsADirectoryError,
+    HangingError,
+)
 _HOPELESS_NUMBERS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 
 
@@ -51,7 +57,12 @@ class RetryPolicy:
 class RetryingStore:
     """A store that tries again, unless trying again can't help (missing, forbidden, full).
 
-    A try that hangs is left to a thread that nobody waits for.
+    A try that hangs is left to a thread that nobody waits for; where several hang, no more begin
+    until one of them returns.
+
+        store = RetryingStore(FsspecStore("s3://bucket/run"), RetryPolicy(attempts=8))
+        store.write("a/b.bin", [b"some", b"bytes"])
+        store.list()  # {"a/b.bin": 9}
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class RetryingStore:
         self._store = store
         self._policy = policy or RetryPolicy()
         self._sleep = sleep
+        self._deadline = Deadline(self._policy.stall_s)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write, again from the first chunk after a failure."""
@@ -84,22 +96,10 @@ class RetryingStore:
         """Delete files."""
         self._retry(f"remove {len(names)} files from", lambda _: self._store.remove(names))
 
-    def _try(self, action: Callable[[Progress], _T]) -> _T:
-        thread = BackgroundThread("checkpoint-store")
-        result = thread.submit(action, thread.progress)
-        thread.finish()
-        try:
-            Patience(thread.progress, self._policy.stall_s).wait_for(result)
-        except TimeoutError:
-            # What it still writes must not replace what the next try does.
-            thread.progress.is_given_up = True
-            raise
-        return result.result()
-
     def _retry(self, what: str, action: Callable[[Progress], _T]) -> _T:
         for failures in range(1, self._policy.attempts + 1):
             try:
-                return self._try(action)
+                return self._deadline.run(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
                 if isinstance(error, _HOPELESS) or _number_of(error) in _HOPELESS_NUMBERS:
@@ -119,19 +119,20 @@ class RetryingStore:
 
 
 def open_store(url: str | Path, *, retry: RetryPolicy | None = None, **options: Any) -> Store:
-    """Return a store for a path or URL: local folders as they are, others with retries.
+    """Return a store for a path or URL: local folders try once, others with retries.
 
     Args:
         url: A path, file://..., or what fsspec knows, such as s3://bucket/run.
-        retry: When to try again; the default policy if None.
+        retry: When to try again, and when to give up a try; the default policy if None.
         **options: For fsspec's filesystem.
 
     Raises:
         CheckpointError: fsspec doesn't know the URL, or its package is missing.
     """
+    retry = retry or RetryPolicy()
     if local_folder(url) is None:
         return RetryingStore(FsspecStore(str(url), **options), retry)
-    return LocalStore(_without_scheme(url))
+    return LocalStore(_without_scheme(url), stall_s=retry.stall_s)
 
 
 def local_folder(url: str | Path) -> Path | None:

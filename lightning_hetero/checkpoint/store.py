@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
+from lightning_hetero.checkpoint.deadlines import Deadline, Followed, Progress
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["FsspecStore", "LocalStore", "Store"]
@@ -52,17 +53,28 @@ class Store(Protocol):
 class LocalStore:
     """A folder on a local disk, or in /dev/shm, where files survive the process.
 
+    What hangs, as in a network mount whose server is gone, is given up with a TimeoutError.
+
+        store = LocalStore("/mnt/scratch/run")
+        store.write("a/b.bin", [b"some", b"bytes"])
+        assert store.read("a/b.bin", 2, 6) == b"meby"
+
     Args:
         root: The folder; a relative one is where the process is now, wherever it goes.
         private: Whether nobody but this user may read what is written.
+        stall_s: Seconds after which an operation in which nothing moves is given up.
     """
 
-    def __init__(self, root: str | Path, *, private: bool = False) -> None:
+    def __init__(self, root: str | Path, *, private: bool = False, stall_s: float = 300.0) -> None:
         self._root = Path(root).absolute()
         self._folder_mode, self._file_mode = (0o700, 0o600) if private else (0o777, 0o666)
+        self._deadline = Deadline(stall_s)
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Write a temporary file, sync it, rename it, sync the folder."""
+        self._deadline.run(lambda progress: self._write(name, Followed(chunks, progress), progress))
+
+    def _write(self, name: str, chunks: Iterable[Buffer], progress: Progress) -> None:
         path = self._root / name
         path.parent.mkdir(self._folder_mode, parents=True, exist_ok=True)
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
@@ -71,6 +83,7 @@ class LocalStore:
                 for chunk in chunks:
                     _write_all(file.fileno(), chunk)
                 os.fsync(file.fileno())
+            progress.refuse_if_late()
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -80,6 +93,9 @@ class LocalStore:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes [start, stop) of a file."""
+        return self._deadline.run(lambda progress: self._read(name, start, stop, progress))
+
+    def _read(self, name: str, start: int, stop: int | None, progress: Progress) -> bytes:
         with (self._root / name).open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             end = size if stop is None else min(stop, size)
@@ -90,6 +106,7 @@ class LocalStore:
                 if count == 0:
                     break
                 done += count
+                progress.tick()
             return bytes(view[:done])
 
     def _open(self, path: str, flags: int) -> int:
@@ -103,14 +120,14 @@ class LocalStore:
         """
         for tries_left in reversed(range(_TRIES)):
             try:
-                return self._walk()
+                return self._deadline.run(self._walk)
             except OSError as error:
                 # A network filesystem's handle that somebody has replaced: look it up again.
                 if error.errno != errno.ESTALE or not tries_left:
                     raise
         raise AssertionError("the last try returns or raises")
 
-    def _walk(self) -> dict[str, int]:
+    def _walk(self, progress: Progress) -> dict[str, int]:
         found = {}
         folders = [("", self._root, frozenset[tuple[int, int]]())]
         while folders:
@@ -121,7 +138,7 @@ class LocalStore:
                 # Deleted meanwhile, or never made.
                 continue
             key = (status.st_dev, status.st_ino)
-            for entry in [] if key in above else entries:
+            for entry in Followed([] if key in above else entries, progress):
                 info = None if entry.name.startswith(_TEMPORARY) else _status_of(entry)
                 if info is None or entry.name in _FOREIGN:
                     continue
@@ -133,8 +150,11 @@ class LocalStore:
 
     def remove(self, names: Collection[str]) -> None:
         """Delete files, and a folder with its last one, temporary leftovers included."""
+        self._deadline.run(lambda progress: self._remove(names, progress))
+
+    def _remove(self, names: Collection[str], progress: Progress) -> None:
         paths = [self._root / name for name in names]
-        for path in paths:
+        for path in Followed(paths, progress):
             path.unlink(missing_ok=True)
         for folder in {path.parent for path in paths} - {self._root}:
             with contextlib.suppress(OSError):

@@ -13,12 +13,13 @@ manifest before its files, so that what is half deleted doesn't exist.
 
 import itertools
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 
+from lightning_hetero.checkpoint.deadlines import Progress, map_on_threads
 from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     PartManifest,
@@ -31,20 +32,24 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 __all__ = [
     "CONFIRMED",
     "QUARANTINED",
+    "Holder",
     "PartCopy",
     "Source",
     "StoreParts",
     "Tier",
+    "TierKeeper",
     "TierKind",
     "checkpoints_in",
     "complete_size",
-    "confirm",
     "look_at_parts",
     "parts_in",
     "prune",
     "read_manifest",
     "remove_files",
+    "source_of",
 ]
+
+_log = logging.getLogger(__name__)
 
 CONFIRMED = "confirmed"
 """File of a checkpoint that all ranks have saved."""
@@ -59,6 +64,20 @@ class TierKind(IntEnum):
     """Local disk: survives a reboot."""
     REMOTE = 2
     """One store for all nodes: survives the node."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Holder:
+    """One tier of one node, or a remote tier, which every node reaches."""
+
+    node: str
+    """Name of the node; of a remote tier its own name."""
+    kind: TierKind
+
+    def __str__(self) -> str:
+        if self.kind is TierKind.REMOTE:
+            return self.node or "remote"
+        return f"{self.node}/{self.kind.name.lower()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +99,19 @@ class Tier:
                 f"A checkpoint tier keeps {self.keep}; it must keep 1 or more."
             )
 
+    def holder(self, node: str) -> Holder:
+        """Return what this tier is, seen by a rank of a node, to all ranks."""
+        return Holder(self.name if self.kind is TierKind.REMOTE else node, self.kind)
+
+    def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
+        """Return whether a rank lists, marks and prunes the tier for all that share it."""
+        return global_rank == 0 if self.kind is TierKind.REMOTE else is_first_of_node
+
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} tier {self.store}"
+
+
+_SOMEWHERE = Holder("", TierKind.REMOTE)
 
 
 class Source(IntEnum):
@@ -92,6 +122,15 @@ class Source(IntEnum):
     PEER_MEMORY = 2
     PEER_DISK = 3
     REMOTE = 4
+
+
+def source_of(holder: Holder, node: str) -> Source:
+    """Return what a holder is, seen from a node."""
+    if holder.kind is TierKind.REMOTE:
+        return Source.REMOTE
+    if holder.kind is TierKind.MEMORY:
+        return Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
+    return Source.OWN_DISK if holder.node == node else Source.PEER_DISK
 
 
 QUARANTINED = "quarantined"
@@ -110,6 +149,8 @@ class PartCopy:
     """Number of parts that the checkpoint has."""
     missing: tuple[str, ...]
     """Files of the part that aren't there or have a wrong size."""
+    holder: Holder = _SOMEWHERE
+    """Which tier it is in, where several are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +206,14 @@ class _TornError(CheckpointError):
 
 
 def look_at_parts(
-    store: Store, files: Mapping[str, int], wanted: Collection[CheckpointId]
+    store: Store,
+    files: Mapping[str, int],
+    wanted: Collection[CheckpointId],
+    progress: Progress | None = None,
 ) -> StoreParts:
     """Read the manifests of checkpoints, and compare them with the sizes of a store's files.
 
-    What is in quarantine counts as nothing.
+    What is in quarantine counts as nothing. `progress` is told of every manifest.
     """
     trusted = {item for item in wanted if f"{item.folder}/{QUARANTINED}" not in files}
     names = [
@@ -178,15 +222,19 @@ def look_at_parts(
     copies: list[PartCopy] = []
     broken: list[tuple[CheckpointId, str]] = []
     unreadable: list[tuple[CheckpointId, str]] = []
-    with ThreadPoolExecutor(_READERS) as pool:
-        results = pool.map(lambda name: _try_manifest(store, *name), names)
-        for (checkpoint, part), result in zip(names, results, strict=True):
-            if isinstance(result, PartManifest):
-                copies.append(_copy_of(result, files))
-            else:
-                is_bad = isinstance(result, _TornError | FileNotFoundError)
-                why = f"part {part} of {checkpoint} in {store}: {result}"
-                (broken if is_bad else unreadable).append((checkpoint, why))
+    results = map_on_threads(
+        lambda name: _try_manifest(store, *name),
+        names,
+        count=min(_READERS, len(names)),
+        progress=progress or Progress(),
+    )
+    for (checkpoint, part), result in zip(names, results, strict=True):
+        if isinstance(result, PartManifest):
+            copies.append(_copy_of(result, files))
+        else:
+            is_bad = isinstance(result, _TornError | FileNotFoundError)
+            why = f"part {part} of {checkpoint} in {store}: {result}"
+            (broken if is_bad else unreadable).append((checkpoint, why))
     return StoreParts(tuple(copies), tuple(broken), tuple(unreadable))
 
 
@@ -220,18 +268,16 @@ def complete_size(copies: Iterable[PartCopy]) -> int | None:
     return None
 
 
-def confirm(store: Store, checkpoint: CheckpointId) -> None:
-    """Note in a tier that all ranks have saved this checkpoint, and which parts are here."""
-    parts = parts_in(store.list()).get(checkpoint, [])
-    store.write(f"{checkpoint.folder}/{CONFIRMED}", [json.dumps({"parts": parts}).encode()])
-
-
 def remove_files(store: Store, names: Collection[str]) -> None:
     """Delete files of checkpoints, manifests first."""
     manifests = [name for name in names if parse_manifest_name(name) is not None]
     for some in (manifests, [name for name in names if name not in set(manifests)]):
         if some:
             store.remove(some)
+
+
+_Files = Mapping[str, int]
+"""Names and sizes."""
 
 
 def prune(
@@ -241,6 +287,7 @@ def prune(
     shared: bool,
     busy: Collection[CheckpointId] = (),
     superseded: Collection[CheckpointId] = (),
+    known: dict[CheckpointId, _Files] | None = None,
 ) -> list[CheckpointId]:
     """Delete all that is older than a run's newest `keep` complete checkpoints; return what went.
 
@@ -250,36 +297,107 @@ def prune(
         store: The tier's store.
         keep: Complete checkpoints to keep; None keeps all.
         shared: Whether the store holds all parts (remote), so that completeness shows in it; else
-            only what `confirm` noted, and is whole as far as it is here, counts as complete.
+            only what is noted as confirmed, and is whole as far as it is here, counts as complete.
         busy: Checkpoints that are being read.
         superseded: What goes in any case where it isn't complete.
+        known: The files of complete checkpoints. Where these are all still there, no manifest is
+            read; what is found complete is added.
     """
     files = store.list()
-    by_run: dict[str, list[CheckpointId]] = defaultdict(list)
-    for checkpoint in reversed(checkpoints_in(files)):
-        by_run[checkpoint.run].append(checkpoint)
-    gone: list[CheckpointId] = []
-    for newest_first in by_run.values():
+    known = {} if known is None else known
+    of_folder: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, size in files.items():
+        of_folder[name.partition("/")[0]][name] = size
+    newest_first = checkpoints_in(files)[::-1]
+
+    def is_complete(item: CheckpointId) -> bool:
+        own = of_folder[item.folder]
+        if known.get(item) != own and _is_complete(store, own, item, shared=shared):
+            known[item] = own
+        return known.get(item) == own
+
+    gone = {item for item in newest_first if item in superseded and not is_complete(item)}
+    for run in {item.run for item in newest_first} if keep is not None else ():
+        items = [item for item in newest_first if item.run == run]
         # Manifests are read only until enough are found.
-        complete = (
-            item for item in newest_first if _is_complete(store, files, item, shared=shared)
-        )
-        last = None if keep is None else next(itertools.islice(complete, keep - 1, None), None)
-        gone += [item for item in newest_first if last is not None and item < last]
-        gone += [
-            item
-            for item in newest_first
-            if item in superseded and not _is_complete(store, files, item, shared=shared)
-        ]
-    gone = sorted({*gone} - {*busy})
-    folders = {checkpoint.folder for checkpoint in gone}
-    remove_files(store, [name for name in files if name.partition("/")[0] in folders])
-    return gone
+        last = next(itertools.islice(filter(is_complete, items), (keep or 1) - 1, None), None)
+        gone |= {item for item in items if last is not None and item < last}
+    gone -= {*busy}
+    remove_files(store, [name for item in gone for name in of_folder[item.folder]])
+    for item in known.keys() - {*newest_first} | gone:
+        known.pop(item, None)
+    return sorted(gone)
 
 
-def _is_complete(
-    store: Store, files: Mapping[str, int], checkpoint: CheckpointId, *, shared: bool
-) -> bool:
+class TierKeeper:
+    """Notes in one tier what is complete there and deletes what is old, as long as a run lasts.
+
+    What the ranks have agreed on is known by the names and sizes of its files. So a save costs a
+    constant number of requests, whatever the number of ranks; only the manifests of what this start
+    of the run hasn't confirmed itself are read, once.
+
+    Args:
+        tier: The tier.
+        parts: Those that must be in it: of this node's ranks, or of all where it is the remote one.
+        progress: Is told of what gets done.
+    """
+
+    def __init__(self, tier: Tier, parts: Collection[int], progress: Progress) -> None:
+        self.tier = tier
+        self.parts = frozenset(parts)
+        self._progress = progress
+        self._known: dict[CheckpointId, _Files] = {}
+
+    def settle(
+        self,
+        complete: CheckpointId | None,
+        *,
+        keep: int | None,
+        busy: Collection[CheckpointId] = (),
+        superseded: Collection[CheckpointId] = (),
+    ) -> None:
+        """Note what all ranks say is complete here, delete what is old; what fails is logged."""
+        try:
+            if complete is not None:
+                self._confirm(complete)
+            prune(
+                self.tier.store,
+                keep=keep,
+                shared=self.tier.kind is TierKind.REMOTE,
+                busy=busy,
+                superseded=superseded,
+                known=self._known,
+            )
+        except Exception as error:
+            # Stores raise their client library's own types. What isn't deleted now is another time.
+            _log.warning("Couldn't tidy up %s: %s", self.tier, error)
+        self._progress.tick()
+
+    def _confirm(self, checkpoint: CheckpointId) -> None:
+        """Note that all ranks have saved a checkpoint, and which parts are here."""
+        name = f"{checkpoint.folder}/{CONFIRMED}"
+        files = self.tier.store.list()
+        self._progress.tick()
+        own = {key: size for key, size in files.items() if key.startswith(f"{checkpoint.folder}/")}
+        parts = parts_in(own).get(checkpoint, [])
+        text = json.dumps({"parts": parts}).encode()
+        self.tier.store.write(name, [text])
+        if self.parts <= {*parts}:
+            self._known[checkpoint] = {**own, name: len(text)}
+
+    def holds(self, checkpoint: CheckpointId) -> bool:
+        """Look again whether the parts that must be here are, with all their files."""
+        try:
+            files = self.tier.store.list()
+            found = look_at_parts(self.tier.store, files, [checkpoint], self._progress)
+        except Exception as error:
+            # Stores raise their client library's own types; another tier may have it all.
+            _log.warning("Couldn't look into %s again: %s", self.tier, error)
+            return False
+        return self.parts <= {copy.part for copy in found.copies if not copy.missing}
+
+
+def _is_complete(store: Store, files: _Files, checkpoint: CheckpointId, *, shared: bool) -> bool:
     """Return whether all that a store should hold of a checkpoint is there."""
     if not shared and f"{checkpoint.folder}/{CONFIRMED}" not in files:
         return False

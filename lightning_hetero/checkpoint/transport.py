@@ -78,7 +78,8 @@ def take_turns(pairs: Sequence[tuple[int, int]]) -> list[int]:
 
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 1.0
-_STALL_S = 300.0
+_STALL_S = 450.0
+"""More than one place that hangs is given, so that it is told as that place's failure."""
 _T = TypeVar("_T")
 
 
@@ -145,11 +146,16 @@ class Rounds:
 
 
 def finish_together(
-    work: Callable[[], _T], transport: Transport, describe: Callable[[_T], Mapping[str, Any]]
+    work: Callable[[Progress], _T],
+    transport: Transport,
+    describe: Callable[[_T], Mapping[str, Any]],
 ) -> "tuple[Future[_T], list[dict[str, Any]]]":
-    """Let all ranks do something once, on a thread; as `Rounds.finish`, with what it came to."""
+    """Let all ranks do something once, on a thread; as `Rounds.finish`, with what it came to.
+
+    The work tells its progress, so that a rank is waited for as long as its work moves.
+    """
     thread = BackgroundThread("checkpoint-start")
-    done = thread.submit(work)
+    done = thread.submit(work, thread.progress)
     thread.finish()
     rounds = Rounds(transport, Progress(), _STALL_S)
     return done, rounds.finish(done, thread, lambda it: {} if it is None else describe(it))

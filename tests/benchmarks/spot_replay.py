@@ -2,7 +2,7 @@
 
 Time passes in events: a change of the number of instances stops training, costs what was done since
 the last usable checkpoint, then a restart and a recovery. Which instances go is drawn at random.
-Recovery is what `plan_fetches` says under the placement of `place_replicas`: each node's disk and
+Recovery is what `assign_sources` says under the placement of `place_replicas`: each node's disk and
 link and the one remote store work side by side at their bandwidths. The peer saves to the remote
 store alone, uploads as often as its bandwidth allows, and restarts from there.
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lightning_hetero.checkpoint import Holder, Source, TierKind, place_replicas
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange, plan_fetches
+from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange, assign_sources
 from tests.benchmarks.harness import Row
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"
@@ -113,7 +113,7 @@ def recovery_time_s(
         for part, nodes in holders.items()
     }
     needs = {rank: _even_share(rank, len(alive), len(holders), size) for rank in range(len(alive))}
-    return _duration_s(plan_fetches(needs, manifests, places, alive, chunk_bytes=1 << 30)), local
+    return _duration_s(assign_sources(needs, manifests, places, alive, chunk_bytes=1 << 30)), local
 
 
 def _duration_s(fetches: Sequence[Fetch]) -> float:

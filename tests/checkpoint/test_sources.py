@@ -11,7 +11,7 @@ from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartMa
 from lightning_hetero.checkpoint.recovering.sources import (
     Fetch,
     FileRange,
-    plan_fetches,
+    assign_sources,
     source_of,
     whole_blocks,
 )
@@ -73,7 +73,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
 
 
 def plan(situation: dict[str, object]) -> list[Fetch]:
-    return plan_fetches(
+    return assign_sources(
         situation["needs"],  # type: ignore[arg-type]
         situation["manifests"],  # type: ignore[arg-type]
         situation["holders"],  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def test_senders_that_hold_the_same_share_the_work(
     nodes = ["new", *(f"n{i}" for i in range(num_senders))]
     node_of_rank = ["new"] + [n for n in nodes[1:] for _ in range(ranks_per_node)]
     size = blocks * BLOCK
-    fetches = plan_fetches(
+    fetches = assign_sources(
         {0: [FileRange(0, "f0", 0, size)]},
         {0: manifest(0, [size])},
         {(0, "f0"): tuple(Holder(node, TierKind.DISK) for node in nodes[1:])},
@@ -178,7 +178,7 @@ def test_senders_that_hold_the_same_share_the_work(
 def test_a_node_that_reads_for_itself_sends_less() -> None:
     size = 100 * BLOCK
     holders = (Holder("a", TierKind.DISK), Holder("b", TierKind.DISK))
-    fetches = plan_fetches(
+    fetches = assign_sources(
         {0: [FileRange(0, "f0", 0, size // 2)], 2: [FileRange(0, "f0", 0, size)]},
         {0: manifest(0, [size])},
         {(0, "f0"): holders},
@@ -193,6 +193,6 @@ def test_a_node_that_reads_for_itself_sends_less() -> None:
 
 def test_a_file_that_nobody_has_is_named_with_its_layer() -> None:
     with pytest.raises(CheckpointError, match=r"layer-0001 \(f1\) of step 1"):
-        plan_fetches(
+        assign_sources(
             {0: [FileRange(0, "f1", 0, 8)]}, {0: manifest(0, [8, 8])}, {(0, "f1"): ()}, ["a"]
         )

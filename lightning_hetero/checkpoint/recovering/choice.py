@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from lightning_hetero.checkpoint.claims import RUN_FILE
 from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.recovering.inventory import Holder, Inventory, complete_checkpoints
-from lightning_hetero.checkpoint.tiers import TierKind
+from lightning_hetero.checkpoint.recovering.inventory import Inventory, complete_checkpoints
+from lightning_hetero.checkpoint.tiers import Holder, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Choice", "ChoiceError", "choose", "choose_run"]

@@ -13,10 +13,9 @@ from lightning_hetero.checkpoint.deadlines import BackgroundThread, Progress
 from lightning_hetero.checkpoint.lockstep import Lockstep
 from lightning_hetero.checkpoint.manifest import PartManifest
 from lightning_hetero.checkpoint.parts import fault_in
-from lightning_hetero.checkpoint.recovering.inventory import Holder
 from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange
 from lightning_hetero.checkpoint.store import Buffer
-from lightning_hetero.checkpoint.tiers import Source, Tier
+from lightning_hetero.checkpoint.tiers import Holder, Source, Tier
 from lightning_hetero.checkpoint.transport import Rounds, Transport
 
 if TYPE_CHECKING:

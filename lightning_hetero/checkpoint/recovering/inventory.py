@@ -7,14 +7,16 @@ Every rank reports its node's own tiers, rank 0 also the remote one. What is com
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from lightning_hetero.checkpoint.claims import RUN_FILE, read_run
+from lightning_hetero.checkpoint.deadlines import Deadline, Progress, map_on_threads
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.tiers import (
     CONFIRMED,
     QUARANTINED,
+    Holder,
     PartCopy,
     Tier,
     TierKind,
@@ -24,41 +26,21 @@ from lightning_hetero.checkpoint.tiers import (
 )
 
 __all__ = [
-    "HeldPart",
-    "Holder",
     "Inventory",
     "complete_checkpoints",
     "holders_of_files",
     "take_inventory",
 ]
 
-
-@dataclass(frozen=True, order=True, slots=True)
-class Holder:
-    """One tier of one node, or a remote tier, which every node reaches."""
-
-    node: str
-    """Name of the node; of a remote tier its own name."""
-    kind: TierKind
-
-    def __str__(self) -> str:
-        if self.kind is TierKind.REMOTE:
-            return self.node or "remote"
-        return f"{self.node}/{self.kind.name.lower()}"
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPart(PartCopy):
-    """One part in one tier."""
-
-    holder: Holder
+_STALL_S = 300.0
+"""Seconds after which a place that doesn't answer is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """What one rank reports; nothing twice."""
 
-    held: tuple[HeldPart, ...] = ()
+    held: tuple[PartCopy, ...] = ()
     present: tuple[tuple[CheckpointId, Holder], ...] = ()
     """Checkpoints of which there is any file, complete or not."""
     finished: tuple[CheckpointId, ...] = ()
@@ -93,7 +75,7 @@ class Inventory:
         body: Mapping[str, Any] = json.loads(data)
         return cls(
             held=tuple(
-                HeldPart(_id(folder), part, size, tuple(missing), Holder(node, TierKind(kind)))
+                PartCopy(_id(folder), part, size, tuple(missing), Holder(node, TierKind(kind)))
                 for folder, part, size, missing, node, kind in body["held"]
             ),
             present=tuple(
@@ -124,28 +106,37 @@ def _id(folder: str) -> CheckpointId:
     return checkpoint
 
 
-def take_inventory(tiers: Sequence[Tier], *, node: str) -> Inventory:
-    """Look through tiers; what can't be read is reported as such.
+def take_inventory(
+    tiers: Sequence[Tier], *, node: str, progress: Progress | None = None
+) -> Inventory:
+    """Look through tiers side by side; what can't be read, or hangs, is reported as such.
 
     Args:
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
+        progress: Is told of everything that is read.
     """
-    return Inventory.merge(
-        _take_one(tier, Holder(tier.name if tier.kind is TierKind.REMOTE else node, tier.kind))
-        for tier in tiers
-    )
+
+    def look(tier: Tier) -> Inventory:
+        def take(own: Progress) -> Inventory:
+            own.part_of = progress
+            return _take_one(tier, tier.holder(node), own)
+
+        try:
+            return Deadline(_STALL_S).run(take)
+        except Exception as error:
+            # Stores raise their client library's own types.
+            return Inventory(unreadable=((None, f"{tier}: {error}"),))
+
+    return Inventory.merge(map_on_threads(look, tiers, count=len(tiers), progress=Progress()))
 
 
-def _take_one(tier: Tier, holder: Holder) -> Inventory:
-    try:
-        files = tier.store.list()
-        run = read_run(tier.store) if RUN_FILE in files else None
-    except Exception as error:
-        # Stores raise their client library's own types.
-        return Inventory(unreadable=((None, f"{tier}: {error}"),))
+def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
+    files = tier.store.list()
+    progress.tick()
+    run = read_run(tier.store) if RUN_FILE in files else None
     present = checkpoints_in(files)
-    found = look_at_parts(tier.store, files, present)
+    found = look_at_parts(tier.store, files, present, progress)
     marks = (CONFIRMED, QUARANTINED)
     finished = {item for item in present if any(f"{item.folder}/{mark}" in files for mark in marks)}
     # Files are written before their manifest, each whole or not at all: this was done by no crash.
@@ -153,10 +144,7 @@ def _take_one(tier: Tier, holder: Holder) -> Inventory:
         id_ for id_, _ in found.broken
     }
     return Inventory(
-        held=tuple(
-            HeldPart(copy.id, copy.part, copy.world_size, copy.missing, holder)
-            for copy in found.copies
-        ),
+        held=tuple(replace(copy, holder=holder) for copy in found.copies),
         present=tuple((item, holder) for item in present),
         finished=tuple(finished),
         places=((holder, run),),
@@ -175,7 +163,7 @@ def _take_one(tier: Tier, holder: Holder) -> Inventory:
 
 def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
     """Return the complete checkpoints, newest first, with the numbers of their parts."""
-    copies: dict[CheckpointId, list[HeldPart]] = defaultdict(list)
+    copies: dict[CheckpointId, list[PartCopy]] = defaultdict(list)
     for held in inventory.held:
         copies[held.id].append(held)
     sizes = {checkpoint: complete_size(copies[checkpoint]) for checkpoint in copies}

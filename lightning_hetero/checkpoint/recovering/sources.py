@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from lightning_hetero.checkpoint.manifest import PartManifest, name_of_unit
 from lightning_hetero.checkpoint.parts import align_to_blocks
-from lightning_hetero.checkpoint.recovering.inventory import Holder
-from lightning_hetero.checkpoint.tiers import Source, TierKind
+from lightning_hetero.checkpoint.tiers import Holder, Source, source_of
 from lightning_hetero.checkpoint.transport import take_turns
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "Fetch", "FileRange", "plan_fetches", "source_of", "whole_blocks"]
+__all__ = ["CHUNK_BYTES", "Fetch", "FileRange", "assign_sources", "source_of", "whole_blocks"]
 
 CHUNK_BYTES = 16 << 20
 """Largest fetch: what a sender, a link and a receiver hold at a time."""
@@ -42,15 +41,6 @@ class Fetch:
     holder: Holder
     source: Source
     range: FileRange
-
-
-def source_of(holder: Holder, node: str) -> Source:
-    """Return what a holder is, seen from a node."""
-    if holder.kind is TierKind.REMOTE:
-        return Source.REMOTE
-    if holder.kind is TierKind.MEMORY:
-        return Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
-    return Source.OWN_DISK if holder.node == node else Source.PEER_DISK
 
 
 def whole_blocks(
@@ -81,7 +71,7 @@ def whole_blocks(
     return runs
 
 
-def plan_fetches(
+def assign_sources(
     needs: Mapping[int, Sequence[FileRange]],
     manifests: Mapping[int, PartManifest],
     holders: Mapping[tuple[int, str], Sequence[Holder]],

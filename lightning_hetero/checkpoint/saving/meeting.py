@@ -23,7 +23,6 @@ from lightning_hetero.checkpoint.saving.storing import (
     OwnTiers,
     Part,
     Uploads,
-    parts_held,
 )
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import Rounds, Transport
@@ -101,16 +100,19 @@ class Meeting:
         self._node_of_rank = node_of_rank
         self._transport = transport
         self._rank = transport.global_rank
-        self._is_first_of_node = node_of_rank.index(node_of_rank[self._rank]) == self._rank
+        node = node_of_rank[self._rank]
+        node_ranks = [rank for rank, name in enumerate(node_of_rank) if name == node]
+        self._is_first_of_node = node_ranks[0] == self._rank
         self._storing = BackgroundThread("checkpoint-write")
         self._uploading = BackgroundThread("checkpoint-upload")
         self._own = OwnTiers(
             [tier for tier in tiers if tier.kind is not TierKind.REMOTE],
+            node_ranks,
             block_bytes=options.block_bytes,
             progress=self._storing.progress,
         )
         remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
-        self.uploads = Uploads(next(remote, None), self._uploading)
+        self.uploads = Uploads(next(remote, None), transport.world_size, self._uploading)
         self._rounds = Rounds(transport, self.progress, options.stall_s)
         self._lockstep = Lockstep(transport, stall_s=options.stall_s, progress=self.progress)
         self._stored: Future[Any] | None = None
@@ -224,7 +226,7 @@ class Meeting:
                     self.lasting.note(text)
         uploaded = self.uploads.newest_everywhere(statuses)
         if uploaded is not None and self.lasting.reach(uploaded) and self._rank == 0:
-            self.uploads.settle_behind(uploaded)
+            self.uploads.settle_later(uploaded)
 
     def _copy_to_peers(
         self, part: Part | None, leaving: Collection[str], statuses: _Statuses
@@ -286,16 +288,18 @@ class Meeting:
 
     def _look_again(self, newest: CheckpointId) -> dict[str, Any]:
         """Return which lasting tiers this rank has looked into, and which have all they should."""
-        node = self._node_of_rank[self._rank]
-        own = {rank for rank, name in enumerate(self._node_of_rank) if name == node}
-        looked: list[tuple[Tier, set[int]]] = []
-        if self._is_first_of_node:
-            looked = [(tier, own) for tier in self._own.tiers if tier.kind is TierKind.DISK]
-        if self._rank == 0 and self.uploads.tier is not None:
-            looked.append((self.uploads.tier, set(range(self._transport.world_size))))
+        looked = [
+            keeper
+            for keeper in self._own.keepers
+            if self._is_first_of_node and keeper.tier.kind is TierKind.DISK
+        ]
+        if self._rank == 0 and self.uploads.keeper is not None:
+            looked.append(self.uploads.keeper)
             self.uploads.settle()
-        written = [tier.kind for tier, parts in looked if parts <= parts_held(tier.store, newest)]
-        return {"has": [tier.kind for tier, _ in looked], "written": written}
+        return {
+            "has": [keeper.tier.kind for keeper in looked],
+            "written": [keeper.tier.kind for keeper in looked if keeper.holds(newest)],
+        }
 
     # -- storage ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ is allocated from the second snapshot on.
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -19,6 +19,7 @@ from typing import Self
 import torch
 
 from lightning_hetero.checkpoint.content import CheckpointContent
+from lightning_hetero.checkpoint.deadlines import BackgroundThread
 
 __all__ = ["HostBuffer", "Snapshot"]
 
@@ -33,7 +34,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._free = threading.Semaphore(1)
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-snapshot")
+        self._copier = BackgroundThread("checkpoint-snapshot")
 
     def take(self, content: CheckpointContent, timeout_s: float | None = None) -> "Snapshot":
         """Start copying; wait first while the memory still holds an earlier snapshot.
@@ -51,7 +52,7 @@ class HostBuffer:
 
     def close(self) -> None:
         """End the copying thread once it is done; doesn't wait."""
-        self._copier.shutdown(wait=False)
+        self._copier.finish()
 
     def _start(self, content: CheckpointContent) -> "Snapshot":
         tensors = [tensor.detach() for tensor in _tensors_of(content).values()]

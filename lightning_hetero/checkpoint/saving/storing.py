@@ -30,10 +30,8 @@ from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import (
     Tier,
+    TierKeeper,
     TierKind,
-    confirm,
-    look_at_parts,
-    prune,
     remove_files,
 )
 from lightning_hetero.core.errors import CheckpointError
@@ -41,7 +39,7 @@ from lightning_hetero.core.errors import CheckpointError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LastingCopies", "OwnTiers", "Part", "Uploads", "parts_held"]
+__all__ = ["LastingCopies", "OwnTiers", "Part", "Uploads"]
 
 _log = logging.getLogger(__name__)
 
@@ -77,19 +75,24 @@ class OwnTiers:
 
     Args:
         tiers: They, fastest first.
+        node_ranks: Ranks of this node, whose parts they hold.
         block_bytes: Bytes that one checksum covers.
         progress: Is told of every chunk that is written.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, block_bytes: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        node_ranks: Collection[int],
+        *,
+        block_bytes: int,
+        progress: Progress,
+    ) -> None:
+        self.keepers = [TierKeeper(tier, node_ranks, progress) for tier in tiers]
         self.tiers = tuple(tiers)
+        self.kinds = [tier.kind for tier in tiers]
         self._block_bytes = block_bytes
         self._progress = progress
-
-    @property
-    def kinds(self) -> list[TierKind]:
-        """What there is, fastest first."""
-        return [tier.kind for tier in self.tiers]
 
     def write(self, snapshot: Snapshot, metadata: Mapping[str, bytes]) -> Part:
         """Write a part into all tiers that take it.
@@ -132,34 +135,15 @@ class OwnTiers:
         superseded: Mapping[TierKind, Collection[CheckpointId]],
     ) -> None:
         """Note a checkpoint in the tiers that have it from all ranks, delete what is old there."""
-        for tier in self.tiers:
-            try:
-                # Where this one isn't, an older one may be the newest: this node can't know.
-                keep = tier.keep if tier.kind in sound else None
-                if keep is not None:
-                    confirm(tier.store, checkpoint)
-                prune(
-                    tier.store,
-                    keep=keep,
-                    shared=False,
-                    busy=busy,
-                    superseded=superseded[tier.kind],
-                )
-            except Exception as error:
-                # What isn't deleted now is deleted another time.
-                _log.warning("Couldn't tidy up %s: %s", tier, error)
-            self._progress.tick()
-
-
-def parts_held(store: Store, checkpoint: CheckpointId) -> set[int]:
-    """Look again into a store: which parts of a checkpoint are there with all their files."""
-    try:
-        found = look_at_parts(store, store.list(), [checkpoint])
-    except Exception as error:
-        # Stores raise their client library's own types; another tier may have it all.
-        _log.warning("Couldn't look into %s again: %s", store, error)
-        return set()
-    return {copy.part for copy in found.copies if not copy.missing}
+        for keeper in self.keepers:
+            # Where this one isn't, an older one may be the newest: this node can't know.
+            kind, is_sound = keeper.tier.kind, keeper.tier.kind in sound
+            keeper.settle(
+                checkpoint if is_sound else None,
+                keep=keeper.tier.keep if is_sound else None,
+                busy=busy,
+                superseded=superseded[kind],
+            )
 
 
 def _check_finite(snapshot: Snapshot) -> None:
@@ -191,11 +175,13 @@ class Uploads:
 
     Args:
         tier: The remote tier, None if there is none.
+        world_size: Number of ranks, whose parts it holds.
         thread: Copies.
     """
 
-    def __init__(self, tier: Tier | None, thread: BackgroundThread) -> None:
+    def __init__(self, tier: Tier | None, world_size: int, thread: BackgroundThread) -> None:
         self.tier = tier
+        self.keeper = tier and TierKeeper(tier, range(world_size), thread.progress)
         self._thread = thread
         self._running: list[CheckpointId] = []
         self._deferred: tuple[Part, Future[bool]] | None = None
@@ -291,21 +277,14 @@ class Uploads:
         else:
             uploaded.set_result(True)
 
-    def settle_behind(self, uploaded: CheckpointId) -> None:
-        """Note what all ranks have uploaded, behind the uploads; one rank does it for all."""
+    def settle_later(self, uploaded: CheckpointId) -> None:
+        """Note what all ranks have uploaded, after the uploads; one rank does it for all."""
         self._thread.submit(self.settle, uploaded)
 
     def settle(self, uploaded: CheckpointId | None = None) -> None:
         """Note in the remote tier what is complete there, and delete what is old."""
-        if self.tier is None:
-            return
-        try:
-            if uploaded is not None:
-                confirm(self.tier.store, uploaded)
-            prune(self.tier.store, keep=self.tier.keep, shared=True)
-        except Exception as error:
-            # What isn't deleted now is deleted another time.
-            _log.warning("Couldn't tidy up %s: %s", self.tier, error)
+        if self.keeper is not None:
+            self.keeper.settle(uploaded, keep=self.keeper.tier.keep)
 
 
 _MAX_REASONS = 8

@@ -1,0 +1,142 @@
+"""What the ranks of a recovery know together: who reaches which tier, and what all tiers hold.
+
+Every rank reports what its node's tiers hold, rank 0 also the remote one; manifests are read by one
+rank for all. Storage is waited for as long as it moves, and what hangs is given up (`Rounds`).
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from lightning_hetero.checkpoint.deadlines import Progress
+from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.recovering.inventory import Inventory, take_inventory
+from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind, read_manifest
+from lightning_hetero.checkpoint.transport import SoloTransport, Transport, finish_together
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["ExhaustedError", "Session"]
+
+_log = logging.getLogger(__name__)
+
+
+class ExhaustedError(CheckpointError):
+    """No source is left for something; all ranks raise it at the same point."""
+
+
+@dataclass
+class Session:
+    """One rank's view of what stays the same while the ranks try checkpoint after checkpoint."""
+
+    tiers: Sequence[Tier]
+    transport: Transport
+    node_of_rank: Sequence[str]
+    inventory: Inventory = field(default_factory=Inventory)
+    """What all ranks saw when they looked last."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of each phase."""
+
+    @classmethod
+    def open(cls, tiers: Sequence[Tier], node: str, transport: Transport | None) -> Self:
+        """Tell each other the nodes; every rank calls it. Communicates."""
+        transport = transport or SoloTransport()
+        names = [name.decode() for name in transport.all_gather(node.encode())]
+        return cls(tiers, transport, names)
+
+    @property
+    def node(self) -> str:
+        """This rank's node."""
+        return self.node_of_rank[self.transport.global_rank]
+
+    @property
+    def looked_after(self) -> list[Tier]:
+        """The tiers that this rank looks after for all that share them."""
+        rank = self.transport.global_rank
+        is_first = self.node_of_rank.index(self.node) == rank
+        return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
+
+    @property
+    def places(self) -> str:
+        """Where anything was looked for, for messages."""
+        found = sorted({held.holder for held in self.inventory.held})
+        return ", ".join(map(str, (*found, *self.tiers)))
+
+    def tier_of(self, holder: Holder) -> Tier | None:
+        """Return a holder's tier if this rank reaches it."""
+        return next((tier for tier in self.tiers if tier.holder(self.node) == holder), None)
+
+    def look(self) -> bool:
+        """Take an inventory together; return whether it is another one than before. Communicates.
+
+        Raises:
+            CheckpointError: A rank couldn't; all ranks raise it.
+        """
+        start_s, before = time.perf_counter(), self.inventory
+        _, reports = finish_together(
+            lambda progress: take_inventory(self.looked_after, node=self.node, progress=progress),
+            self.transport,
+            lambda report: {"report": report.encode().decode()},
+        )
+        if errors := [report["error"] for report in reports if "error" in report]:
+            raise CheckpointError(f"Can't look for checkpoints: {' '.join(errors)}")
+        self.inventory = Inventory.merge(
+            Inventory.decode(report["report"].encode()) for report in reports
+        )
+        self.seconds["inventory"] = time.perf_counter() - start_s
+        return self.inventory != before
+
+    def share_manifests(self, checkpoint: CheckpointId, world_size: int) -> dict[int, PartManifest]:
+        """Let the lowest rank that reaches a part's manifest read it for all. Communicates.
+
+        Raises:
+            ExhaustedError: Some can't be read any more; all ranks raise it.
+        """
+        holders: dict[int, list[Holder]] = defaultdict(list)
+        for held in self.inventory.held:
+            if (held.id, held.world_size) == (checkpoint, world_size):
+                holders[held.part].append(held.holder)
+        for items in holders.values():
+            items.sort(key=lambda holder: (holder.kind, holder.node))
+
+        def read_own(progress: Progress) -> list[str]:
+            texts = []
+            for part, items in sorted(holders.items()):
+                if self._reader_of(part, items[0]) == self.transport.global_rank:
+                    texts += self._read_any(checkpoint, part, items)
+                    progress.tick()
+            return texts
+
+        _, answers = finish_together(read_own, self.transport, lambda found: {"manifests": found})
+        shared = (text for answer in answers for text in answer.get("manifests", ()))
+        manifests = {
+            manifest.part: manifest
+            for manifest in (PartManifest.decode(text.encode()) for text in shared)
+            if (manifest.id, manifest.world_size) == (checkpoint, world_size)
+        }
+        lost = sorted(set(range(world_size)) - set(manifests))
+        if lost:
+            raise ExhaustedError(
+                f"The manifests of parts {lost} became unreadable. Looked in {self.places}."
+            )
+        return manifests
+
+    def _reader_of(self, part: int, holder: Holder) -> int:
+        if holder.kind is TierKind.REMOTE:
+            return part % self.transport.world_size
+        return self.node_of_rank.index(holder.node)
+
+    def _read_any(
+        self, checkpoint: CheckpointId, part: int, holders: Sequence[Holder]
+    ) -> list[str]:
+        for holder in holders:
+            tier = self.tier_of(holder)
+            if tier is not None:
+                try:
+                    return [read_manifest(tier.store, checkpoint, part).encode().decode()]
+                except Exception as error:
+                    # Stores raise their client library's own types; the next holder may do.
+                    _log.warning("Manifest of part %d of %s: %s", part, checkpoint, error)
+        return []
