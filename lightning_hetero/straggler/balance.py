@@ -5,16 +5,14 @@
     minimise   max_i  fixed_i + m_i · t_i
     such that  Σ m_i = M,  m_i ≥ least,  m_i whole
 
-Giving the next micro-batch to the pipeline that would finish it first is exact: the micro-batches
-taken are then the M cheapest of all (pipeline, count) pairs, and any other choice holds a dearer
-one. What every optimal answer must hold is filled in at once (water filling), so the heap only
-hands out the last few: O(D log D) for D pipelines, never more than O(M log D).
+The planner shares micro-batches by the same water filling; where pipelines would end together, the
+first of them gets more.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 
+from lightning_hetero.assign.microbatch_shares import share_microbatches
 from lightning_hetero.core.errors import PlanningError
 
 __all__ = ["balance_microbatches"]
@@ -44,14 +42,16 @@ def balance_microbatches(
     _check(times_s, fixed, num_microbatches, least=least, multiple=multiple)
     units = num_microbatches // multiple
     unit_s = [time_s * multiple for time_s in times_s]
-    counts = _fill(unit_s, fixed, units, -(-least // multiple))
-    heap = [(fixed[i] + (counts[i] + 1) * unit_s[i], i) for i in range(len(unit_s))]
-    heapq.heapify(heap)
-    for _ in range(units - sum(counts)):
-        _, i = heap[0]
-        counts[i] += 1
-        heapq.heapreplace(heap, (fixed[i] + (counts[i] + 1) * unit_s[i], i))
-    return tuple(count * multiple for count in counts)
+    shares = share_microbatches(
+        fixed[::-1],
+        unit_s[::-1],
+        [1] * len(unit_s),
+        [units] * len(unit_s),
+        units,
+        least=-(-least // multiple),
+    )
+    assert shares is not None, "numbers were checked and can be met"
+    return tuple(share[0] * multiple for share in reversed(shares))
 
 
 def _check(
@@ -85,28 +85,3 @@ def _check(
             f"{num_microbatches} micro-batches are too few: {len(times_s)} pipelines need {needed} "
             f"at {least} each. Give more micro-batches or allow fewer each."
         )
-
-
-def _fill(unit_s: Sequence[float], fixed_s: Sequence[float], units: int, least: int) -> list[int]:
-    """Return counts that no optimal answer goes below: the fractional optimum, rounded down.
-
-    Pipelines whose fractional share is below `least` are set to it and the rest filled again, until
-    none is.
-    """
-    counts = [least] * len(unit_s)
-    free = list(range(len(unit_s)))
-    left = units
-    while free:
-        rate = sum(1.0 / unit_s[i] for i in free)
-        level_s = (left + sum(fixed_s[i] / unit_s[i] for i in free)) / rate
-        low = [i for i in free if level_s < fixed_s[i] + least * unit_s[i]]
-        if not low:
-            for i in free:
-                # One less than the share: rounding must never take more than the optimum has.
-                share = (level_s - fixed_s[i]) / unit_s[i]
-                counts[i] = max(least, math.floor(share * (1.0 - 1e-12)) - 1)
-            break
-        pinned = set(low)
-        free = [i for i in free if i not in pinned]
-        left -= least * len(low)
-    return counts

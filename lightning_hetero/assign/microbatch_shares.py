@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.core.arrays import FloatArray
 
 __all__ = ["deal_microbatches", "share_microbatches"]
 
@@ -36,8 +36,10 @@ def share_microbatches(
     repeats: Sequence[int],
     limits: Sequence[int],
     total: int,
+    *,
+    least: int = 1,
 ) -> list[list[int]] | None:
-    """Return the micro-batches of every pipeline of every class, each pipeline at least one.
+    """Return the micro-batches of every pipeline of every class.
 
     Minimises the longest `fill + slope·K`, exactly: the least level at which all micro-batches are
     done is found by bisection. None if the pipelines' limits leave too few or too many.
@@ -48,33 +50,36 @@ def share_microbatches(
         repeats: Pipelines of each class.
         limits: Most micro-batches of a pipeline of each class.
         total: Micro-batches to share.
+        least: Fewest micro-batches of a pipeline.
     """
     fills, slopes = np.asarray(fills_s), np.asarray(slopes_s)
     numbers, most = np.asarray(repeats), np.minimum(np.asarray(limits), total)
-    if not int(numbers.sum()) <= total <= int((numbers * most).sum()):
+    if not int(numbers.sum()) * least <= total <= int((numbers * most).sum()):
         return None
 
-    def done(level: float) -> IntArray:
-        finished: IntArray = np.floor((level - fills) / slopes + 1e-9).astype(np.int64)
-        return np.clip(finished, 1, most)
+    def done(level: float) -> FloatArray:
+        finished = np.floor((level - fills) / slopes + 1e-12)
+        return np.minimum(np.maximum(finished, least), most)
 
     low, high = 0.0, float((fills + slopes * (most + 1)).max())
-    for _ in range(50):
+    for _ in range(60):
         middle = (low + high) / 2
-        if int((done(middle) * numbers).sum()) >= total:
+        if done(middle) @ numbers >= total:
             high = middle
         else:
             low = middle
-    counts = done(high)
+    counts = done(high).astype(np.int64)
     surplus = int((counts * numbers).sum()) - total
     shares = [[int(k)] * int(n) for k, n in zip(counts, numbers, strict=True)]
     # At the level where the last micro-batches finish together, some too many are handed out: take
     # one from as many of those that finish last.
     finish = fills + slopes * counts
     for index in np.argsort(-finish, kind="stable"):
+        if not surplus:
+            break
         share = shares[index]
         for position in range(len(share)):
-            if surplus and share[position] > 1:
+            if surplus and share[position] > least:
                 share[position] -= 1
                 surplus -= 1
     assert not surplus, "more micro-batches finish together than pipelines can give back"
