@@ -58,8 +58,8 @@ def share_microbatches(
         return None
 
     def done(level: float) -> FloatArray:
-        finished = np.floor((level - fills) / slopes + 1e-12)
-        return np.minimum(np.maximum(finished, least), most)
+        finished: FloatArray = np.floor((level - fills) / slopes + 1e-12)
+        return np.clip(finished, least, most)
 
     low, high = 0.0, float((fills + slopes * (most + 1)).max())
     for _ in range(60):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, classify_nodes
 from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
