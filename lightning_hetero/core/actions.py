@@ -6,20 +6,13 @@ turn, then a cool-down of backwards, so that a stage never holds the activations
 `num_stages - stage_index` micro-batches.
 """
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
-
-from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.table import format_table
 
 __all__ = [
     "MAX_KEPT_SENDS",
     "Action",
     "ActionKind",
-    "format_schedule",
     "schedule_1f1b",
     "schedule_forward",
 ]
@@ -46,14 +39,6 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind.value}{self.microbatch_index}"
 
-    @classmethod
-    def parse(cls, text: str, *, stage_index: int) -> Self:
-        """Parse `F3` or `B3`; PlanError on anything else."""
-        match = re.fullmatch(r"([FB])(\d+)", text.strip())
-        if match is None:
-            raise PlanError(f"Action {text!r} is neither F<n> nor B<n>, such as F3 or B0.")
-        return cls(ActionKind(match[1]), stage_index, int(match[2]))
-
 
 def schedule_1f1b(
     *, stage_index: int, num_stages: int, num_microbatches: int
@@ -77,13 +62,3 @@ def schedule_1f1b(
 def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the actions of a stage that only runs forward: validation, test, prediction."""
     return tuple(Action(ActionKind.FORWARD, stage_index, m) for m in range(num_microbatches))
-
-
-def format_schedule(schedule: Sequence[Sequence[Action]]) -> str:
-    """Return a grid of actions, one line a stage, in the order in which each stage runs them."""
-    width = max((len(actions) for actions in schedule), default=0)
-    rows = [
-        (f"stage {index}", *(str(action) for action in actions), *[""] * (width - len(actions)))
-        for index, actions in enumerate(schedule)
-    ]
-    return format_table(("", *(str(position) for position in range(width))), rows)

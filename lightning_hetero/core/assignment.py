@@ -4,7 +4,6 @@ Assignments are made ahead of time by planning processes, cross process boundari
 read by the runtime, which looks up the plan by its index and runs its own pipeline's micro-batches.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -79,20 +78,3 @@ class Assignment:
             raise AssignmentError(
                 f"The data is no assignment: {error!r}. Give what `to_dict` returns."
             ) from error
-
-    def to_json(self) -> str:
-        """Return the assignment as a JSON text."""
-        return json.dumps(self.to_dict())
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse what `to_json` returns; AssignmentError if it isn't that."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise AssignmentError(
-                f"The assignment is not valid JSON: {error}. Give what `to_json` returns."
-            ) from error
-        if not isinstance(data, dict):
-            raise AssignmentError(f"The assignment is a {type(data).__name__}; it must be a dict.")
-        return cls.from_dict(data)

@@ -92,6 +92,12 @@ class ParameterSpec:
         """Elements in one row of the cut dim."""
         return self.numel // self.cut_length if self.cut_length else 0
 
+    def shape_of_rows(self, num_rows: int) -> tuple[int, ...]:
+        """Return the shape of some rows of the cut dim; a scalar is its own only row."""
+        if not self.shape:
+            return () if num_rows else (0,)
+        return (*self.shape[: self.cut_dim], num_rows, *self.shape[self.cut_dim + 1 :])
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -15,14 +15,17 @@ slower one: it overrides what begins and ends here, and the two methods that do 
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from lightning_hetero.core.actions import ActionKind
 
-__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "MessageTime"]
+__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "MessageTime", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +235,12 @@ def _seconds(start: Any, end: Any) -> float:
         return float(end - start)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+_NOT_TRACED = nullcontext()
+
+
+def traced(name: str) -> AbstractContextManager[object]:
+    """Show what runs inside this context as one range of a trace."""
+    # A range costs as much as a small kernel, whether anyone looks or not.
+    return record_function(name) if _profiler_enabled() else _NOT_TRACED

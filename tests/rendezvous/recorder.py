@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lightning_hetero.runtime import trace
+from lightning_hetero.runtime import clock
 from lightning_hetero.runtime.stage.activations import ActivationLink
 from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
@@ -50,8 +50,8 @@ class Recorder:
             recorded = self._stand_in(name, getattr(dist, name))
             self._patch(dist, name, recorded)
             self._patch(distributed_c10d, name, recorded)
-        self._patch(trace, "_profiler_enabled", lambda: True)
-        self._patch(trace, "record_function", self._range)
+        self._patch(clock, "_profiler_enabled", lambda: True)
+        self._patch(clock, "record_function", self._range)
         expect = ActivationLink.expect_gradient
 
         def expect_gradient(link: ActivationLink, index: int, sent: Any) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Message, Piece
+from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     in_units,
@@ -26,7 +27,6 @@ from lightning_hetero.runtime.exchange.messages import (
 )
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
-from lightning_hetero.runtime.trace import traced
 
 __all__ = ["Pull"]
 

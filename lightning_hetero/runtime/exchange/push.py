@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import Message, Piece
+from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     in_units,
@@ -26,7 +27,6 @@ from lightning_hetero.runtime.exchange.messages import (
     wait_for_all,
 )
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
-from lightning_hetero.runtime.trace import traced
 
 __all__ = ["Push"]
 

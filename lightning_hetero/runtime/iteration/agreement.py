@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.results.reductions import Kind
+from lightning_hetero.runtime.results.number_kinds import Kind
 from lightning_hetero.runtime.results.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report"]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
-from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -53,7 +53,6 @@ from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
-from lightning_hetero.runtime.trace import traced
 
 __all__ = ["Engine"]
 

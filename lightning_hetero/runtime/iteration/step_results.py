@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
+from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
-from lightning_hetero.runtime.results.reductions import Kind, as_weight
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
 from lightning_hetero.runtime.unknown import check_known

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.runtime.results.reductions import (
+from lightning_hetero.runtime.results.number_kinds import (
     NO_RATIO,
     Kind,
     check_ratios,
@@ -37,7 +37,7 @@ __all__ = [
 
 NUM_TOTALS = 5
 """Of a rank: the sums of losses (means times their targets) and of target tokens, the least and the
-largest ratio of further means (see `reductions.ratio_of`), whether gradients aren't finite."""
+largest ratio of further means (see `number_kinds.ratio_of`), whether gradients aren't finite."""
 
 GUESSED_LOSS = (
     "What the loss of training_step is over the samples of its batch isn't known, so micro-batches "

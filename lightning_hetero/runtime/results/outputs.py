@@ -19,7 +19,8 @@ from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.results.reductions import Kind, Reductions
+from lightning_hetero.runtime.results.number_kinds import JOINABLE, Kind, join_values
+from lightning_hetero.runtime.results.reductions import Reductions
 
 __all__ = [
     "Path",
@@ -35,7 +36,6 @@ Path = tuple[Any, ...]
 """Where a list is in a module: the attribute, then the index or key in it."""
 
 _MANY_BYTES = 64 << 20
-_KNOWN = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class StepRecord:
         def mark(leaf: Any) -> Any:
             found = reductions.of(leaf) if isinstance(leaf, Tensor | float) else None
             value = leaf.detach() if isinstance(leaf, Tensor) else leaf
-            if found is None or found.kind not in (*_KNOWN, Kind.UNKNOWN, Kind.MIXED):
+            if found is None or found.kind not in (*JOINABLE, Kind.UNKNOWN, Kind.MIXED):
                 return value
             return _Number(value, found.kind, found.count)
 
@@ -222,17 +222,11 @@ def join(items: Sequence[Any], sizes: Sequence[tuple[int, ...]]) -> Any:
 
 def _join_numbers(items: Sequence[_Number]) -> Any:
     first = items[0]
-    if first.kind not in _KNOWN or any(item.kind is not first.kind for item in items):
+    if first.kind not in JOINABLE or any(item.kind is not first.kind for item in items):
         return Unjoined([item.value for item in items])
     values = torch.stack([torch.as_tensor(item.value, dtype=torch.float64) for item in items])
-    if first.kind is Kind.MEAN:
-        counts = torch.stack([torch.as_tensor(item.count).to(values) for item in items])
-        shaped = counts.reshape(-1, *[1] * (values.ndim - 1))
-        total = torch.where(shaped > 0, values * shaped, 0.0).sum(0) / counts.sum()
-    elif first.kind is Kind.SUM:
-        total = values.sum(0)
-    else:
-        total = values.amax(0) if first.kind is Kind.MAX else values.amin(0)
+    counts = torch.stack([torch.as_tensor(item.count).to(values) for item in items])
+    total = join_values(first.kind, values, counts)
     return total.to(first.value.dtype) if isinstance(first.value, Tensor) else float(total)
 
 

@@ -1,75 +1,27 @@
-"""How numbers of micro-batches become the number of the whole iteration, as far as it is known.
+"""Watch torch's functions to know which numbers of a step are means, sums or extremes over samples.
 
-Behind the layers, and before them, torch's functions are watched: a full mean is a mean over so
-many elements, a sum over a sum is a mean over the divisor, a mean times a constant is a mean, and
-so on. What these rules don't cover is `UNKNOWN`, never guessed here. They take it that dim 0 counts
-samples (or tokens) and that samples don't meet other than in reductions.
+Before the layers and after them: a full mean is a mean over its input's elements, and what becomes
+of it follows the rules of `number_kinds`. They take it that dim 0 counts samples (or tokens) and
+that samples don't meet other than in reductions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.results.number_kinds import (
+    CONSTANT,
+    LINEAR,
+    OPERATIONS,
+    UNKNOWN,
+    Kind,
+    Reduction,
+    fold,
+)
 
-__all__ = [
-    "CONSTANT",
-    "NO_RATIO",
-    "UNKNOWN",
-    "Count",
-    "Kind",
-    "Reduction",
-    "Reductions",
-    "as_weight",
-    "check_ratios",
-    "ends_of",
-    "ratio_of",
-]
+__all__ = ["Reductions"]
 
-Count = Tensor | float
-
-
-class Kind(StrEnum):
-    """What a number is over the samples of a micro-batch."""
-
-    MEAN = "mean"
-    SUM = "sum"
-    MAX = "max"
-    MIN = "min"
-    CONSTANT = "constant"
-    UNKNOWN = "unknown"
-    MIXED = "a sum and something else"
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What is known of one number."""
-
-    kind: Kind
-    count: Count = 0
-    """What a mean averages over, or how many a sum adds."""
-    value: Count = 0
-    """The number itself, for a sum without the floor that was put under it."""
-    others: tuple[Count, ...] = ()
-    """What further means average over that were added to this one."""
-
-
-CONSTANT = Reduction(Kind.CONSTANT)
-"""What doesn't depend on the samples."""
-UNKNOWN = Reduction(Kind.UNKNOWN)
-"""What no rule covers."""
-_MIXED = Reduction(Kind.MIXED)
-
-NO_RATIO = (float("inf"), -float("inf"))
-"""The least and the largest of no ratios."""
-
-_SMALL = 1e-3
-"""A number up to this that is added to a divisor only keeps it from being 0."""
-_LINEAR = (Kind.MEAN, Kind.SUM)
 _REDUCTIONS = {
     "sum": Kind.SUM,
     "nansum": Kind.SUM,
@@ -171,7 +123,7 @@ class Reductions:
         if name in _FLOORS and first is not None and first.kind is Kind.SUM:
             return first if all(item is CONSTANT for item in known[1:]) else UNKNOWN
         if name in _JOINING:
-            return _fold([item or UNKNOWN for item in known])
+            return fold([item or UNKNOWN for item in known])
         return self._combine(name, args, kwargs)
 
     def _is_of_stacked(
@@ -194,9 +146,9 @@ class Reductions:
         pair = (*args, *kwargs.values())[:2]
         if len(pair) < 2:
             return UNKNOWN
-        reflected = name.startswith("r") and name[1:] in _OPERATIONS
-        operation = _OPERATIONS.get(name[1:] if reflected or name[:1] == "i" else name)
-        operation = operation or _OPERATIONS.get(name)
+        reflected = name.startswith("r") and name[1:] in OPERATIONS
+        operation = OPERATIONS.get(name[1:] if reflected or name[:1] == "i" else name)
+        operation = operation or OPERATIONS.get(name)
         if operation is None:
             return UNKNOWN
         left, right = (self._operand(item) for item in (pair[::-1] if reflected else pair))
@@ -264,123 +216,10 @@ def _alone(
     name: str, known: Reduction, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Reduction | None:
     """Judge a function of one reduction and no other tensor."""
-    if name in _KEEPING and (name != "neg" or known.kind in _LINEAR):
+    if name in _KEEPING and (name != "neg" or known.kind in LINEAR):
         return known
     if name in _REDUCTIONS and len(args) + len(kwargs) == 1:
         # Of a vector of such numbers.
         kind = _REDUCTIONS[name]
-        return known if known.kind is kind or {known.kind, kind} <= set(_LINEAR) else UNKNOWN
+        return known if known.kind is kind or {known.kind, kind} <= set(LINEAR) else UNKNOWN
     return None
-
-
-def _fold(items: Sequence[Reduction]) -> Reduction:
-    total = items[0]
-    for item in items[1:]:
-        total = _add(total, item)
-    return total
-
-
-def _add(left: Reduction, right: Reduction) -> Reduction:
-    if left.kind is Kind.CONSTANT:
-        left, right = right, left
-    if right.kind is Kind.CONSTANT:
-        small = not isinstance(right.value, Tensor) and abs(right.value) <= _SMALL
-        keeps = left.kind is not Kind.SUM or (small and right is not CONSTANT)
-        return left if keeps else _MIXED
-    if (left.kind is Kind.SUM) is not (right.kind is Kind.SUM) or Kind.MIXED in (
-        left.kind,
-        right.kind,
-    ):
-        return _MIXED
-    if left.kind is not right.kind or left.kind not in _LINEAR:
-        return UNKNOWN
-    if left.kind is Kind.SUM:
-        return replace(left, value=left.value + right.value)
-    return replace(left, others=(*left.others, right.count, *right.others))
-
-
-def _multiply(left: Reduction, right: Reduction) -> Reduction:
-    if left.kind is Kind.CONSTANT:
-        left, right = right, left
-    if right.kind is not Kind.CONSTANT or left.kind not in (*_LINEAR, Kind.MIXED, Kind.CONSTANT):
-        return UNKNOWN
-    if right is not CONSTANT and not isinstance(right.value, Tensor) and right.value == 0:
-        return CONSTANT  # It only lets gradients be zeros instead of none.
-    if left.kind is Kind.SUM and _may_average(left, right):
-        return UNKNOWN
-    # A mean times a whole number may be a sum by hand.
-    return UNKNOWN if left.kind is Kind.MEAN and right.count and right.value != 1 else left
-
-
-def _may_average(total: Reduction, factor: Reduction) -> bool:
-    """Return whether a factor may be one over the samples or elements of this micro-batch."""
-    if not isinstance(factor.value, float) or not 0 < factor.value < 1:
-        return False
-    divisor, count = round(1 / factor.value), total.count
-    whole = abs(divisor * factor.value - 1) < 1e-9
-    return whole and not isinstance(count, Tensor) and count % divisor == 0
-
-
-def _divide(left: Reduction, right: Reduction) -> Reduction:
-    if right.kind is Kind.CONSTANT:
-        return left if left.kind in (Kind.MEAN, Kind.CONSTANT) else UNKNOWN
-    if left.kind is right.kind is Kind.SUM:
-        return Reduction(Kind.MEAN, count=right.value)
-    if left.kind is right.kind is Kind.MEAN and not (left.others or right.others):
-        same = left.count is right.count or (
-            not isinstance(left.count, Tensor)
-            and not isinstance(right.count, Tensor)
-            and left.count == right.count
-        )
-        return Reduction(Kind.MEAN, count=right.value * right.count) if same else UNKNOWN
-    return UNKNOWN
-
-
-_OPERATIONS: dict[str, Callable[[Reduction, Reduction], Reduction]] = {
-    **dict.fromkeys(("add", "sub", "subtract"), _add),
-    **dict.fromkeys(("mul", "multiply"), _multiply),
-    **dict.fromkeys(("div", "truediv", "true_divide", "divide"), _divide),
-}
-
-
-def as_weight(count: Count, device: torch.device) -> Tensor:
-    """Return a count as a float64 tensor without waiting for the device."""
-    if isinstance(count, Tensor):
-        return count.detach().to(device=device, dtype=torch.float64)
-    return torch.tensor(float(count), dtype=torch.float64, device=device)
-
-
-def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
-    """Return per how much of `weight` the other means of a sum average, if there are any."""
-    if not others:
-        return []
-    return [torch.stack([as_weight(item, weight.device) for item in others]).sum() / weight]
-
-
-def ends_of(ratios: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the least and the largest ratio; 0 / 0 is none."""
-    if not ratios:
-        return list(torch.tensor(NO_RATIO, dtype=torch.float64, device=device))
-    least, largest = NO_RATIO
-    return [
-        torch.stack([ratio.nan_to_num(nan=least, posinf=least) for ratio in ratios]).amin(),
-        torch.stack([ratio.nan_to_num(nan=largest, posinf=least) for ratio in ratios]).amax(),
-    ]
-
-
-def check_ratios(least: Tensor, largest: Tensor, what: str) -> None:
-    """Refuse a sum of means over different targets whose shares differ between micro-batches.
-
-    Raises:
-        StepError: One weight can't fit all of them; on every rank, if all call it.
-    """
-    if not least.numel():
-        return
-    low, high = float(least.min()), float(largest.max())
-    if low < high * (1 - 1e-6) or high == float("inf"):
-        raise StepError(
-            f"The {what} is a sum of means over different numbers of targets: {low:g} of one for "
-            f"one of the other in a micro-batch, {high:g} in another, so no weight of micro-batches"
-            " gives what one device would. Take all means over the same targets, or return sums "
-            '(loss_reduction="sum"); loss_reduction="mean" takes the first mean\'s weight.'
-        )

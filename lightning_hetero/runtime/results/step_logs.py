@@ -21,17 +21,19 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.metrics import StepMetrics
-from lightning_hetero.runtime.results.reductions import (
+from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
+    JOINABLE,
     Count,
     Kind,
     Reduction,
-    Reductions,
     as_weight,
     check_ratios,
     ends_of,
+    join_values,
     ratio_of,
 )
+from lightning_hetero.runtime.results.reductions import Reductions
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "LogEntry", "StepLogs"]
@@ -43,13 +45,6 @@ SAME_EVERYWHERE = "same everywhere: "
 """Begins a `sync_dist_group`, before the name: the strategy checks that ranks have one value."""
 
 _NUM_COLUMNS = 5
-_KNOWN = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
-
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": torch.sum,
-    "min": torch.amin,
-    "max": torch.amax,
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class LogEntry:
 
 def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
     """Return what is known, else take the user's word for batches for micro-batches, too."""
-    if known is not None and known.kind in _KNOWN:
+    if known is not None and known.kind in JOINABLE:
         return str(known.kind)
     reduce_fx = dict(entry.options).get("reduce_fx", "mean")
     name = str(getattr(reduce_fx, "__name__", reduce_fx))
@@ -187,7 +182,7 @@ class StepLogs:
             if known is not None and known.kind is Kind.MEAN:
                 own, others = as_weight(known.count, self._device), known.others
             reduction = _reduction_of(entry, known)
-            is_known = known is not None and known.kind in (*_KNOWN, Kind.CONSTANT)
+            is_known = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
             is_guessed = not is_known and reduction == "mean"
             doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
             number = torch.zeros(()) if entry.metric is not None else value
@@ -216,7 +211,7 @@ class StepLogs:
                 values = torch.stack([item.value for item in logged])
                 weights = torch.stack([item.weight for item in logged])
                 first = _NUM_COLUMNS * index
-                row[first] = _reduce(entry.reduction, values, weights)
+                row[first] = join_values(entry.reduction, values, weights)
                 row[first + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
                 row[first + 2] = sum(item.batch_size for item in logged)
                 spread = [number for item in logged for number in item.range]
@@ -249,7 +244,7 @@ class StepLogs:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
                 logged = weights > 0
                 _check_range(entry, least[logged], largest[logged])
-                value = _reduce(entry.reduction, values[logged], weights[logged]).float()
+                value = join_values(entry.reduction, values[logged], weights[logged]).float()
             self._original_log(entry.name, value, **options)
 
 
@@ -275,12 +270,3 @@ def _check_names(entries: Sequence[LogEntry]) -> None:
                 f"and as a {reductions[key]} in another, so no plan gives what one device would. "
                 "Log the same kind of number in every step."
             )
-
-
-def _reduce(reduction: str, values: Tensor, weights: Tensor) -> Tensor:
-    if reduction in _REDUCTIONS:
-        return _REDUCTIONS[reduction](values)
-    total = weights.sum()
-    # A weight of 0 may belong to a value that is no number, such as the mean of no targets.
-    weighted = torch.where(weights > 0, values * weights, torch.zeros_like(values)).sum()
-    return torch.where(total > 0, weighted / total, values.mean())

@@ -24,14 +24,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_hetero.models.batches import count_samples
-from lightning_hetero.runtime.results.reductions import (
-    CONSTANT,
-    UNKNOWN,
-    Count,
-    Kind,
-    Reduction,
-    Reductions,
-)
+from lightning_hetero.runtime.results.number_kinds import CONSTANT, UNKNOWN, Count, Kind, Reduction
+from lightning_hetero.runtime.results.reductions import Reductions
 
 __all__ = [
     "Classification",

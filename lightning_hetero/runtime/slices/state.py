@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.slices import Slice
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
@@ -55,7 +54,7 @@ def gather_rows(
         if mine:
             rows = own
         elif wanted:
-            rows = torch.empty(_shape_of(store, name, item), dtype=own.dtype)
+            rows = torch.empty(spec.shape_of_rows(item.stop - item.start), dtype=own.dtype)
         if everywhere and comms.world_size > 1:
             dist.broadcast(rows, item.owner, group=comms.control)
         elif item.owner != 0 and mine:
@@ -66,13 +65,6 @@ def gather_rows(
             target = narrow_rows(whole, spec, item.start, item.stop)
             target.copy_(rows.reshape(target.shape))
     return whole
-
-
-def _shape_of(store: SliceStore, name: str, item: Slice) -> tuple[int, ...]:
-    spec = store.specs[name]
-    if not spec.shape:
-        return ()
-    return (*spec.shape[: spec.cut_dim], item.stop - item.start, *spec.shape[spec.cut_dim + 1 :])
 
 
 @contextmanager

@@ -75,10 +75,8 @@ class SliceStore:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a parameter."""
-        spec, (start, stop) = self.specs[name], self.intervals[name]
-        if not spec.shape:
-            return () if stop > start else (0,)
-        return (*spec.shape[: spec.cut_dim], stop - start, *spec.shape[spec.cut_dim + 1 :])
+        start, stop = self.intervals[name]
+        return self.specs[name].shape_of_rows(stop - start)
 
     def adopt(self, name: str, whole: Tensor) -> None:
         """Keep this rank's slice of a whole parameter and register it in the module.
@@ -178,12 +176,7 @@ class ComputeWeights:
         share_memory: bool,
     ) -> None:
         master = self._store.masters[spec.name]
-        rows = sum(stop - start for start, stop in intervals)
-        shape = (
-            (*spec.shape[: spec.cut_dim], rows, *spec.shape[spec.cut_dim + 1 :])
-            if spec.shape
-            else ()
-        )
+        shape = spec.shape_of_rows(sum(stop - start for start, stop in intervals))
         kind = dtype if master.is_floating_point() else master.dtype
         shard = torch.empty(shape, dtype=kind, device=master.device)
         self.intervals[spec.name] = intervals

@@ -27,7 +27,7 @@ from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 from lightning_hetero.runtime.stage.skipped_layer import SkippedLayer
-from lightning_hetero.runtime.tensor_parallel.stage import StageGroup
+from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StageBoundary"]

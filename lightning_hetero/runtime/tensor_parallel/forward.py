@@ -19,6 +19,8 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import piece_of
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.tensor_parallel.collectives import (
+    TOKENS,
+    StageGroup,
     TPGroup,
     gather_shards,
     gather_tokens,
@@ -28,9 +30,8 @@ from lightning_hetero.runtime.tensor_parallel.collectives import (
     split_shards,
     sum_gradients,
 )
+from lightning_hetero.runtime.tensor_parallel.cuts import ShardedModule, is_transposed
 from lightning_hetero.runtime.tensor_parallel.logits import ShardedLogits
-from lightning_hetero.runtime.tensor_parallel.plan import ShardedModule, is_transposed
-from lightning_hetero.runtime.tensor_parallel.stage import TOKENS, StageGroup
 from lightning_hetero.runtime.tensor_parallel.styles import TPStyle
 
 __all__ = ["RegionForward", "ShardedForward"]

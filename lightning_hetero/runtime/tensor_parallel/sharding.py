@@ -1,6 +1,6 @@
 """Run the layers of a stage on a tensor-parallel group, whatever its degree is.
 
-The forward of every module that a `ShardingPlan` names is wrapped once (see `tp_forward`). Around
+The forward of every module that a `ModelCuts` names is wrapped once (see `tp_forward`). Around
 whole weights the wrapper does nothing, around shards it adds the group's collectives, so that
 everything outside sharded modules is the same on all ranks of the group: Megatron-LM's scheme on
 plain local tensors. So one run may mix degrees, and another plan needs no other module.
@@ -26,11 +26,14 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.known_by_shape import KnownByShape, hide_again, show_values
-from lightning_hetero.runtime.tensor_parallel.collectives import TPGroup
+from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup, TPGroup
+from lightning_hetero.runtime.tensor_parallel.cuts import (
+    ModelCuts,
+    ShardedModule,
+    find_regions,
+    with_partial_gradients,
+)
 from lightning_hetero.runtime.tensor_parallel.forward import RegionForward, ShardedForward
-from lightning_hetero.runtime.tensor_parallel.plan import ShardedModule, ShardingPlan
-from lightning_hetero.runtime.tensor_parallel.regions import find_regions, with_partial_gradients
-from lightning_hetero.runtime.tensor_parallel.stage import StageGroup
 from lightning_hetero.runtime.tensor_parallel.styles import TPStyle
 
 __all__ = ["TensorParallel"]
@@ -49,7 +52,7 @@ class TensorParallel:
         sequence_parallel: Whether hidden states between sharded regions are cut along tokens.
 
     Raises:
-        ModelError, ConfigurationError: See `ShardingPlan.of`.
+        ModelError, ConfigurationError: See `ModelCuts.of`.
     """
 
     def __init__(
@@ -60,17 +63,17 @@ class TensorParallel:
         option: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
     ) -> None:
-        sharding = ShardingPlan.of(root, layout, option)
-        self.layout = sharding.annotate(layout)
+        cuts = ModelCuts.of(root, layout, option)
+        self.layout = cuts.annotate(layout)
         self.sequence_parallel = sequence_parallel
         self.stage = StageGroup(sequence_parallel=sequence_parallel)
-        self._largest = _largest_degree(root, self.layout, sharding.modules)
+        self._largest = _largest_degree(root, self.layout, cuts.modules)
         self._wrapped: list[tuple[nn.Module, Any]] = []
         regions: dict[str, nn.Module] = {}
         if sequence_parallel:
-            regions = find_regions(root, self.layout, sharding)
+            regions = find_regions(root, self.layout, cuts)
             self.layout = with_partial_gradients(self.layout, regions)
-        for item in sharding.modules:
+        for item in cuts.modules:
             if item.style not in _UNWRAPPED:
                 inside = any(item.name == r or item.name.startswith(f"{r}.") for r in regions)
                 forward = ShardedForward(self.stage, self.layout, item, in_region=inside)
@@ -78,7 +81,7 @@ class TensorParallel:
         for name, module in regions.items():
             self._wrap(module, RegionForward(self.stage, self.layout, name, module))
         parts = {id(part) for layer in layout.layers for part in layer.modules()}
-        others = [item.module for item in sharding.modules if id(item.module) not in parts]
+        others = [item.module for item in cuts.modules if id(item.module) not in parts]
         self._handles = [i for module in (*layout.layers, *others) for i in _show_inside(module)]
 
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.reductions import Kind, check_ratios, ends_of, ratio_of
+from lightning_hetero.runtime.results.number_kinds import Kind, check_ratios, ends_of, ratio_of
 from lightning_hetero.runtime.results.targets import LossWatch
 
 WEIGHT = nn.Parameter(torch.randn(4, 4))

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.tensor_parallel.plan import ShardingPlan
+from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage
 from tests.runtime.tensor_parallel_runs import (
@@ -234,12 +234,12 @@ def test_plans_that_fit_no_module_are_refused(
 ) -> None:
     model = ToyLM(1, tied=True)
     with pytest.raises(error, match=message):
-        ShardingPlan.of(model, ModelLayout.of(model), plan)
+        ModelCuts.of(model, ModelLayout.of(model), plan)
 
 
 def test_fused_projections_are_cut_block_by_block() -> None:
     model = ToyLM(1, tied=False)
-    cuts = ShardingPlan.of(model, ModelLayout.of(model), TOY_PLAN).cuts
+    cuts = ModelCuts.of(model, ModelLayout.of(model), TOY_PLAN).cuts
     assert (cuts["blocks.0.qkv.weight"].dim, cuts["blocks.0.qkv.weight"].blocks) == (0, 3)
     assert (cuts["blocks.0.proj.weight"].dim, cuts["blocks.0.proj.bias"].dim) == (1, None)
     assert cuts["blocks.0.norm_head.weight"].partial
@@ -251,4 +251,4 @@ def test_embeddings_that_need_their_whole_weight_are_refused() -> None:
     model = ToyLM(1, tied=False)
     model.embed = nn.Embedding(23, 16, max_norm=1.0)
     with pytest.raises(ModelError, match="max_norm"):
-        ShardingPlan.of(model, ModelLayout.of(model), {"embed": "vocab"})
+        ModelCuts.of(model, ModelLayout.of(model), {"embed": "vocab"})

@@ -1,0 +1,210 @@
+"""What is known of a number over samples, and how the numbers of micro-batches become one.
+
+A mean and a mean make a sum of means, a sum over a sum is a mean over the divisor, a mean times a
+constant is a mean, and so on. What these rules don't cover is `UNKNOWN`, never guessed here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.core.errors import StepError
+
+__all__ = [
+    "CONSTANT",
+    "JOINABLE",
+    "LINEAR",
+    "NO_RATIO",
+    "OPERATIONS",
+    "UNKNOWN",
+    "Count",
+    "Kind",
+    "Reduction",
+    "as_weight",
+    "check_ratios",
+    "ends_of",
+    "fold",
+    "join_values",
+    "ratio_of",
+]
+
+Count = Tensor | float
+
+
+class Kind(StrEnum):
+    """What a number is over the samples of a micro-batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    CONSTANT = "constant"
+    UNKNOWN = "unknown"
+    MIXED = "a sum and something else"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What is known of one number."""
+
+    kind: Kind
+    count: Count = 0
+    """What a mean averages over, or how many a sum adds."""
+    value: Count = 0
+    """The number itself, for a sum without the floor that was put under it."""
+    others: tuple[Count, ...] = ()
+    """What further means average over that were added to this one."""
+
+
+CONSTANT = Reduction(Kind.CONSTANT)
+"""What doesn't depend on the samples."""
+UNKNOWN = Reduction(Kind.UNKNOWN)
+"""What no rule covers."""
+_MIXED = Reduction(Kind.MIXED)
+
+NO_RATIO = (float("inf"), -float("inf"))
+"""The least and the largest of no ratios."""
+
+_SMALL = 1e-3
+"""A number up to this that is added to a divisor only keeps it from being 0."""
+LINEAR = (Kind.MEAN, Kind.SUM)
+"""Kinds that a constant factor keeps."""
+JOINABLE = (*LINEAR, Kind.MAX, Kind.MIN)
+"""Kinds whose numbers of micro-batches make the number of the batch."""
+
+
+def fold(items: Sequence[Reduction]) -> Reduction:
+    """Return what is known of a sum of numbers."""
+    total = items[0]
+    for item in items[1:]:
+        total = _add(total, item)
+    return total
+
+
+def _add(left: Reduction, right: Reduction) -> Reduction:
+    if left.kind is Kind.CONSTANT:
+        left, right = right, left
+    if right.kind is Kind.CONSTANT:
+        small = not isinstance(right.value, Tensor) and abs(right.value) <= _SMALL
+        keeps = left.kind is not Kind.SUM or (small and right is not CONSTANT)
+        return left if keeps else _MIXED
+    if (left.kind is Kind.SUM) is not (right.kind is Kind.SUM) or Kind.MIXED in (
+        left.kind,
+        right.kind,
+    ):
+        return _MIXED
+    if left.kind is not right.kind or left.kind not in LINEAR:
+        return UNKNOWN
+    if left.kind is Kind.SUM:
+        return replace(left, value=left.value + right.value)
+    return replace(left, others=(*left.others, right.count, *right.others))
+
+
+def _multiply(left: Reduction, right: Reduction) -> Reduction:
+    if left.kind is Kind.CONSTANT:
+        left, right = right, left
+    if right.kind is not Kind.CONSTANT or left.kind not in (*LINEAR, Kind.MIXED, Kind.CONSTANT):
+        return UNKNOWN
+    if right is not CONSTANT and not isinstance(right.value, Tensor) and right.value == 0:
+        return CONSTANT  # It only lets gradients be zeros instead of none.
+    if left.kind is Kind.SUM and _may_average(left, right):
+        return UNKNOWN
+    # A mean times a whole number may be a sum by hand.
+    return UNKNOWN if left.kind is Kind.MEAN and right.count and right.value != 1 else left
+
+
+def _may_average(total: Reduction, factor: Reduction) -> bool:
+    """Return whether a factor may be one over the samples or elements of this micro-batch."""
+    if not isinstance(factor.value, float) or not 0 < factor.value < 1:
+        return False
+    divisor, count = round(1 / factor.value), total.count
+    whole = abs(divisor * factor.value - 1) < 1e-9
+    return whole and not isinstance(count, Tensor) and count % divisor == 0
+
+
+def _divide(left: Reduction, right: Reduction) -> Reduction:
+    if right.kind is Kind.CONSTANT:
+        return left if left.kind in (Kind.MEAN, Kind.CONSTANT) else UNKNOWN
+    if left.kind is right.kind is Kind.SUM:
+        return Reduction(Kind.MEAN, count=right.value)
+    if left.kind is right.kind is Kind.MEAN and not (left.others or right.others):
+        same = left.count is right.count or (
+            not isinstance(left.count, Tensor)
+            and not isinstance(right.count, Tensor)
+            and left.count == right.count
+        )
+        return Reduction(Kind.MEAN, count=right.value * right.count) if same else UNKNOWN
+    return UNKNOWN
+
+
+OPERATIONS: dict[str, Callable[[Reduction, Reduction], Reduction]] = {
+    **dict.fromkeys(("add", "sub", "subtract"), _add),
+    **dict.fromkeys(("mul", "multiply"), _multiply),
+    **dict.fromkeys(("div", "truediv", "true_divide", "divide"), _divide),
+}
+"""By the names of torch's functions: what is known of the result of two numbers."""
+
+
+def join_values(kind: str, values: Tensor, weights: Tensor) -> Tensor:
+    """Return the number of a batch from those of its micro-batches, along dim 0.
+
+    Args:
+        kind: One of `JOINABLE`; anything else is averaged, as a mean is.
+        values: (num_microbatches, ...).
+        weights: What each mean averages over, (num_microbatches,).
+    """
+    if kind == Kind.SUM:
+        return values.sum(0)
+    if kind in (Kind.MAX, Kind.MIN):
+        return values.amax(0) if kind == Kind.MAX else values.amin(0)
+    shaped = weights.reshape(-1, *[1] * (values.ndim - 1))
+    # A weight of 0 may belong to a value that is no number, such as the mean of no targets.
+    weighted = torch.where(shaped > 0, values * shaped, 0.0).sum(0)
+    total = weights.sum()
+    return torch.where(total > 0, weighted / total, values.mean(0))
+
+
+def as_weight(count: Count, device: torch.device) -> Tensor:
+    """Return a count as a float64 tensor without waiting for the device."""
+    if isinstance(count, Tensor):
+        return count.detach().to(device=device, dtype=torch.float64)
+    return torch.tensor(float(count), dtype=torch.float64, device=device)
+
+
+def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
+    """Return per how much of `weight` the other means of a sum average, if there are any."""
+    if not others:
+        return []
+    return [torch.stack([as_weight(item, weight.device) for item in others]).sum() / weight]
+
+
+def ends_of(ratios: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the least and the largest ratio; 0 / 0 is none."""
+    if not ratios:
+        return list(torch.tensor(NO_RATIO, dtype=torch.float64, device=device))
+    least, largest = NO_RATIO
+    return [
+        torch.stack([ratio.nan_to_num(nan=least, posinf=least) for ratio in ratios]).amin(),
+        torch.stack([ratio.nan_to_num(nan=largest, posinf=least) for ratio in ratios]).amax(),
+    ]
+
+
+def check_ratios(least: Tensor, largest: Tensor, what: str) -> None:
+    """Refuse a sum of means over different targets whose shares differ between micro-batches.
+
+    Raises:
+        StepError: One weight can't fit all of them; on every rank, if all call it.
+    """
+    if not least.numel():
+        return
+    low, high = float(least.min()), float(largest.max())
+    if low < high * (1 - 1e-6) or high == float("inf"):
+        raise StepError(
+            f"The {what} is a sum of means over different numbers of targets: {low:g} of one for "
+            f"one of the other in a micro-batch, {high:g} in another, so no weight of micro-batches"
+            " gives what one device would. Take all means over the same targets, or return sums "
+            '(loss_reduction="sum"); loss_reduction="mean" takes the first mean\'s weight.'
+        )
