@@ -181,7 +181,9 @@ class Uploads:
 
     def __init__(self, tier: Tier | None, world_size: int, thread: BackgroundThread) -> None:
         self.tier = tier
-        self.keeper = tier and TierKeeper(tier, range(world_size), thread.progress)
+        self.keeper = (
+            None if tier is None else TierKeeper(tier, range(world_size), thread.progress)
+        )
         self._thread = thread
         self._running: list[CheckpointId] = []
         self._deferred: tuple[Part, Future[bool]] | None = None

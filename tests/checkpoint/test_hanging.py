@@ -1,0 +1,225 @@
+"""A place that hangs costs what it was to give or take, and neither threads nor peers."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hetero.checkpoint import (
+    CheckpointWriter,
+    LocalStore,
+    Recovered,
+    RetryingStore,
+    RetryPolicy,
+    Store,
+    Tier,
+    TierKind,
+    Transport,
+    WriterOptions,
+    recover,
+)
+from lightning_hetero.checkpoint.deadlines import Deadline, HangingError, Progress
+from lightning_hetero.checkpoint.recovering import fetching, inventory
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.testing import FaultyStore, MemoryStore
+from tests.checkpoint.states import (
+    TWO,
+    Nodes,
+    assert_is_state,
+    contents,
+    disk,
+    needs_of,
+    run_ranks,
+    save_all,
+)
+
+THREE = ParallelPlan.even(world_size=3, num_layers=4)
+
+
+class Hanging:
+    """A `before` that doesn't come back from some calls, until it is let go."""
+
+    def __init__(self, hangs: Callable[[str, str], bool]) -> None:
+        self.hangs = hangs
+        self.let_go = threading.Event()
+        self.num_hung = 0
+
+    def __call__(self, verb: str, name: str) -> None:
+        if self.hangs(verb, name):
+            self.num_hung += 1
+            assert self.let_go.wait(60)
+
+
+def test_a_local_listing_that_hangs_in_the_kernel_is_an_error_within_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, scan = threading.Event(), os.scandir
+
+    def dead_mount(path: Any) -> Any:
+        assert let_go.wait(60)
+        return scan(path)
+
+    store = LocalStore(tmp_path, stall_s=0.1)
+    store.write("a", [b"x"])
+    monkeypatch.setattr(os, "scandir", dead_mount)
+    with pytest.raises(TimeoutError, match=r"Nothing has moved for 0\.1 s"):
+        store.list()
+    with pytest.raises(CheckpointError, match="skip_unreadable=True"):
+        recover([], [disk(store)])
+    let_go.set()
+    assert store.list() == {"a": 1}
+
+
+def test_a_local_write_that_was_given_up_never_replaces_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, let_go, sync = [True], threading.Event(), os.fsync
+
+    def slow_sync(descriptor: int) -> None:
+        if hanging and hanging.pop():
+            assert let_go.wait(60)
+        sync(descriptor)
+
+    store = LocalStore(tmp_path, stall_s=0.1)
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    with pytest.raises(TimeoutError):
+        store.write("a", [b"old"])
+    store.write("a", [b"new"])
+    let_go.set()
+    join_all("checkpoint-store")
+    assert store.read("a") == b"new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "a"]
+
+
+def join_all(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(20)
+
+
+def num_threads() -> int:
+    return sum(thread.name == "checkpoint-store" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("attempts", [1, 5])
+def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads(attempts: int) -> None:
+    hanging = Hanging(lambda verb, name: True)
+    policy = RetryPolicy(attempts=attempts, first_pause_s=0.0, stall_s=0.01)
+    store = RetryingStore(FaultyStore(MemoryStore(), hanging), policy)
+    before = num_threads()
+    for _ in range(40):
+        with pytest.raises((TimeoutError, CheckpointError)):
+            store.list()
+    assert hanging.num_hung == 8
+    assert num_threads() - before <= 8
+    # Nothing more is begun, so the answer comes at once.
+    with pytest.raises(HangingError, match="8 operations hang"):
+        store.read("x")
+    hanging.hangs = lambda verb, name: False
+    hanging.let_go.set()
+    join_all("checkpoint-store")
+    assert store.list() == {}
+
+
+def test_operations_that_move_are_waited_for_however_long_they_take() -> None:
+    def slow(progress: Progress) -> str:
+        for _ in range(20):
+            threading.Event().wait(0.02)
+            progress.tick()
+        return "done"
+
+    assert Deadline(0.2).run(slow) == "done"
+
+
+def test_a_tier_whose_listing_hangs_is_its_own_failure_in_a_recovery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inventory, "_STALL_S", 0.3)
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(2, TWO, 2))
+    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
+    hanging = Hanging(lambda verb, name: verb == "list")
+
+    def look(rank: int, transport: Transport) -> Recovered | None:
+        tiers = nodes.tiers("ab"[rank])
+        if rank == 1:
+            tiers[1] = disk(FaultyStore(tiers[1].store, hanging))
+        with pytest.raises(CheckpointError, match="Nothing has moved"):
+            recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+        return recover(
+            needs[rank], tiers, node="ab"[rank], transport=transport, skip_unreadable=True
+        )
+
+    for rank, recovered in enumerate(run_ranks(2, look)):
+        assert_is_state(recovered, needs[rank], 2)
+    hanging.let_go.set()
+
+
+@pytest.mark.parametrize("side", ["reads", "writes"])
+def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) -> None:
+    """The transport's own patience is far shorter than storage's; it is as good as before."""
+    stores = [MemoryStore() for _ in range(3)]
+    verb = {"reads": "read", "writes": "write"}[side]
+    # Rank 0's part goes to rank 1, so rank 1 writes a part that isn't its own.
+    part = {"reads": "part-00001.weights", "writes": "part-00000.weights"}[side]
+    hanging = Hanging(lambda called, name: called == verb and part in name)
+
+    def save(rank: int, transport: Transport) -> list[bool]:
+        store: Store = FaultyStore(stores[1], hanging) if rank == 1 else stores[rank]
+        writer = CheckpointWriter(
+            [Tier(kind=TierKind.MEMORY, store=MemoryStore()), disk(store)]
+            if side == "writes"
+            else [disk(store)],
+            node_of_rank=["a", "b", "c"],
+            transport=transport,
+            options=WriterOptions(replicas=2, stall_s=2.0),
+        )
+        saved = writer.save(contents(1, THREE, 3)[rank])
+        with pytest.raises(CheckpointError, match=r"Copy of rank .* storage hasn't moved for 2 s"):
+            saved.wait_until_confirmed(30)
+        transport.all_gather(b"")
+        hanging.hangs = lambda verb, name: False
+        hanging.let_go.set()
+        transport.all_gather(b"")
+        writer.save(contents(2, THREE, 3)[rank]).wait_until_confirmed(30)
+        writer.close()
+        return [any(f"part-{part:05d}.json" in name for name in store.list()) for part in range(3)]
+
+    # Every rank has its own part of the second checkpoint and its neighbour's.
+    assert run_ranks(3, save, timeout_s=1.0) == [
+        [True, False, True],
+        [True, True, False],
+        [False, True, True],
+    ]
+
+
+def test_a_peer_whose_disk_hangs_while_it_reads_for_others_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetching, "_STALL_S", 1.5)
+    nodes = Nodes(["a", "b"])
+    save_all(nodes, ["a", "b"], contents(2, TWO, 2))
+    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
+    part = {name: data for name, data in nodes.disk["a"].files.items() if "00000" in name}
+    nodes.lose("a")
+    nodes.disk["b"].files.update(part)
+    hanging = Hanging(lambda verb, name: verb == "read" and "part-00000.weights" in name)
+
+    def read(rank: int, transport: Transport) -> Recovered | None:
+        tiers = nodes.tiers("ab"[rank])
+        if rank == 1:
+            tiers[1] = disk(FaultyStore(tiers[1].store, hanging))
+        return recover(needs[rank], tiers, node="ab"[rank], transport=transport)
+
+    # No exchange may take longer than half of what a hanging read is given.
+    results = run_ranks(2, read, timeout_s=0.75)
+    hanging.let_go.set()
+    assert hanging.num_hung
+    for rank, recovered in enumerate(results):
+        assert_is_state(recovered, needs[rank], 2)
+    assert results[0] is not None
+    assert any("hasn't moved" in text for text in results[0].report.failures)
