@@ -5,8 +5,8 @@ the answer and `PlanBasis` what it rests on.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +19,9 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidatePlans, Workload
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.simulator import (
     CostModel,
@@ -29,7 +31,7 @@ from lightning_hetero.simulator import (
     StateLayout,
 )
 
-__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "PlanBasis", "RunFacts"]
+__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "PlanBasis", "RunFacts"]
 
 NUM_STATES = 4
 """What an Adam keeps of each owned parameter: master, summed gradient and two moments."""
@@ -74,6 +76,18 @@ class AutoPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """How a rank plays another device than it has; without arguments it plays none."""
+
+    slowdown: float = 1.0
+    """How many times slower it computes than it could."""
+    memory_bytes: int | None = None
+    """Memory that an automatic plan may use of it; None asks the device."""
+    make_clock: Callable[[torch.device], ComputeClock] = ComputeClock
+    """Makes what times its actions."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What is known of the run that is to be planned, on each rank."""
 
@@ -83,10 +97,8 @@ class RunFacts:
     device: torch.device
     sizes: Callable[[], BatchSizes]
     """Finds out the loader's sizes; called on rank 0 only."""
-    slowdown: float = 1.0
-    """See `HeteroStrategy.slowdown`."""
-    memory_bytes: int | None = None
-    """What to plan with instead of the device's own memory."""
+    emulation: Emulation = field(default_factory=Emulation)
+    """What this rank plays."""
     compute_bytes: int = 4
     """Bytes of a value of weights and gradients on their way."""
     summed_bytes: int = 4
@@ -96,8 +108,13 @@ class RunFacts:
     data: Callable[[], DataFacts] | None = None
     """Says what is known of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None where samples are dealt as they come."""
-    num_candidate_plans: int = 1
-    """Plans to have at hand for such data."""
+
+    def detect_seats(self) -> Sequence[Seat]:
+        """Return every rank's device, by global rank; collective."""
+        played = self.emulation
+        return detect_seats(
+            self.comms, self.device, slowdown=played.slowdown, memory_bytes=played.memory_bytes
+        )
 
     def state_layout(self) -> StateLayout:
         """Return the bytes of weights, gradients and states; frozen parameters have only weights.

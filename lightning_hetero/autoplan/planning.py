@@ -36,7 +36,7 @@ from lightning_hetero.planner import (
     plan,
     propose_plans,
 )
-from lightning_hetero.runtime.setup.detect import Seat, cluster_of, detect_seats
+from lightning_hetero.runtime.setup.detect import Seat, cluster_of
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
@@ -62,8 +62,13 @@ _UNKNOWN_SIZES = (
 )
 
 
-def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
+def make_plan(options: AutoPlan, facts: RunFacts, *, num_candidate_plans: int = 1) -> AutoPlanned:
     """Plan for the ranks that run; collective over all ranks, the same result on each.
+
+    Args:
+        options: What the user says.
+        facts: What is known of the run.
+        num_candidate_plans: Plans to have at hand for data that a data module assigns.
 
     Raises:
         PlanningError: The model fits on these devices under no plan.
@@ -71,9 +76,7 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
     """
     if facts.comms.world_size == 1:
         return _data_parallel(facts, "nothing: there is one rank")
-    seats = detect_seats(
-        facts.comms, facts.device, slowdown=facts.slowdown, memory_bytes=facts.memory_bytes
-    )
+    seats = facts.detect_seats()
     unequal = len({seat.device.name for seat in seats}) > 1
     model = infer_model_spec(facts.module, facts.layout)
     if model is None:
@@ -83,7 +86,7 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
             _data_parallel(facts, "nothing: no plan could be predicted"), warning=warning
         )
     if facts.data is not None:
-        return _plan_for_data(options, facts, model, seats)
+        return _plan_for_data(options, facts, model, seats, num_candidate_plans)
     job = facts.comms.on_rank_0(lambda: _Job.of(options, facts, model, seats))
     if options.cluster is None and not unequal and _holds_everything(job, facts):
         return _data_parallel(
@@ -94,7 +97,11 @@ def make_plan(options: AutoPlan, facts: RunFacts) -> AutoPlanned:
 
 
 def _plan_for_data(
-    options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
+    options: AutoPlan,
+    facts: RunFacts,
+    model: ModelSpec,
+    seats: Sequence[Seat],
+    num_candidate_plans: int,
 ) -> AutoPlanned:
     """Propose plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
     assert facts.data is not None
@@ -103,7 +110,10 @@ def _plan_for_data(
     typical = replace(options, sequence_length=data.typical, batch_size=samples)
     job = facts.comms.on_rank_0(lambda: _Job.of(typical, facts, model, seats))
     profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
-    return facts.comms.on_rank_0(lambda: _propose(job, options, facts, data, profile))
+    choosing = CandidateOptions(
+        num_candidate_plans=num_candidate_plans, tp_degrees=options.tp_degrees
+    )
+    return facts.comms.on_rank_0(lambda: _propose(job, options, choosing, data, profile))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +272,11 @@ def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | No
 
 
 def _propose(
-    job: _Job, options: AutoPlan, facts: RunFacts, data: DataFacts, profile: Profile | None
+    job: _Job,
+    options: AutoPlan,
+    choosing: CandidateOptions,
+    data: DataFacts,
+    profile: Profile | None,
 ) -> AutoPlanned:
     basis = job.basis(1, profile)
     cost = basis.cost()
@@ -270,9 +284,7 @@ def _propose(
         data.lengths,
         cost,
         tokens_per_step=data.tokens_per_step,
-        options=CandidateOptions(
-            num_candidate_plans=facts.num_candidate_plans, tp_degrees=options.tp_degrees
-        ),
+        options=choosing,
         given=_static_plans(basis, options, cost),
     )
     several = len(found.plans) > 1

@@ -91,7 +91,7 @@ class PlanRequest:
 
     def _find(self, facts: RunFacts) -> RunPlans:
         if isinstance(self.plan, AutoPlan):
-            auto = make_plan(self.plan, facts)
+            auto = make_plan(self.plan, facts, num_candidate_plans=self.num_candidate_plans)
             if auto.warning is not None:
                 rank_zero_warn(auto.warning)
             if auto.candidates is None:

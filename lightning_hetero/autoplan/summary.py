@@ -19,7 +19,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import ParameterSpec, Slice, holdings_of
 from lightning_hetero.core.table import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.setup.detect import cluster_of, detect_seats
+from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import (
     RooflineCost,
@@ -60,14 +60,11 @@ class StartUp:
         cls, facts: RunFacts, engine: Engine, auto: AutoPlanned | None, *, num_batches: int
     ) -> Self:
         """Ask all ranks for their devices; collective."""
-        seats = detect_seats(
-            facts.comms, facts.device, slowdown=facts.slowdown, memory_bytes=facts.memory_bytes
-        )
-        planned_for = None if auto is None else auto.basis
+        basis = None if auto is None else auto.basis
         return cls(
             plan=engine.plan,
             facts=facts,
-            cluster=cluster_of(seats) if planned_for is None else planned_for.cluster,
+            cluster=cluster_of(facts.detect_seats()) if basis is None else basis.cluster,
             auto=auto,
             specs=tuple(engine.store.specs.values()),
             slices=engine.store.slices,

@@ -141,7 +141,7 @@ class Trial:
         strategy, step = trainer.strategy, trainer.global_step + 1
         if isinstance(exception, CheckpointError) or not self._covers(step):
             return
-        engine = strategy._engine if isinstance(strategy, HeteroStrategy) else None
+        engine = strategy._slices.engine if isinstance(strategy, HeteroStrategy) else None
         if engine is not None and not engine.gradients_are_finite:
             try:
                 self._judge(trainer, StepFacts(step, None, float("nan")))

@@ -1,4 +1,29 @@
-"""The adapter to Lightning: `HeteroStrategy`, and what its hooks need. No algorithm lives here."""
+"""The adapter to Lightning: `HeteroStrategy`, and what its hooks need. No algorithm lives here.
+
+Lightning's public hooks don't suffice. These private names are used, and a new version of Lightning
+has to be read for them (here, unless another package is named):
+
+- `trainer._accelerator_connector.use_distributed_sampler`: no public option of a strategy keeps
+  Lightning from injecting samplers,
+- `Strategy._configure_launcher`, `_launcher`, `_MultiProcessingLauncher`,
+  `_SubprocessScriptLauncher`: strategies start processes by overriding and setting these,
+- `Strategy._lightning_module`, `_precision_plugin`: set around what `ParallelStrategy` does with
+  them, which would move slices or check the plugin's type,
+- `_optimizers_to_device`: what `Strategy.setup` and `load_optimizer_state_dict` call,
+- `LightningOptimizer._optimizer`: whom `optimizer_state` is asked for,
+- `WeightAveraging._average_model` (also `callbacks`), `StochasticWeightAveraging._average_model`:
+  copies of the module that must be cut, and saved,
+- `BaseFinetuning._apply_mapping_to_param_groups`, `_internal_optimizer_metadata`: what ranks must
+  agree on when parameters are thawed,
+- `FitLoop._data_source` (`autoplan`): the training loader before the first epoch,
+- `_IndexBatchSamplerWrapper`, its `_batch_sampler` (`data`): what prediction wraps samplers in,
+- `FitLoop._should_accumulate`, `_combined_loader` (`callbacks`): whether a batch ends a step, and
+  loaders that must be made again from a recovered state,
+- `call._call_callbacks_state_dict`, `_call_callbacks_load_state_dict`,
+  `trainer._checkpoint_connector` with `_get_loops_state_dict` and `_loaded_checkpoint`, and
+  `_hparams_name` (`callbacks`): what a checkpoint of Lightning holds but for the weights,
+- what `runtime.results` reads to log inside of a step, which Lightning offers nobody.
+"""
 
 from lightning_hetero.strategy.hetero import HeteroStrategy
 

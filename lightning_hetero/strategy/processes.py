@@ -4,7 +4,6 @@ World size and ranks come from the cluster environment, so nodes may run differe
 processes. Every wait for another rank can end in `PeerError`, which names the rank and why.
 """
 
-import os
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -12,201 +11,153 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from typing_extensions import override
 
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.ranks.failure import FailureDetector
+from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector
 from lightning_hetero.runtime.ranks.meeting import connect_store
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 
-__all__ = ["ProcessesStrategy"]
+__all__ = ["Processes", "StartMethod", "device_of", "launcher_of"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
 
 
-class ProcessesStrategy(ParallelStrategy):
-    """Starts processes, connects them and reduces over them; what they train is a subclass's.
+class Processes:
+    """This process among those of a run.
+
+    1. `meet`: connect to the others and begin to watch them,
+    2. `reduce`, `broadcast`, `barrier`: collective, under `watching`,
+    3. `fail` or `stop_watching`: the end.
 
     Args:
         timeout: How long a rank waits for another before it gives up.
-        start_method: How processes are started; see `HeteroStrategy`.
-        process_group_backend: "nccl", "gloo", …; None takes what fits the device.
-        **options: What Lightning hands to every strategy.
+        backend: "nccl", "gloo", …; None takes what fits the device.
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: timedelta,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"],
-        process_group_backend: str | None,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
+    def __init__(self, *, timeout: timedelta, backend: str | None) -> None:
+        self.backend = backend
+        """Backend of the device's communicators."""
         self._timeout = timeout
-        self._start_method = start_method
-        self._process_group_backend = process_group_backend
-        self._num_nodes = 1
+        self._environment: ClusterEnvironment | None = None
         self._store: Store | None = None
-        self._communicators: Communicators | None = None
+        self._comms: Communicators | None = None
         self._detector: FailureDetector | None = None
         self._hook_logs: HookLogs | None = None
 
-    is_distributed = True
-    """Lightning reads it before it injects samplers and reduces logged values."""
+    @property
+    def comms(self) -> Communicators:
+        """The communicators; there once the processes have met."""
+        assert self._comms is not None, "the processes have not met"
+        return self._comms
 
     @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        if len(self.parallel_devices) > self.local_rank:
-            return self.parallel_devices[self.local_rank]
-        # More processes run on this node than `devices=` says: the launcher knows better.
-        device = self.parallel_devices[0]
-        return device if device.type == "cpu" else torch.device(device.type, self.local_rank)
+    def control(self) -> dist.ProcessGroup | None:
+        """The group of small messages on CPU; None before the processes have met."""
+        return None if self._comms is None else self._comms.control
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes: torchrun's if it started this process, else what the Trainer was given.
-
-        The world size comes from the cluster environment either way.
-        """
-        return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the device's communicators."""
-        return self._process_group_backend
-
-    def set_world_ranks(self) -> None:
-        """Take ranks from the environment; only Lightning's own has to be told them."""
-        environment = self.cluster_environment
-        if environment is None:
-            return
-        # Environments that know their ranks, such as torchrun's, ignore what they are told here.
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @override
-    def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        if self._start_method != "popen":
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-        elif not environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self.set_world_ranks()
-        reset_seed()
-        if self.world_size > 1:
-            self._start_detector()
+    def meet(self, environment: ClusterEnvironment, device: torch.device) -> None:
+        """Connect to the other processes; collective, and only the first call does."""
+        self._environment = environment
+        if environment.world_size() > 1:
+            # From the first moment in which this rank may wait for another.
+            if self._detector is None:
+                self._detector = FailureDetector(
+                    self._connect_store(),
+                    global_rank=environment.global_rank(),
+                    world_size=environment.world_size(),
+                    timeout=self._timeout,
+                )
+            self._detector.start()
         if not dist.is_initialized():
-            self._init_process_group()
-        if self._communicators is None:
-            self._communicators = Communicators.create(
-                device=self.root_device, timeout=self._timeout
-            )
+            self._init_process_group(device)
+        if self._comms is None:
+            self._comms = Communicators.create(device=device, timeout=self._timeout)
         if self._detector is not None:
-            self._detector.abort = self._communicators.abort
+            self._detector.abort = self._comms.abort
 
-    def _start_detector(self) -> None:
-        """Watch the other ranks from the first moment in which this one may wait for them."""
-        if self._detector is None:
-            self._detector = FailureDetector(
-                self._connect_store(),
-                global_rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=self._timeout,
-            )
-        self._detector.start()
-
-    def _compare_hooks(self) -> None:
+    def compare_hooks(self) -> None:
         """Compare from now on what hooks log; collective."""
-        if self.world_size > 1:
+        if self._is_several:
             # A name of its own, since another Trainer of these processes may have used the store.
             store = PrefixStore(
                 f"hook logs {self.broadcast(uuid.uuid4().hex)}", self._connect_store()
             )
-            self._hook_logs = HookLogs(store, global_rank=self.global_rank, timeout=self._timeout)
+            rank = self.comms.global_rank
+            self._hook_logs = HookLogs(store, global_rank=rank, timeout=self._timeout)
+
+    @property
+    def _is_several(self) -> bool:
+        return self._environment is not None and self._environment.world_size() > 1
 
     def _connect_store(self) -> Store:
+        environment = self._environment
+        assert environment is not None
         if self._store is None:
-            environment = self.cluster_environment
-            assert environment is not None
             self._store = connect_store(
                 environment.main_address,
                 environment.main_port,
-                global_rank=self.global_rank,
-                world_size=self.world_size,
+                global_rank=environment.global_rank(),
+                world_size=environment.world_size(),
                 timeout=self._timeout,
             )
         return self._store
 
-    def _init_process_group(self) -> None:
-        device = self.root_device
+    def _init_process_group(self, device: torch.device) -> None:
+        assert self._environment is not None
         default = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
-        self._process_group_backend = self._process_group_backend or default
+        self.backend = self.backend or default
         dist.init_process_group(
-            self._process_group_backend,
+            self.backend,
             store=self._connect_store(),
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=self._environment.global_rank(),
+            world_size=self._environment.world_size(),
             timeout=self._timeout,
             device_id=None if device.type == "cpu" else device,
         )
 
-    # -- collectives ----------------------------------------------------------------------------
+    # -- failures -------------------------------------------------------------------------------
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Turn another rank's failure into `PeerError`, and tell the others of one's own."""
+        return nullcontext() if self._detector is None else self._detector.watching()
 
     def stop_watching(self) -> None:
         """Miss no rank from now on; called by every rank where all are about to end."""
         if self._detector is not None:
             self._detector.stop()
 
-    def _watching(self) -> AbstractContextManager[None]:
-        """Turn another rank's failure into `PeerError`, and tell the others of one's own."""
-        return nullcontext() if self._detector is None else self._detector.watching()
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank ends, unless all have agreed to."""
+        if isinstance(error, AgreedExit):
+            self.stop_watching()
+        elif self._detector is not None:
+            self._detector.report(error)
 
-    @property
-    def _control(self) -> dist.ProcessGroup | None:
-        return None if self._communicators is None else self._communicators.control
+    # -- collectives ----------------------------------------------------------------------------
 
-    @override
-    def reduce(
-        self,
-        tensor: Any,
-        group: Any = None,
-        reduce_op: ReduceOp | str | None = "mean",
-    ) -> Any:
-        """Reduce a tensor over all ranks; `mean`, `sum` and other names of `ReduceOp`."""
-        if self.world_size == 1 or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
+    def reduce(self, tensor: Any, group: Any, reduce_op: ReduceOp | str | None) -> Any:
+        """Reduce a tensor over all ranks; see `Strategy.reduce`.
+
+        Args:
+            tensor: Anything else than a tensor is returned as it is.
+            group: A process group; or a text, which says what a hook logs.
+            reduce_op: "mean", "sum" and other names of `ReduceOp`.
+        """
+        if not self._is_several or not isinstance(tensor, Tensor) or group == ALREADY_REDUCED:
             return tensor
         if isinstance(group, str) and self._hook_logs is not None:
             logged = group.removeprefix(SAME_EVERYWHERE)
-            with self._watching():
+            with self.watching():
                 return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
         name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         is_mean = name in ("mean", "avg")
@@ -218,21 +169,47 @@ class ProcessesStrategy(ParallelStrategy):
             else name
         )
         tensor = tensor.clone()
-        with self._watching():
+        with self.watching():
             dist.all_reduce(tensor, op=operation, group=group)
-        return tensor / self.world_size if is_mean else tensor
+        return tensor / dist.get_world_size() if is_mean else tensor
 
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self.world_size > 1 and dist.is_initialized():
-            with self._watching():
-                dist.barrier(group=self._control)
+    def most(self, number: int) -> int:
+        """Return the largest of the ranks' numbers; collective."""
+        return int(self.reduce(torch.tensor(number), self.control, "max"))
 
-    @override
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self._is_several and dist.is_initialized():
+            with self.watching():
+                dist.barrier(group=self.control)
+
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        if self.world_size == 1 or not dist.is_initialized():
+        """Return the object of rank `src`; collective."""
+        if not self._is_several or not dist.is_initialized():
             return obj
         objects = [obj]
-        with self._watching():
-            dist.broadcast_object_list(objects, src, group=self._control)
+        with self.watching():
+            dist.broadcast_object_list(objects, src, group=self.control)
         return objects[0]
+
+
+def launcher_of(
+    strategy: ParallelStrategy, start_method: StartMethod, *, num_nodes: int
+) -> _MultiProcessingLauncher | _SubprocessScriptLauncher | None:
+    """Return what starts the other processes of this node; None where somebody else has."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=start_method)
+    if environment.creates_processes_externally:
+        return None
+    return _SubprocessScriptLauncher(environment, len(strategy.parallel_devices or ()), num_nodes)
+
+
+def device_of(devices: list[torch.device], local_rank: int) -> torch.device:
+    """Return a process's device."""
+    if len(devices) > local_rank:
+        return devices[local_rank]
+    # More processes run on this node than `devices=` says: the launcher knows better.
+    device = devices[0]
+    return device if device.type == "cpu" else torch.device(device.type, local_rank)

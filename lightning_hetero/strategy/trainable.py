@@ -12,14 +12,7 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["WITHOUT_LAYERS", "check_trainable"]
-
-WITHOUT_LAYERS = (
-    "The module has no list of layers, so it is trained data parallel, one whole model a rank. To "
-    "cut it into stages, keep its repeated blocks in one nn.ModuleList, or name it: "
-    'HeteroStrategy(layers="model.blocks").'
-)
-"""What is said of a module without a list of layers."""
+__all__ = ["check_trainable"]
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:

@@ -7,6 +7,7 @@ quarters of a core busy. Waits, transfers and the optimizer's step keep their ti
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import lightning.pytorch as pl
@@ -68,8 +69,11 @@ class EmulatedDevices(Callback):
                 f"EmulatedDevices has {len(self.slowdowns)} slowdowns but {trainer.world_size} "
                 "ranks run. Give one a rank."
             )
-        strategy.slowdown = self.slowdowns[0 if self._is_own else trainer.global_rank]
-        strategy.memory_bytes = self.memory_bytes
+        strategy.emulation = replace(
+            strategy.emulation,
+            slowdown=self.slowdowns[0 if self._is_own else trainer.global_rank],
+            memory_bytes=self.memory_bytes,
+        )
         emulate(strategy)
 
     def cluster(self) -> Cluster:

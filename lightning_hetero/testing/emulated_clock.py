@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from typing_extensions import override
@@ -132,5 +132,9 @@ class EmulatedClock(ComputeClock):
 
 
 def emulate(strategy: HeteroStrategy) -> None:
-    """Let a strategy's rank run by an emulated clock, as slow as `strategy.slowdown` says."""
-    strategy.make_clock = lambda device: EmulatedClock(device, slowdown=strategy.slowdown)
+    """Let a strategy's rank run by an emulated clock, as slow as its `emulation` says by then."""
+
+    def make_clock(device: torch.device) -> EmulatedClock:
+        return EmulatedClock(device, slowdown=strategy.emulation.slowdown)
+
+    strategy.emulation = replace(strategy.emulation, make_clock=make_clock)

@@ -187,7 +187,7 @@ class InjectFaults(Callback):
         if isinstance(trainer.strategy, HeteroStrategy):
             clock = trainer.strategy.engine.clock
             assert isinstance(clock, EmulatedClock)
-            clock.slowdown = trainer.strategy.slowdown * self._slowdown
+            clock.slowdown = trainer.strategy.emulation.slowdown * self._slowdown
             links = [f for f in faults if isinstance(f, SlowLink) and own in f.ranks]
             clock.delays = {
                 sum(f.ranks) - own: LinkDelay(bytes_per_s=f.bytes_per_s, latency_s=f.latency_s)

@@ -81,7 +81,7 @@ def test_a_plan_is_written_whole_once_and_a_change_at_most_a_thousand_times(tmp_
     plans = [ParallelPlan.from_dict({"pipelines": [{"stages": [stage]}]}) for stage in STAGES]
     log._plans = plans[:2]
     for step in range(1500):
-        strategy._engine = types.SimpleNamespace(plan=plans[step % 3])
+        strategy._slices.engine = types.SimpleNamespace(plan=plans[step % 3])
         log.on_train_batch_end(trainer, None, None, None, step)
     noted = list(read_log(tmp_path / "log"))
     assert [event["number"] for event in noted] == [step % 3 for step in range(1000)]

@@ -72,7 +72,11 @@ class VirtualTime(L.Callback):
         latest = torch.tensor([self.wall_s], dtype=torch.float64)
         strategy = trainer.strategy
         # A rank that died is named by the strategy, wherever the others wait for it.
-        watched = strategy._watching() if isinstance(strategy, HeteroStrategy) else nullcontext()
+        watched = (
+            strategy._processes.watching()
+            if isinstance(strategy, HeteroStrategy)
+            else nullcontext()
+        )
         if dist.is_initialized():
             with watched:
                 dist.all_reduce(latest, op=dist.ReduceOp.MAX)

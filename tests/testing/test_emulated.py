@@ -36,7 +36,8 @@ def fit(slowdowns: tuple[float, ...] | float, strategy: str) -> None:
         **quiet(devices=1, strategy=strategy, max_steps=1, callbacks=callbacks)  # type: ignore[arg-type]
     )
     trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
-    assert (trainer.strategy.slowdown, trainer.strategy.memory_bytes) == (2.0, 2**30)
+    played = trainer.strategy.emulation
+    assert (played.slowdown, played.memory_bytes) == (2.0, 2**30)
 
 
 def test_one_number_is_for_this_process_whichever_rank_it_gets() -> None:

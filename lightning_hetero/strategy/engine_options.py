@@ -1,0 +1,127 @@
+"""What the user chose for the engine, and the engine that it gives for the ranks that run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_hetero.autoplan.data_facts import find_data, find_sizes
+from lightning_hetero.autoplan.facts import Emulation, RunFacts
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.slices import Ownership
+from lightning_hetero.runtime.iteration.config import EngineConfig
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_hetero.autoplan.request import RunPlans
+    from lightning_hetero.runtime.ranks.communicators import Communicators
+    from lightning_hetero.runtime.results.targets import LossReduction
+    from lightning_hetero.strategy.precision import HeteroPrecision
+
+__all__ = ["EngineOptions"]
+
+_WITHOUT_LAYERS = (
+    "The module has no list of layers, so it is trained data parallel, one whole model a rank. To "
+    "cut it into stages, keep its repeated blocks in one nn.ModuleList, or name it: "
+    'HeteroStrategy(layers="model.blocks").'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Arguments of `HeteroStrategy` of the same names.
+
+    Raises:
+        ConfigurationError: The number of micro-batches is below 1.
+    """
+
+    num_microbatches: int | None
+    layers: str | None
+    ownership: Ownership
+    tp_plan: Mapping[str, str] | None
+    sequence_parallel: bool
+    layer_options: LayerOptions = field(default_factory=LayerOptions)
+    fp32_gradients: bool
+    loss_reduction: "LossReduction | None"
+    share_outputs: bool
+    nonfinite_gradients: NonfiniteGradients
+    local_buffers: bool
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            text = f"num_microbatches is {self.num_microbatches}; it must be 1 or more."
+            raise ConfigurationError(text)
+
+    def gather_facts(
+        self,
+        module: pl.LightningModule,
+        comms: "Communicators",
+        device: "torch.device",
+        precision: "HeteroPrecision",
+        emulation: Emulation,
+    ) -> RunFacts:
+        """Return what is known of a run before it has a plan."""
+        trainer = module.trainer
+        master = precision.master_dtype or precision.compute_dtype
+        return RunFacts(
+            module=module,
+            layout=ModelLayout.of(module, layers=self.layers),
+            comms=comms,
+            device=device,
+            sizes=lambda: find_sizes(trainer),
+            emulation=emulation,
+            compute_bytes=precision.compute_dtype.itemsize,
+            summed_bytes=4 if self.fp32_gradients else 2,
+            master_bytes=master.itemsize,
+            data=find_data(trainer),
+        )
+
+    def make_engine(
+        self, facts: RunFacts, plans: "RunPlans", precision: "HeteroPrecision", *, seed: int
+    ) -> Engine:
+        """Cut the module into slices and return what runs it; collective."""
+        layout = facts.layout
+        if not layout.layers:
+            self.layer_options.refuse_without_layers()
+            rank_zero_warn(_WITHOUT_LAYERS)
+        config = EngineConfig(
+            num_microbatches=self.num_microbatches
+            or max(item.usual_num_microbatches for item in plans.first.pipelines),
+            ownership=self.ownership,
+            compute_dtype=precision.compute_dtype,
+            master_dtype=precision.master_dtype,
+            seed=seed,
+            layer_options=self.layer_options,
+            fp32_gradients=self.fp32_gradients,
+            loss_reduction=self.loss_reduction,
+            share_outputs=self.share_outputs,
+            nonfinite_gradients=self.nonfinite_gradients,
+            local_buffers=self.local_buffers,
+        )
+        tensor_parallel = None
+        if self.tp_plan is not None or plans.may_use_tensor_parallelism:
+            tensor_parallel = TensorParallel(
+                facts.module,
+                layout,
+                option=self.tp_plan,
+                sequence_parallel=self.sequence_parallel,
+            )
+            layout = tensor_parallel.layout
+        return Engine(
+            facts.module,
+            layout,
+            plans.first,
+            facts.comms,
+            config=config,
+            device=facts.device,
+            clock=facts.emulation.make_clock(facts.device),
+            tensor_parallel=tensor_parallel,
+        )

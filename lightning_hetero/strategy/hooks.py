@@ -1,0 +1,342 @@
+"""Lightning's hooks, each of which says who does it.
+
+`HeteroStrategy` adds what a user chooses and how a run is set up. Private names of Lightning that
+are needed here are listed in the docstring of `lightning_hetero.strategy`.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.strategy.precision import HeteroPrecision
+from lightning_hetero.strategy.processes import Processes, StartMethod, device_of, launcher_of
+from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
+from lightning_hetero.strategy.steps import Steps, epoch_to_load
+
+if TYPE_CHECKING:
+    from lightning_hetero.data.dealer import Dealer
+
+__all__ = ["HookedStrategy"]
+
+_T = TypeVar("_T")
+
+
+class HookedStrategy(ParallelStrategy):
+    """Hands what Lightning asks for on to the parts of a strategy.
+
+    Args:
+        processes: Connect this process with the others.
+        slices: What the module's weights are.
+        start_method: How processes are started; see `HeteroStrategy`.
+        **options: What Lightning hands to every strategy.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        slices: SlicedState,
+        *,
+        start_method: StartMethod,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._processes = processes
+        self._slices = slices
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._dealer: Dealer | None = None
+        """Knows which samples are whose; there from `setup` on."""
+        self._steps: Steps | None = None
+        """Runs the steps; there from `setup` on."""
+        self._failed = False
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the plan; there from `setup` to `teardown`."""
+        assert self._slices.engine is not None, "the strategy has not been set up"
+        return self._slices.engine
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that runs."""
+        return self.engine.plan
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- processes ------------------------------------------------------------------------------
+
+    is_distributed = True
+    """Lightning reads it before it injects samplers and reduces logged values."""
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return device_of(self.parallel_devices, self.local_rank)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes: torchrun's if it started this process, else what the Trainer was given.
+
+        The world size comes from the cluster environment either way.
+        """
+        return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the device's communicators."""
+        return self._processes.backend
+
+    def set_world_ranks(self) -> None:
+        """Take ranks from the environment; only Lightning's own has to be told them."""
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        # Environments that know their ranks, such as torchrun's, ignore what they are told here.
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = launcher_of(self, self._start_method, num_nodes=self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        reset_seed()
+        assert self.cluster_environment is not None
+        self._processes.meet(self.cluster_environment, self.root_device)
+
+    def stop_watching(self) -> None:
+        """Miss no rank from now on; called by every rank where all are about to end."""
+        self._processes.stop_watching()
+
+    @override
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce a tensor over all ranks; `mean`, `sum` and other names of `ReduceOp`."""
+        return self._processes.reduce(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._processes.barrier()
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        return self._processes.broadcast(obj, src)
+
+    @property
+    @override
+    def precision_plugin(self) -> HeteroPrecision:
+        if self._precision_plugin is None:
+            return HeteroPrecision()
+        assert isinstance(self._precision_plugin, HeteroPrecision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        # Lightning gives a plugin of its own for `precision=`; None means that none was chosen yet.
+        if precision_plugin is not None and not isinstance(precision_plugin, HeteroPrecision):
+            name: Any = precision_plugin.precision
+            precision_plugin = HeteroPrecision(name)
+        self._precision_plugin = precision_plugin
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # `Trainer.init_module(empty_init=True)`: slices get their values when they are made.
+        with torch.device("meta") if empty_init else super().tensor_init_context():
+            yield
+
+    @override
+    def model_to_device(self) -> None:
+        move_buffers(self._module, self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        with self._slices.whole_shapes():
+            super().setup_optimizers(trainer)
+
+    # -- data and steps -------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Not used by our own runs, see `setup`; for users who build samplers from it.
+        place = self.engine.place
+        index = 0 if place is None else place.pipeline_index
+        return {"num_replicas": self.plan.num_pipelines, "rank": index}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._dealer is not None
+        trainer = self._trainer
+        return self._dealer.deal(
+            dataloader, is_training=trainer.training, epoch=epoch_to_load(trainer)
+        )
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        assert self._steps is not None
+        return self._steps.to_device(batch, device, dataloader_idx, super().batch_to_device)
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        assert self._steps is not None
+        with self._processes.watching():
+            self.engine.change_plan(self._steps.plan_to_train(batch))
+            self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
+            return self._steps.train(batch, args, kwargs)
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(self._module.validation_step, batch, args, kwargs)
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(self._module.test_step, batch, args, kwargs)
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # Predictions are written by the indices of the samples that a pipeline has loaded.
+        return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
+
+    def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
+        assert self._steps is not None
+        with self._processes.watching():
+            return self._steps.evaluate(*args, of_pipeline=of_pipeline)
+
+    def _deposit_gradients(self) -> None:
+        self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        with self._slices.optimizer_step():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
+    def on_train_start(self) -> None:
+        self.engine.mark_weights_stale()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._slices.share_buffers()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.engine.mark_weights_stale()
+
+    @override
+    def on_test_start(self) -> None:
+        self._slices.share_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._slices.share_buffers()
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """Return the whole module's `state_dict` on rank 0, an empty one elsewhere.
+
+        During a run and after it; every rank must call it. After a run the module keeps its
+        slices: its Trainer goes on with them and saves checkpoints, and any other use of a value is
+        refused.
+        """
+        return self._slices.whole_state_dict(self._module)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.whole_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._slices.optimizer_state(optimizer)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read_checkpoint(
+            checkpoint_path,
+            weights_only=weights_only,
+            by_pages=type(self.checkpoint_io) is TorchCheckpointIO,
+            otherwise=super().load_checkpoint,
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        self._slices.load_optimizers(self._trainer, lambda: self.optimizers, states)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        self._processes.fail(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._slices.end(self._lightning_module, failed=self._failed)
+        if not self._failed:
+            self.stop_watching()
+        if self._failed and self._lightning_module is not None:
+            # Lightning moves it to CPU, which meta tensors refuse: that would hide the first error.
+            meta = any(parameter.is_meta for parameter in self._lightning_module.parameters())
+            self._lightning_module = None if meta else self._lightning_module
+        super().teardown()
+        # Not earlier: what has no values can't move to CPU, as the slices just did.
+        self._slices.leave_stand_ins()
+        # Last of all after a failure: what waits for a dead peer here is ended, too.
+        self.stop_watching()

@@ -1,0 +1,274 @@
+"""A module's parameters as slices: saved and loaded whole, frozen, averaged, given gradients.
+
+Files are those that plain Lightning reads, whatever plan cut the parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
+from lightning_hetero.runtime.slices.state import (
+    agree_on_groups,
+    cut_copy,
+    cut_when_loading,
+    gather_optimizer_state,
+    leave_stand_ins,
+    load_module_state,
+    scatter_optimizer_state,
+    spread_whole,
+    whole_module_state,
+)
+from lightning_hetero.runtime.slices.whole_tensors import check_optimizers, no_norm_of_slices
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from lightning_hetero.runtime.ranks.communicators import Communicators
+    from lightning_hetero.runtime.slices.weights import SliceStore
+
+__all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
+
+
+class SlicedState:
+    """What a module's weights, and its optimizers' states, are during a run and after it.
+
+    1. `begin`: the engine has cut the parameters,
+    2. whatever Lightning does with weights during the run,
+    3. `end`: the module keeps its slices, or becomes whole,
+    4. `leave_stand_ins`: once Lightning has moved what it moves to the CPU.
+
+    Args:
+        whole_after_run: See `HeteroStrategy`.
+    """
+
+    def __init__(self, *, whole_after_run: bool) -> None:
+        self.engine: Engine | None = None
+        """What runs the plan; there from `begin` to `end`."""
+        self._whole_after_run = whole_after_run
+        self._comms: Communicators | None = None
+        self._kept: SliceStore | None = None
+        """Slices of the last run, for which the module has stand-ins now."""
+        self._trained: SliceStore | None = None
+        """What the optimizers hold, also after the run that trained."""
+        self._cut_when_loading: RemovableHandle | None = None
+        self._example: Any = None
+        """The module's `example_input_array`, hidden while it has slices."""
+
+    @property
+    def _running(self) -> Engine:
+        assert self.engine is not None, "the strategy has not been set up"
+        return self.engine
+
+    @property
+    def _several(self) -> bool:
+        return self._running.comms.world_size > 1
+
+    # -- begin and end --------------------------------------------------------------------------
+
+    def begin(self, engine: Engine, *, trains: bool) -> None:
+        """Take the engine of a run."""
+        self.engine, self._comms, self._kept = engine, engine.comms, None
+        if trains:
+            self._trained = engine.store
+
+    def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
+        """Let whole states be loaded, and cut what callbacks have copied."""
+        engine = self._running
+        self._cut_when_loading = cut_when_loading(module, engine.store)
+        for callback in callbacks:
+            if not isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                continue
+            copy = callback._average_model
+            if copy is not None:
+                whole = copy.module if isinstance(copy, AveragedModel) else copy
+                cut_copy(whole, engine.store, engine.comms)
+        if self._several:
+            # Lightning's summary would call the module on its example, and that needs it whole.
+            self._example, module.example_input_array = module.example_input_array, None
+
+    def end(self, module: pl.LightningModule | None, *, failed: bool) -> None:
+        """Keep the slices for what comes after the run, or make the module whole, collectively."""
+        if module is not None and self._example is not None:
+            module.example_input_array, self._example = self._example, None
+        if self._cut_when_loading is not None:
+            self._cut_when_loading.remove()
+            self._cut_when_loading = None
+        if self.engine is None:
+            return
+        engine, self.engine = self.engine, None
+        if not failed:
+            engine.buffers.share()
+        engine.remove()
+        if self._whole_after_run and not failed:
+            spread_whole(engine.store, engine.comms)
+        elif engine.comms.world_size > 1:
+            self._kept = engine.store
+
+    def leave_stand_ins(self) -> None:
+        """Put stand-ins for the slices into the module, which have no values to move."""
+        if self._kept is not None:
+            leave_stand_ins(self._kept)
+
+    # -- weights that the engine must pull again ------------------------------------------------
+
+    def share_buffers(self) -> None:
+        """Evaluate with the buffers and weights of now; collective."""
+        self._running.buffers.share()
+        # Callbacks such as weight averaging may swap weights in before and out after validation.
+        self._running.mark_weights_stale()
+
+    def follow_freezing(
+        self, optimizers: Sequence[Optimizer], callbacks: Iterable[Callback]
+    ) -> None:
+        """Train what callbacks have frozen or thawed since; called by every rank."""
+        engine = self._running
+        if not engine.plans.follow_freezing():
+            return
+        names = {master: name for name, master in engine.store.masters.items()}
+        finetuning = [item for item in callbacks if isinstance(item, BaseFinetuning)]
+        for index, optimizer in enumerate(optimizers):
+            agree_on_groups(engine.store, engine.comms, optimizer)
+            for callback in finetuning:
+                # What it wrote down to save is this rank's view before they agreed.
+                groups = callback._apply_mapping_to_param_groups(optimizer.param_groups, names)
+                callback._internal_optimizer_metadata[index] = groups
+
+    # -- optimizers -----------------------------------------------------------------------------
+
+    def whole_shapes(self) -> AbstractContextManager[None]:
+        """Show whole parameters' shapes to whoever makes optimizers."""
+        return with_whole_shapes(self._running.store) if self._several else nullcontext()
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that need more of a parameter than its slices."""
+        check_optimizers(list(optimizers), self._running.store.slices)
+
+    def deposit_gradients(self, scale: float) -> None:
+        """Add the iteration's gradients to the slices, as a backward would."""
+        engine = self._running
+        for name, gradient in engine.gradients.items():
+            master = engine.store.masters[name]
+            gradient = gradient.mul_(scale) if scale != 1.0 else gradient
+            if master.grad is None:
+                master.grad = gradient
+            else:
+                master.grad += gradient
+        engine.gradients = {}
+
+    @contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Let an optimizer change the slices."""
+        with no_norm_of_slices(self._running.store) if self._several else nullcontext():
+            yield
+        self._running.mark_weights_stale(only_trainable=True)
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def whole_state_dict(self, module: pl.LightningModule) -> dict[str, Any]:
+        """Return the whole module's `state_dict` on rank 0, an empty one elsewhere; collective."""
+        store = self._kept if self.engine is None else self.engine.store
+        if store is None:
+            return module.state_dict()
+        if self.engine is not None:
+            self.engine.buffers.share()
+        assert self._comms is not None
+        return whole_module_state(store, self._comms, module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0; collective."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        assert self._trained is not None, "nothing was trained"
+        assert self._comms is not None
+        return gather_optimizer_state(self._trained, self._comms, optimizer)
+
+    def load_module(
+        self, module: pl.LightningModule, state: Mapping[str, Any], *, strict: bool
+    ) -> None:
+        """Take this rank's slices of a whole module's state."""
+        load_module_state(self._running.store, module, state, strict=strict)
+        self._running.mark_weights_stale()
+
+    def load_optimizers(
+        self,
+        trainer: pl.Trainer,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        states: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take this rank's slices of whole optimizer states.
+
+        Args:
+            trainer: The run's.
+            optimizers: Returns those of the run, to which callbacks may have added groups by then.
+            states: Of each.
+        """
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, BaseFinetuning):
+                # It makes the groups that it added again, but Lightning has called it too early:
+                # this strategy restores callbacks after `on_fit_start`.
+                callback.on_fit_start(trainer, trainer.lightning_module)
+        for optimizer, state in zip(optimizers(), states, strict=True):
+            scatter_optimizer_state(self._running.store, optimizer, state)
+
+
+def move_buffers(module: pl.LightningModule, device: torch.device) -> None:
+    """Move a module's buffers; its parameters are slices on the device already."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+
+
+def read_checkpoint(
+    checkpoint_path: str | Path,
+    *,
+    weights_only: bool | None,
+    by_pages: bool,
+    otherwise: Callable[[str | Path, bool | None], dict[str, Any]],
+) -> dict[str, Any]:
+    """Return what a whole checkpoint's file holds.
+
+    Args:
+        checkpoint_path: The file.
+        weights_only: See `torch.load`.
+        by_pages: Whether it may be read so that a rank reads only the pages of its slices.
+        otherwise: Reads what can't be read like that.
+
+    Raises:
+        CheckpointError: It holds more than tensors and plain values.
+    """
+    path = Path(str(checkpoint_path))
+    try:
+        if by_pages and path.is_file():
+            with suppress(RuntimeError):
+                loaded: dict[str, Any] = torch.load(
+                    path, map_location="cpu", mmap=True, weights_only=weights_only
+                )
+                return loaded
+        return otherwise(checkpoint_path, weights_only)
+    except UnpicklingError as error:
+        # Lightning hands `weights_only` to no strategy that restores after setup.
+        raise CheckpointError(
+            f"{checkpoint_path} holds more than tensors and plain values, and reading that can "
+            f"run code: {str(error).splitlines()[0]} Allow its classes by "
+            "torch.serialization.add_safe_globals, or, if you trust the file, set "
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 for this run."
+        ) from error
