@@ -61,7 +61,7 @@ class _Work(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTimes:
-    """What one iteration took on this rank."""
+    """How long one iteration took on this rank."""
 
     actions: tuple[ActionTime, ...]
     """The actions in the order in which they ran; none on an idle rank."""

@@ -175,7 +175,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 _FORMS: dict[Any, Any] = {}
-"""What operations make of what: computing it takes a hundred times as long as looking it up."""
+"""Forms that operations make of others: a look-up takes a hundredth of the time."""
 
 _MAX_FORMS = 10_000
 

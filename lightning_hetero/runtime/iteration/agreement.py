@@ -29,10 +29,10 @@ _MAX_KNOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank says about an iteration."""
+    """The part of a rank's account of an iteration that seldom changes."""
 
     entries: tuple[LogEntry, ...]
-    """What its steps logged."""
+    """Logged by its steps."""
     missing: tuple[str, ...]
     """Parameters that it holds and for which its backward made no gradient."""
     buffers: tuple[BufferChange, ...] = ()
@@ -54,14 +54,14 @@ class Header:
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
     loss_kinds: frozenset[Kind]
-    """What the losses of this rank's micro-batches were."""
+    """Kinds of the losses of this rank's micro-batches."""
     returns: bool
     """Whether this rank's steps returned, or appended, what other ranks must get."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """What all ranks know after the exchange, the same on each."""
+    """The outcome of the exchange, the same on each rank."""
 
     reports: tuple[Report, ...]
     """The ranks' reports, by global rank."""
@@ -72,7 +72,7 @@ class Agreed:
     leaving: frozenset[int]
     """Ranks whose machines are about to be taken away."""
     loss_kinds: frozenset[Kind]
-    """What losses were, of all ranks."""
+    """Kinds of the losses of all ranks."""
     returns: bool
     """Whether any rank's steps left behind what others must get."""
     sums: Tensor

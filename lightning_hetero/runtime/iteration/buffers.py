@@ -32,7 +32,7 @@ __all__ = ["BufferChange", "BufferWatch"]
 
 @dataclass(frozen=True, slots=True)
 class BufferChange:
-    """What one rank says of a buffer that an iteration has changed."""
+    """One rank's account of a buffer that an iteration has changed."""
 
     name: str
     is_repeated: bool
@@ -101,7 +101,7 @@ class BufferWatch:
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
         self._values: dict[str, Tensor] = {}
         self._unversioned: set[str] = set()
-        """What any rank's first iteration changed without a new version."""
+        """Buffers that any rank's first iteration changed without a new version."""
         self._counts: Counter[str] = Counter()
         self._num_looks = 0
         self._sources: dict[str, int] = {}

@@ -16,7 +16,7 @@ __all__ = ["EngineConfig", "IterationKey", "Phase"]
 
 
 class Phase(IntEnum):
-    """What an iteration is for."""
+    """The purpose of an iteration, as Lightning's loops have them."""
 
     TRAIN = 0
     VALIDATE = 1
@@ -26,7 +26,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class IterationKey:
-    """What an iteration's random numbers depend on."""
+    """Which iteration it is; its random numbers depend on nothing else but the seed."""
 
     phase: Phase
     epoch: int
@@ -55,9 +55,9 @@ class EngineConfig:
     fp32_gradients: bool = True
     """Whether a rank sums its micro-batches' gradients in fp32 if it computes in less."""
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
-    """What an iteration does whose gradients aren't finite."""
+    """The answer to gradients that aren't finite."""
     loss_reduction: LossReduction | None = None
-    """What losses are over their batches; None finds out."""
+    """How losses reduce over their batches; None finds out."""
     share_outputs: bool = True
     """Whether every rank gets what steps return and append."""
     local_buffers: bool = False

@@ -196,6 +196,7 @@ class Engine:
         loss = self._settle_training(gradients, agreed, batch, key) if is_training else None
         self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
+        del running, passes  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports, key.phase, key.epoch)
         place = self.plan, self.comms, self.device
         return loss, records_of(results.records, *place, shared=agreed.returns)

@@ -19,7 +19,7 @@ __all__ = ["StagePasses"]
 
 @dataclass
 class _InFlight:
-    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+    """A micro-batch between its forward and its backward pass on a stage."""
 
     forward: MicrobatchPass
     received: list[Tensor]

@@ -1,6 +1,6 @@
 """Collect what the user's steps make on one rank in an iteration: losses, logs, outputs, lists.
 
-Only a last stage's step runs to its end. What is unusual is asked here and nowhere else: how a
+Only a last stage's step runs to its end. The unusual is looked at here and nowhere else: how a
 loss counts (`targets`), what a step appends to the module's lists (`appended_lists`), and what it
 returns besides its loss (`outputs`).
 """
@@ -24,7 +24,7 @@ __all__ = ["StepResults"]
 
 
 class StepResults:
-    """What the steps of one iteration's micro-batches make on one rank.
+    """Collects what the steps of one iteration's micro-batches make on one rank.
 
     Called for each micro-batch: `begin`, then `drop` if the stage ended the step, else `keep`.
 
@@ -47,7 +47,7 @@ class StepResults:
     ) -> None:
         self.is_training = is_training
         self.records: list[StepRecord] = []
-        """What the steps of a last stage left behind, one a micro-batch."""
+        """Left behind by the steps of a last stage, one a micro-batch."""
         self.losses = LossSums(device)
         self.lists = AppendedLists(module)
         self._module = module

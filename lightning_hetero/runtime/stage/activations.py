@@ -39,7 +39,7 @@ _ALIGNMENT_BYTES = 16
 
 
 class _Form(NamedTuple):
-    """What a tensor looks like."""
+    """The form of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class _Form(NamedTuple):
 
 @dataclass
 class Handover:
-    """What a stage hands to the next one for one micro-batch."""
+    """All that a stage hands to the next one for one micro-batch."""
 
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then side tensors of all layers before; see `side_tensors`."""
@@ -195,7 +195,7 @@ class ActivationLink:
 
 
 class _Sends:
-    """What was sent in one direction and may not have arrived."""
+    """Sends in one direction that may not have arrived."""
 
     def __init__(self) -> None:
         self._kept: deque[list[tuple[dist.Work, Tensor]]] = deque()

@@ -21,7 +21,7 @@ class LayerCall:
     index: int
     """The layer's."""
     forward: Callable[..., Any]
-    """What the layer computes."""
+    """The layer's own forward."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

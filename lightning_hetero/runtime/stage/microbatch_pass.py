@@ -48,7 +48,7 @@ class MicrobatchPass:
     num_layers: int
     """Layers of the model."""
     seed: tuple[int, ...]
-    """What the micro-batch's random numbers depend on."""
+    """All that the micro-batch's random numbers depend on."""
     receive: Callable[[], Handover] | None
     """Returns what the stage before hands on; None on first stages."""
     wait_unit: Callable[[int], None]
@@ -65,13 +65,13 @@ class MicrobatchPass:
     """Whether the stage's last layer has run."""
     received: Handover | None = field(default=None, repr=False)
     handed_on: Handover = field(default_factory=Handover, repr=False)
-    """What the next stage gets, as far as it is known."""
+    """For the next stage, as far as it is known."""
     with_gradients: bool = False
     """Whether the step began with autograd switched on."""
     is_reentrant: bool = False
     """Whether a checkpoint of the older kind hides layers from autograd."""
     last_hidden: Tensor | None = field(default=None, repr=False)
-    """What the layer before returned, to see that nothing is computed between layers."""
+    """Returned by the layer before, to see that nothing is computed between layers."""
     last_version: int = 0
     """How often that had been changed in place when the layer returned it."""
     hidden_places: dict[int, int | str] = field(default_factory=dict, repr=False)

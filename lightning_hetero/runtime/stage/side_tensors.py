@@ -34,7 +34,7 @@ _REST = "the rest of its output"
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
 Rest = tuple[Any, ...]
-"""What a layer returns besides the hidden state."""
+"""Everything that a layer returns besides the hidden state."""
 
 
 class _Space(NamedTuple):
