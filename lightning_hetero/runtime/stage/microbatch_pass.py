@@ -167,7 +167,7 @@ class MicrobatchPass:
                 "whose pipelines have one stage."
             )
         if index != len(self.called):
-            after = f"behind layer {self.called[-1]}" if self.called else "first"
+            after = f"after layer {self.called[-1]}" if self.called else "first"
             raise _no_chain(f"Layer {index} is called {after}")
         self.called.append(index)
 

@@ -201,8 +201,8 @@ def _described_output(call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> Any
         if isinstance(item, _PLAIN):
             return item
         raise ModelError(
-            f"A layer returns {type(item).__name__} besides the hidden state, which stages behind "
-            "it can't know. Return tensors, or use a plan whose pipelines have one stage."
+            f"A layer returns {type(item).__name__} besides the hidden state, which later stages "
+            "can't know. Return tensors, or use a plan whose pipelines have one stage."
         )
 
     if isinstance(output, Tensor):
