@@ -160,9 +160,7 @@ class PlanSwitch:
         """
         changed = self._store.follow_freezing()
         if changed:
-            known = self._roles.are_known
-            self._specs = self._roles.apply(self._store.specs.values(), known=known)
-            self._replace(self.running.plan, shares_memory=self.running.shares_memory)
+            self._hold(known=self._roles.are_known)
         return changed
 
     def begin(self, phase: int, epoch: int) -> RunningPlan:

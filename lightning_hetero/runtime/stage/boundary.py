@@ -90,7 +90,7 @@ class StageBoundary:
 
         Raises:
             StageEnd: The stage ends before the step does.
-            StepError, ModelError: The step does what a stage can't.
+            StepError, ModelError: The step does what a stage can't, or ends without its layers.
         """
         self._current = current
         current.with_gradients = torch.is_grad_enabled()
@@ -105,13 +105,6 @@ class StageBoundary:
         finally:
             current.loss_watch.stop()
             self._current = None
-
-    def check_finished(self, current: MicrobatchPass) -> None:
-        """Refuse a step that has ended without all layers of a stage.
-
-        Raises:
-            StepError, ModelError: See `MicrobatchPass.check_finished`.
-        """
         if not self._is_free(current):
             current.check_finished()
 

@@ -76,7 +76,9 @@ class MicrobatchPass:
     """How often that had been changed in place when the layer returned it."""
     hidden_places: dict[int, int | str] = field(default_factory=dict, repr=False)
     """Which argument of each layer called was the hidden state."""
-    _stage_input: "_StageInput | None" = field(default=None, repr=False)
+    _given: Tensor | None = field(default=None, repr=False)
+    """The received activation as the stage's first layer got it."""
+    _given_version: int = 0
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
@@ -103,12 +105,29 @@ class MicrobatchPass:
         return self.received
 
     def stage_input(self, hidden: Tensor) -> Tensor:
-        """Return what the stage's first layer computes on, where it is called with `hidden`."""
+        """Return what the stage's first layer computes on, where it is called with `hidden`.
+
+        On later stages that is the received activation, each time anew: the layer may change it in
+        place, as it might change what the layer before it returned. And a model that checkpoints
+        its own layers runs the layer again in backward, on the same activation.
+
+        Raises:
+            ModelError: The layer changed what it got the first time.
+        """
         if self.receive is None:
             return hidden
-        if self._stage_input is None:
-            self._stage_input = _StageInput(self.arrived().tensors[0])
-        return self._stage_input.give()
+        received = self.arrived().tensors[0]
+        if not received.requires_grad:
+            return received
+        given: Tensor = _WithoutCopy.apply(received)  # type: ignore[no-untyped-call]
+        if self._given is None:
+            self._given, self._given_version = given, given._version
+        elif self._given._version != self._given_version:
+            raise ModelError(
+                "A layer that changes its input in place is computed again in backward, where its "
+                "input is needed as it was. Don't checkpoint it, or let it leave its input alone."
+            )
+        return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
         """Seed torch and wait for weights before layer `index`, or after all with `num_layers`.
@@ -185,40 +204,6 @@ class MicrobatchPass:
                 "The step returned without calling the model's layers. Call the model once in it."
             )
         raise _no_chain(f"The step ends with layer {self.called[-1]} of {self.num_layers}")
-
-
-class _StageInput:
-    """A micro-batch's hidden state on a stage that isn't the first, as its first layer gets it.
-
-    The layer may change it in place, as it might change what the layer before it returned. And a
-    model that checkpoints its own layers runs the layer again in backward, on the same one.
-
-    Args:
-        received: What the stage before made; its `grad` is what that stage gets back.
-    """
-
-    def __init__(self, received: Tensor) -> None:
-        self._received = received
-        self._given: Tensor | None = None
-        self._version = 0
-
-    def give(self) -> Tensor:
-        """Return what the stage's first layer gets, each time anew.
-
-        Raises:
-            ModelError: The layer changed what it got the first time.
-        """
-        if not self._received.requires_grad:
-            return self._received
-        given: Tensor = _WithoutCopy.apply(self._received)  # type: ignore[no-untyped-call]
-        if self._given is None:
-            self._given, self._version = given, given._version
-        elif self._given._version != self._version:
-            raise ModelError(
-                "A layer that changes its input in place is computed again in backward, where its "
-                "input is needed as it was. Don't checkpoint it, or let it leave its input alone."
-            )
-        return given
 
 
 class _WithoutCopy(torch.autograd.Function):

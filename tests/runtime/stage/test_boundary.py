@@ -136,6 +136,9 @@ def test_calling_the_model_twice_is_refused() -> None:
 def test_a_step_without_the_model_leaves_the_run_unfinished() -> None:
     boundary = StageBoundary(Model().layers)
     run = run_of(range(3), None)
+    stage = boundary.forward_of(run_of(range(2), None))
+    with pytest.raises(StepError, match="without calling the model's layers"), stage:
+        pass
     with boundary.forward_of(run):
         pass
     assert run.called == []
