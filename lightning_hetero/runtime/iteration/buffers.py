@@ -44,7 +44,7 @@ class BufferChange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slot:
     """Where a buffer is registered."""
 
     name: str
@@ -84,12 +84,12 @@ class BufferWatch:
         self._comms = comms
         self._may_differ = may_differ
         layers = {id(part): i for i, layer in enumerate(layout.layers) for part in layer.modules()}
-        self._places = {
-            place.name: place
+        self._slots = {
+            slot.name: slot
             for prefix, owner in module.named_modules()
             for attribute, buffer in owner._buffers.items()
             if buffer is not None and attribute not in owner._non_persistent_buffers_set
-            for place in [_Place(_join(prefix, attribute), owner, attribute, layers.get(id(owner)))]
+            for slot in [_Slot(_join(prefix, attribute), owner, attribute, layers.get(id(owner)))]
         }
         self._norms = {
             prefix: part
@@ -110,7 +110,7 @@ class BufferWatch:
 
     def _share_drawn(self) -> None:
         """Take from rank 0 what ranks have drawn differently; collective."""
-        digests = {name: _digest(place.current) for name, place in self._places.items()}
+        digests = {name: _digest(slot.current) for name, slot in self._slots.items()}
         gathered = self._comms.gather_objects(digests)
         differing = {
             name for other in gathered for name in digests if other.get(name) != gathered[0][name]
@@ -126,16 +126,16 @@ class BufferWatch:
         self._begun.add(phase)
         self._counts.clear()
         self._num_looks = 0
-        for name, place in self._places.items():
-            self._seen[name] = _mark(place.current)
-            if self._is_first and place.current is not None:
-                self._values[name] = place.current.clone()
+        for name, slot in self._slots.items():
+            self._seen[name] = _mark(slot.current)
+            if self._is_first and slot.current is not None:
+                self._values[name] = slot.current.clone()
 
     def look(self) -> None:
         """Count the buffers that the last action has changed."""
         self._num_looks += 1
-        for name, place in self._places.items():
-            buffer, version = _mark(place.current)
+        for name, slot in self._slots.items():
+            buffer, version = _mark(slot.current)
             is_new = buffer is not self._seen[name][0] or version != self._seen[name][1]
             self._seen[name] = buffer, version
             if self._is_first and buffer is not None and name in self._values:
@@ -150,10 +150,10 @@ class BufferWatch:
     def report(self, layers: range, pipeline_index: int) -> tuple[BufferChange, ...]:
         """Return what has changed of what the stage with these layers computes."""
         changes = []
-        for name, place in self._places.items():
+        for name, slot in self._slots.items():
             count = self._counts[name] or name in self._unversioned
-            if count and (place.layer is None or place.layer in layers):
-                digest = _digest(place.current) if self._is_first else 0
+            if count and (slot.layer is None or slot.layer in layers):
+                digest = _digest(slot.current) if self._is_first else 0
                 is_versioned = name not in self._unversioned
                 changes.append(BufferChange(name, count > 1, is_versioned, digest))
         for name, part in self._norms.items():
@@ -177,7 +177,7 @@ class BufferWatch:
         for name, changes in found.items():
             if not all(change.is_versioned for _, change in changes.values()):
                 self._unversioned.add(name)
-            if name in self._places:
+            if name in self._slots:
                 self._sources[name] = changes[min(changes)][0]
             self._check(name, [change for _, change in changes.values()])
 
@@ -209,11 +209,11 @@ class BufferWatch:
         with torch.inference_mode(mode=False), torch.no_grad():
             for source, own in sorted(names.items()):
                 mine = source == self._comms.global_rank
-                sent = [[_on_cpu(self._places[name].current) for name in own] if mine else None]
+                sent = [[_on_cpu(self._slots[name].current) for name in own] if mine else None]
                 dist.broadcast_object_list(sent, source, group=self._comms.control)
                 for name, value in zip(own, sent[0] or [], strict=True):
                     if not mine and value is not None:
-                        self._places[name].put(value)
+                        self._slots[name].put(value)
 
 
 def _join(prefix: str, attribute: str) -> str:

@@ -186,10 +186,10 @@ class StageBoundary:
     def _enter(self, current: MicrobatchPass, call: LayerCall) -> LayerCall:
         """Return what the stage's first layer computes."""
         if current.receive is not None or self._group is not None:
-            place = self._hidden_place(current, call)
-            hidden = current.stage_input(call.given[place])
+            key = self._hidden_argument(current, call)
+            hidden = current.stage_input(call.given[key])
             call = call.with_argument(
-                place, hidden if self._group is None else self._group.enter(hidden)
+                key, hidden if self._group is None else self._group.enter(hidden)
             )
         if current.reads is not None:
             current.reads.reach_layers(call.given)
@@ -242,27 +242,27 @@ class StageBoundary:
     def _check_arguments(self, current: MicrobatchPass, call: LayerCall) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""
         index = call.index
-        place = call.hidden_place(current.last_hidden if index else None)
-        before = current.hidden_places.get(index - 1, place)
-        if self._group is not None and place != before:
+        key = call.hidden_argument(current.last_hidden if index else None)
+        before = current.hidden_arguments.get(index - 1, key)
+        if self._group is not None and key != before:
             raise ModelError(
-                f"Layer {index} gets the hidden state as argument {place!r} and layer {index - 1} "
+                f"Layer {index} gets the hidden state as argument {key!r} and layer {index - 1} "
                 f"as argument {before!r}. Under tensor parallelism all layers must get it as the "
                 "same one, the first tensor."
             )
-        current.hidden_places[index] = place
+        current.hidden_arguments[index] = key
         current.check_unchanged(index)
         if index >= current.layers.start:
             comes_in = index == current.layers.start > 0
-            others = [item for at, item in call.given.items() if not (comes_in and at == place)]
+            others = [item for at, item in call.given.items() if not (comes_in and at == key)]
             check_known(others, f"Layer {index} takes")
 
-    def _hidden_place(self, current: MicrobatchPass, call: LayerCall) -> int | str:
-        place = current.hidden_places.get(call.index)
-        return call.hidden_place() if place is None else place
+    def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
+        key = current.hidden_arguments.get(call.index)
+        return call.hidden_argument() if key is None else key
 
     def _hidden_of(self, current: MicrobatchPass, call: LayerCall) -> Tensor:
-        hidden: Tensor = call.given[self._hidden_place(current, call)]
+        hidden: Tensor = call.given[self._hidden_argument(current, call)]
         return hidden
 
 

@@ -27,20 +27,20 @@ class LayerCall:
 
     @cached_property
     def given(self) -> dict[int | str, Any]:
-        """The arguments by place or name."""
+        """The arguments by position or name."""
         return dict[int | str, Any](enumerate(self.args)) | self.kwargs
 
     def run(self) -> Any:
         """Compute the layer."""
         return self.forward(*self.args, **self.kwargs)
 
-    def with_argument(self, place: int | str, value: Any) -> "LayerCall":
+    def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one other argument."""
-        given = self.given | {place: value}
+        given = self.given | {key: value}
         args = tuple(given[i] for i in range(len(self.args)))
         return replace(self, args=args, kwargs={name: given[name] for name in self.kwargs})
 
-    def hidden_place(self, previous: Tensor | None = None) -> int | str:
+    def hidden_argument(self, previous: Tensor | None = None) -> int | str:
         """Return which argument is the hidden state.
 
         It is what the layer before returned, if that is known. Else it is the first argument that
@@ -50,21 +50,21 @@ class LayerCall:
             ModelError: None of them is.
         """
         if previous is not None:
-            for place, value in self.given.items():
+            for key, value in self.given.items():
                 if value is previous:
-                    return place
+                    return key
             raise ModelError(
                 f"The model computes something between layer {self.index - 1} and layer "
                 f"{self.index}, which would be lost where a stage ends there: a layer's input must "
                 "be the very tensor that the layer before returned. Move the computation into the "
                 "layers, " + _ONE_STAGE
             )
-        tensors = {place: value for place, value in self.given.items() if isinstance(value, Tensor)}
+        tensors = {key: value for key, value in self.given.items() if isinstance(value, Tensor)}
         likely = [p for p, v in tensors.items() if v.is_floating_point() or v.is_complex()]
-        for place in (*likely, *tensors):
-            _check_plain(tensors[place])
-            return place
-        kinds = {place: type(value).__name__ for place, value in self.given.items()}
+        for key in (*likely, *tensors):
+            _check_plain(tensors[key])
+            return key
+        kinds = {key: type(value).__name__ for key, value in self.given.items()}
         raise ModelError(
             f"Layer {self.index} is called with {kinds}; one argument must be the hidden state, a "
             "tensor."

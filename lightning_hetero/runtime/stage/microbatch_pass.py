@@ -74,7 +74,7 @@ class MicrobatchPass:
     """Returned by the layer before, to see that nothing is computed between layers."""
     last_version: int = 0
     """How often that had been changed in place when the layer returned it."""
-    hidden_places: dict[int, int | str] = field(default_factory=dict, repr=False)
+    hidden_arguments: dict[int, int | str] = field(default_factory=dict, repr=False)
     """Which argument of each layer called was the hidden state."""
     _given: Tensor | None = field(default=None, repr=False)
     """The received activation as the stage's first layer got it."""
@@ -137,11 +137,11 @@ class MicrobatchPass:
         they were, so the seed before this one tells which time that was.
         """
         part = index if index < self.num_layers else _AFTER_LAYERS
-        place = torch.initial_seed(), part
+        drawing = torch.initial_seed(), part
         if not again:
             earlier = sum(1 for _, known in self._seeds if known == part)
-            self._seeds[place] = seed_of(*self.seed, part, *([earlier] if earlier else []))
-        seed_torch(self._seeds.get(place, seed_of(*self.seed, part)))
+            self._seeds[drawing] = seed_of(*self.seed, part, *([earlier] if earlier else []))
+        seed_torch(self._seeds.get(drawing, seed_of(*self.seed, part)))
         if not again:
             if self.lists is not None and self.has_stages:
                 self.lists.pass_layer(index, self.layers)

@@ -43,7 +43,7 @@ _PLAIN = (*_SIMPLE, int, torch.device)
 class _Given:
     """Stands for an argument that the layer hands on."""
 
-    place: int | str
+    argument: int | str
 
 
 class _Hidden:
@@ -55,7 +55,7 @@ class _Made:
     """Stands for a tensor of another form."""
 
     meta: Tensor
-    place: int | None
+    position: int | None
     """In the output; None for the hidden state itself."""
 
 
@@ -89,7 +89,7 @@ class SkippedLayer:
             ModelError: What the layer would do can't be foretold.
         """
         given = call.given
-        kinds = tuple((place, _kind_of(value)) for place, value in given.items())
+        kinds = tuple((key, _kind_of(value)) for key, value in given.items())
         key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), kinds
         leaves = tree_leaves(given)
         sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
@@ -118,14 +118,14 @@ class SkippedLayer:
         self, item: Any, given: Mapping[int | str, Any], hidden: Tensor, made: Tensor | None
     ) -> Any:
         if isinstance(item, _Given):
-            return given[item.place]
+            return given[item.argument]
         if isinstance(item, _Hidden):
             return self._made_hidden(hidden if made is None else made)
         if isinstance(item, _Made):
             like = torch.empty_like(item.meta, device=hidden.device)
-            if item.place is None:
+            if item.position is None:
                 return self._made_hidden(like if made is None else made)
-            what = f"output {item.place} of layer {self._index}"
+            what = f"output {item.position} of layer {self._index}"
             return Unknown.like(like, Origin(what, _REMEDY))
         return item
 
@@ -185,19 +185,19 @@ class SkippedLayer:
 
 def _described_output(call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> Any:
     """Run the layer and return what stands for its output."""
-    given = {place: _argument_of(value, on_zeros) for place, value in call.given.items()}
-    args = [given[place] for place in range(len(call.args))]
+    given = {key: _argument_of(value, on_zeros) for key, value in call.given.items()}
+    args = [given[key] for key in range(len(call.args))]
     output = call.forward(*args, **{name: given[name] for name in call.kwargs})
-    places = {id(v): place for place, v in given.items() if not isinstance(v, _PLAIN)}
+    keys = {id(v): key for key, v in given.items() if not isinstance(v, _PLAIN)}
 
-    def describe(item: Any, place: int | None) -> Any:
-        if place is not None and id(item) in places:
-            return _Given(places[id(item)])
+    def describe(item: Any, position: int | None) -> Any:
+        if position is not None and id(item) in keys:
+            return _Given(keys[id(item)])
         if isinstance(item, Tensor):
             has_same_form = item.shape == hidden.shape and item.dtype == hidden.dtype
-            if place is None and has_same_form:
+            if position is None and has_same_form:
                 return _Hidden()
-            return _Made(torch.empty(item.shape, dtype=item.dtype, device="meta"), place)
+            return _Made(torch.empty(item.shape, dtype=item.dtype, device="meta"), position)
         if isinstance(item, _PLAIN):
             return item
         raise ModelError(
@@ -209,8 +209,8 @@ def _described_output(call: LayerCall, hidden: Tensor, *, on_zeros: bool) -> Any
         return describe(output, None)
     hidden_output(output, call.index)
     return tuple(
-        tree_map(lambda leaf, place=place: describe(leaf, place or None), item)
-        for place, item in enumerate(output)
+        tree_map(lambda leaf, position=position: describe(leaf, position or None), item)
+        for position, item in enumerate(output)
     )
 
 
