@@ -33,17 +33,13 @@ from lightning_hetero.checkpoint.recovering.inventory import (
 from lightning_hetero.checkpoint.recovering.recovery import recover
 from lightning_hetero.checkpoint.recovering.sources import FileRange, assign_sources
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import (
-    Holder,
-    Tier,
-    read_manifest,
-)
+from lightning_hetero.checkpoint.tiers import Holder, Tier, read_manifest
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.table import format_table
 
 __all__ = [
     "View",
-    "describe_plan",
+    "describe_sources",
     "export_checkpoint",
     "format_bitmap",
     "list_checkpoints",
@@ -138,7 +134,7 @@ def list_checkpoints(tiers: Sequence[Tier]) -> str:
     return "\n".join([table, *inventory.broken, *(why for _, why in inventory.unreadable)])
 
 
-def describe_plan(view: View) -> str:
+def describe_sources(view: View) -> str:
     """Return from where each layer would be read, for a reader that reaches every place."""
     holders = holders_of_files(view.inventory, view.manifests)
     needs = [

@@ -94,7 +94,9 @@ class AwsSpotNotice:
             return None
         try:
             action = json.loads(body)
-            return Notice(reason=f"EC2 spot {action['action']}", at=_parse_iso(action["time"]))
+            return Notice(
+                reason=f"EC2 spot {action['action']}", at=datetime.fromisoformat(action["time"])
+            )
         except (ValueError, KeyError, TypeError):
             # The path exists only when the instance will go, so a body that can't be read counts.
             return Notice(reason=f"EC2 spot: {body}")
@@ -251,10 +253,6 @@ class NoticeWatcher:
                 self._silent.add(index)
             return None
         return found
-
-
-def _parse_iso(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def _parse_http(text: Any) -> datetime | None:

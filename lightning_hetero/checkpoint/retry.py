@@ -102,7 +102,10 @@ class RetryingStore:
                 return self._deadline.run(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
-                if isinstance(error, _HOPELESS) or _number_of(error) in _HOPELESS_NUMBERS:
+                if (
+                    isinstance(error, _HOPELESS)
+                    or getattr(error, "errno", None) in _HOPELESS_NUMBERS
+                ):
                     raise
                 if failures == self._policy.attempts:
                     raise CheckpointError(
@@ -143,7 +146,3 @@ def local_folder(url: str | Path) -> Path | None:
 
 def _without_scheme(url: str | Path) -> str:
     return str(url).removeprefix("file://")
-
-
-def _number_of(error: Exception) -> int | None:
-    return error.errno if isinstance(error, OSError) else None

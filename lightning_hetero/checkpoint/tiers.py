@@ -1,18 +1,11 @@
-"""The places of one node's checkpoints: which of them are complete there, and which may go.
+"""The places of one node's checkpoints: what they hold, and what of it is complete.
 
 Complete: decided here alone, for all who list, prune or recover checkpoints. A part is *whole* in a
 place where its manifest is valid and every file has the size that the manifest says. A checkpoint
 is complete where the places that are looked at together hold every file of the parts of all ranks.
 Parts of saves by different numbers of ranks are never counted together.
-
-Pruning never touches what might still be a run's newest complete checkpoint: on a node's own tiers,
-which hold only some parts, that is what all ranks have *confirmed* and what is whole as far as it
-is here; on the remote one, which holds all parts, what is complete there. Deleting takes a part's
-manifest before its files, so that what is half deleted doesn't exist.
 """
 
-import itertools
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -37,15 +30,12 @@ __all__ = [
     "Source",
     "StoreParts",
     "Tier",
-    "TierKeeper",
     "TierKind",
     "checkpoints_in",
     "complete_size",
     "look_at_parts",
     "parts_in",
-    "prune",
     "read_manifest",
-    "remove_files",
     "source_of",
 ]
 
@@ -128,9 +118,8 @@ def source_of(holder: Holder, node: str) -> Source:
     """Return what a holder is, seen from a node."""
     if holder.kind is TierKind.REMOTE:
         return Source.REMOTE
-    if holder.kind is TierKind.MEMORY:
-        return Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
-    return Source.OWN_DISK if holder.node == node else Source.PEER_DISK
+    first = Source.OWN_MEMORY if holder.node == node else Source.PEER_MEMORY
+    return Source(first + holder.kind)
 
 
 QUARANTINED = "quarantined"
@@ -266,151 +255,3 @@ def complete_size(copies: Iterable[PartCopy]) -> int | None:
         if set(parts) >= set(range(world_size)) and not any(parts.values()):
             return world_size
     return None
-
-
-def remove_files(store: Store, names: Collection[str]) -> None:
-    """Delete files of checkpoints, manifests first."""
-    manifests = [name for name in names if parse_manifest_name(name) is not None]
-    for some in (manifests, [name for name in names if name not in set(manifests)]):
-        if some:
-            store.remove(some)
-
-
-_Files = Mapping[str, int]
-"""Names and sizes."""
-
-
-def prune(
-    store: Store,
-    *,
-    keep: int | None,
-    shared: bool,
-    busy: Collection[CheckpointId] = (),
-    superseded: Collection[CheckpointId] = (),
-    known: dict[CheckpointId, _Files] | None = None,
-) -> list[CheckpointId]:
-    """Delete all that is older than a run's newest `keep` complete checkpoints; return what went.
-
-    Other runs' checkpoints are none of its business: of each run the newest ones stay.
-
-    Args:
-        store: The tier's store.
-        keep: Complete checkpoints to keep; None keeps all.
-        shared: Whether the store holds all parts (remote), so that completeness shows in it; else
-            only what is noted as confirmed, and is whole as far as it is here, counts as complete.
-        busy: Checkpoints that are being read.
-        superseded: What goes in any case where it isn't complete.
-        known: The files of complete checkpoints. Where these are all still there, no manifest is
-            read; what is found complete is added.
-    """
-    files = store.list()
-    known = {} if known is None else known
-    of_folder: dict[str, dict[str, int]] = defaultdict(dict)
-    for name, size in files.items():
-        of_folder[name.partition("/")[0]][name] = size
-    newest_first = checkpoints_in(files)[::-1]
-
-    def is_complete(item: CheckpointId) -> bool:
-        own = of_folder[item.folder]
-        if known.get(item) != own and _is_complete(store, own, item, shared=shared):
-            known[item] = own
-        return known.get(item) == own
-
-    gone = {item for item in newest_first if item in superseded and not is_complete(item)}
-    for run in {item.run for item in newest_first} if keep is not None else ():
-        items = [item for item in newest_first if item.run == run]
-        # Manifests are read only until enough are found.
-        last = next(itertools.islice(filter(is_complete, items), (keep or 1) - 1, None), None)
-        gone |= {item for item in items if last is not None and item < last}
-    gone -= {*busy}
-    remove_files(store, [name for item in gone for name in of_folder[item.folder]])
-    for item in known.keys() - {*newest_first} | gone:
-        known.pop(item, None)
-    return sorted(gone)
-
-
-class TierKeeper:
-    """Notes in one tier what is complete there and deletes what is old, as long as a run lasts.
-
-    What the ranks have agreed on is known by the names and sizes of its files. So a save costs a
-    constant number of requests, whatever the number of ranks; only the manifests of what this start
-    of the run hasn't confirmed itself are read, once.
-
-    Args:
-        tier: The tier.
-        parts: Those that must be in it: of this node's ranks, or of all where it is the remote one.
-        progress: Is told of what gets done.
-    """
-
-    def __init__(self, tier: Tier, parts: Collection[int], progress: Progress) -> None:
-        self.tier = tier
-        self.parts = frozenset(parts)
-        self._progress = progress
-        self._known: dict[CheckpointId, _Files] = {}
-
-    def settle(
-        self,
-        complete: CheckpointId | None,
-        *,
-        keep: int | None,
-        busy: Collection[CheckpointId] = (),
-        superseded: Collection[CheckpointId] = (),
-    ) -> None:
-        """Note what all ranks say is complete here, delete what is old; what fails is logged."""
-        try:
-            if complete is not None:
-                self._confirm(complete)
-            prune(
-                self.tier.store,
-                keep=keep,
-                shared=self.tier.kind is TierKind.REMOTE,
-                busy=busy,
-                superseded=superseded,
-                known=self._known,
-            )
-        except Exception as error:
-            # Stores raise their client library's own types. What isn't deleted now is another time.
-            _log.warning("Couldn't tidy up %s: %s", self.tier, error)
-        self._progress.tick()
-
-    def _confirm(self, checkpoint: CheckpointId) -> None:
-        """Note that all ranks have saved a checkpoint, and which parts are here."""
-        name = f"{checkpoint.folder}/{CONFIRMED}"
-        files = self.tier.store.list()
-        self._progress.tick()
-        own = {key: size for key, size in files.items() if key.startswith(f"{checkpoint.folder}/")}
-        parts = parts_in(own).get(checkpoint, [])
-        text = json.dumps({"parts": parts}).encode()
-        self.tier.store.write(name, [text])
-        if self.parts <= {*parts}:
-            self._known[checkpoint] = {**own, name: len(text)}
-
-    def holds(self, checkpoint: CheckpointId) -> bool:
-        """Look again whether the parts that must be here are, with all their files."""
-        try:
-            files = self.tier.store.list()
-            found = look_at_parts(self.tier.store, files, [checkpoint], self._progress)
-        except Exception as error:
-            # Stores raise their client library's own types; another tier may have it all.
-            _log.warning("Couldn't look into %s again: %s", self.tier, error)
-            return False
-        return self.parts <= {copy.part for copy in found.copies if not copy.missing}
-
-
-def _is_complete(store: Store, files: _Files, checkpoint: CheckpointId, *, shared: bool) -> bool:
-    """Return whether all that a store should hold of a checkpoint is there."""
-    if not shared and f"{checkpoint.folder}/{CONFIRMED}" not in files:
-        return False
-    found = look_at_parts(store, files, [checkpoint])
-    if shared:
-        return complete_size(found.copies) is not None
-    whole = {copy.part for copy in found.copies if not copy.missing}
-    return whole >= {*parts_in(files).get(checkpoint, ()), *_confirmed_parts(store, checkpoint)}
-
-
-def _confirmed_parts(store: Store, checkpoint: CheckpointId) -> set[int]:
-    try:
-        return set(json.loads(store.read(f"{checkpoint.folder}/{CONFIRMED}"))["parts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # Torn: what its parts were can't be known, so it shouldn't replace an older one.
-        return {-1}

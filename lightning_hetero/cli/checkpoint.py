@@ -8,15 +8,16 @@ import argparse
 from collections.abc import Sequence
 
 from lightning_hetero.checkpoint.inspection import (
-    describe_plan,
+    describe_sources,
     export_checkpoint,
     format_bitmap,
     list_checkpoints,
     look,
     verify,
 )
+from lightning_hetero.checkpoint.pruning import prune
 from lightning_hetero.checkpoint.retry import open_store
-from lightning_hetero.checkpoint.tiers import Tier, TierKind, prune
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["add_arguments", "run_checkpoint"]
@@ -74,7 +75,7 @@ def _inspect(tiers: Sequence[Tier], step: int | None) -> None:
     print(f"{view.id}, saved by {view.world_size} ranks\n")
     print(format_bitmap(view.inventory, view.manifests, view.id))
     print("\n# all of the layer, + some of it, . nothing\n")
-    print(describe_plan(view))
+    print(describe_sources(view))
 
 
 def _verify(tiers: Sequence[Tier], step: int | None) -> int:

@@ -19,8 +19,9 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.deadlines import Progress
 from lightning_hetero.checkpoint.lockstep import Lockstep
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
+from lightning_hetero.checkpoint.pruning import prune
 from lightning_hetero.checkpoint.saving.replicas import exchange_parts
-from lightning_hetero.checkpoint.tiers import checkpoints_in, prune, read_manifest
+from lightning_hetero.checkpoint.tiers import checkpoints_in, read_manifest
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore

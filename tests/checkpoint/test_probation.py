@@ -14,7 +14,7 @@ from lightning_hetero.checkpoint.probation import (
     put_in_quarantine,
     read_failed_tries,
 )
-from lightning_hetero.checkpoint.tiers import prune
+from lightning_hetero.checkpoint.pruning import prune
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.testing import MemoryStore
 from tests.checkpoint.states import PLANS, assert_is_state, contents, needs_of

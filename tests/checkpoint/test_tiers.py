@@ -8,7 +8,8 @@ import pytest
 from lightning_hetero.checkpoint import CheckpointWriter, Tier, TierKind, Transport
 from lightning_hetero.checkpoint.deadlines import Progress
 from lightning_hetero.checkpoint.manifest import CheckpointId, parse_manifest_name
-from lightning_hetero.checkpoint.tiers import TierKeeper, checkpoints_in, prune
+from lightning_hetero.checkpoint.pruning import TierKeeper, prune
+from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import MemoryStore
 from tests.checkpoint.states import contents, run_ranks

@@ -54,39 +54,15 @@ class Inventory:
 
     def encode(self) -> bytes:
         """Return it as JSON."""
-        held = [
-            [h.id.folder, h.part, h.world_size, h.missing, h.holder.node, h.holder.kind]
-            for h in self.held
-        ]
         return json.dumps(
-            {
-                "held": held,
-                "present": [[id_.folder, at.node, at.kind] for id_, at in self.present],
-                "finished": [id_.folder for id_ in self.finished],
-                "places": [[at.node, at.kind, run] for at, run in self.places],
-                "broken": self.broken,
-                "unreadable": [[id_ and id_.folder, why] for id_, why in self.unreadable],
-            }
+            [getattr(self, item.name) for item in fields(self)], default=_to_json
         ).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Parse what `encode` returns."""
-        body: Mapping[str, Any] = json.loads(data)
-        return cls(
-            held=tuple(
-                PartCopy(_id(folder), part, size, tuple(missing), Holder(node, TierKind(kind)))
-                for folder, part, size, missing, node, kind in body["held"]
-            ),
-            present=tuple(
-                (_id(folder), Holder(node, TierKind(kind)))
-                for folder, node, kind in body["present"]
-            ),
-            finished=tuple(_id(folder) for folder in body["finished"]),
-            places=tuple((Holder(node, TierKind(kind)), run) for node, kind, run in body["places"]),
-            broken=tuple(body["broken"]),
-            unreadable=tuple((folder and _id(folder), why) for folder, why in body["unreadable"]),
-        )
+        body = json.loads(data, object_hook=_from_json)
+        return cls(*(tuple(_as_tuple(entry) for entry in items) for items in body))
 
     @classmethod
     def merge(cls, inventories: Iterable[Self]) -> Self:
@@ -100,10 +76,23 @@ class Inventory:
         return cls(**{field.name: all_of(field.name) for field in fields(cls)})
 
 
-def _id(folder: str) -> CheckpointId:
-    checkpoint = CheckpointId.parse(folder)
-    assert checkpoint is not None, "a rank reports what has been parsed"
-    return checkpoint
+def _to_json(item: CheckpointId | Holder | PartCopy) -> dict[str, Any]:
+    if isinstance(item, CheckpointId):
+        return {"id": item.folder}
+    return {type(item).__name__: [getattr(item, name) for name in item.__slots__]}
+
+
+def _from_json(data: dict[str, Any]) -> Any:
+    ((kind, body),) = data.items()
+    if kind == "id":
+        return CheckpointId.parse(body)
+    if kind == "Holder":
+        return Holder(body[0], TierKind(body[1]))
+    return PartCopy(*map(_as_tuple, body))
+
+
+def _as_tuple(item: Any) -> Any:
+    return tuple(item) if isinstance(item, list) else item
 
 
 def take_inventory(

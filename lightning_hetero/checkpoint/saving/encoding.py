@@ -176,21 +176,6 @@ def _load_error(data: bytes) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """One tensor of a file before the length of the header is known."""
-
-    index: int
-    key: str
-    full_key: str
-    tensor: torch.Tensor
-    by_rows: bool
-    dim: int
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def _encode_file(
     name: str,
     unit: int,
@@ -199,25 +184,11 @@ def _encode_file(
     entries: Mapping[int, list[TensorEntry]],
 ) -> FileBody:
     """Lay out one file; add an entry for each of its tensors to `entries`."""
-    places = list(_lay_out(keys, snapshot))
-    prefix = _safetensors_prefix(places, snapshot.content)
-    for place in places:
-        entries[place.index].append(
-            TensorEntry(
-                key=place.key,
-                file=name,
-                dtype=DTYPE_NAMES[place.tensor.dtype],
-                shape=place.shape,
-                by_rows=place.by_rows,
-                begin=len(prefix) + place.begin,
-                end=len(prefix) + place.end,
-            )
-        )
-    return FileBody(name, unit, prefix, [(place.tensor, place.dim) for place in places])
-
-
-def _lay_out(keys: Sequence[tuple[int, str]], snapshot: Snapshot) -> Iterator[_Place]:
-    position = 0
+    header: dict[str, Any] = {}
+    cuts: dict[str, Any] = {}
+    tensors: list[tuple[torch.Tensor, int]] = []
+    found: list[tuple[int, TensorEntry]] = []
+    end = 0
     for index, key in keys:
         item, tensor = snapshot.content.slices[index], snapshot.tensors[index, key]
         full_key = item.parameter if key == WEIGHT else f"{item.parameter}/{key}"
@@ -228,19 +199,22 @@ def _lay_out(keys: Sequence[tuple[int, str]], snapshot: Snapshot) -> Iterator[_P
             )
         by_rows = _is_cut_by_rows(item, key, tensor)
         dim = item.dim if by_rows and tensor.ndim else 0
-        size = tensor.numel() * tensor.element_size()
-        yield _Place(
-            index=index,
-            key=key,
-            full_key=full_key,
-            tensor=tensor,
-            by_rows=by_rows,
-            dim=dim,
-            shape=tuple(tensor.movedim(dim, 0).shape) if tensor.ndim else (),
-            begin=position,
-            end=position + size,
-        )
-        position += size
+        shape = tuple(tensor.movedim(dim, 0).shape) if tensor.ndim else ()
+        dtype = DTYPE_NAMES[tensor.dtype]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[full_key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
+        tensors.append((tensor, dim))
+        found.append((index, TensorEntry(key, name, dtype, shape, by_rows, begin, end)))
+    # For people: which rows [start, stop) of which dim, that dim first, the tensors are.
+    header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    for index, entry in found:
+        offset = len(prefix)
+        entries[index].append(replace(entry, begin=offset + entry.begin, end=offset + entry.end))
+    return FileBody(name, unit, prefix, tensors)
 
 
 def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
@@ -248,28 +222,6 @@ def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
         return False
     # A parameter without dims is one row; state without dims is a count that every slice shares.
     return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
-
-
-def _safetensors_prefix(places: Sequence[_Place], content: CheckpointContent) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"rows": _describe_rows(places, content)}}
-    for place in places:
-        header[place.full_key] = {
-            "dtype": DTYPE_NAMES[place.tensor.dtype],
-            "shape": list(place.shape),
-            "data_offsets": [place.begin, place.end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _describe_rows(places: Sequence[_Place], content: CheckpointContent) -> str:
-    """Say for people which rows [start, stop) of which dim, that dim first, the tensors are."""
-    cuts = {}
-    for place in places:
-        item = content.slices[place.index]
-        cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
-    return json.dumps(cuts)
 
 
 def _versions() -> dict[str, str]:

@@ -25,15 +25,11 @@ import torch
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Followed, Progress
 from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, PartManifest, manifest_name
 from lightning_hetero.checkpoint.parts import copy_part, write_manifest
+from lightning_hetero.checkpoint.pruning import TierKeeper, remove_files
 from lightning_hetero.checkpoint.saving.encoding import FileBody, encode_part, make_manifest
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.tiers import (
-    Tier,
-    TierKeeper,
-    TierKind,
-    remove_files,
-)
+from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -181,9 +177,7 @@ class Uploads:
 
     def __init__(self, tier: Tier | None, world_size: int, thread: BackgroundThread) -> None:
         self.tier = tier
-        self.keeper = (
-            None if tier is None else TierKeeper(tier, range(world_size), thread.progress)
-        )
+        self.keeper = None if tier is None else TierKeeper(tier, range(world_size), thread.progress)
         self._thread = thread
         self._running: list[CheckpointId] = []
         self._deferred: tuple[Part, Future[bool]] | None = None
