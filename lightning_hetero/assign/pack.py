@@ -9,17 +9,28 @@ longest first and improved by swaps, all V and all pipelines of the iteration at
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.bins import BinRows, balance, improve_balance
-from lightning_hetero.assign.partitions import MAX_ENUMERATED, partition_sums, partitions
 from lightning_hetero.assign.pipeline_cost import PipelineCost, as_lengths, sequence_times_s
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Packing", "microbatch_range", "pack_all", "packing_lower_bound_s"]
+__all__ = [
+    "Packing",
+    "microbatch_range",
+    "pack_all",
+    "packing_lower_bound_s",
+    "partition_sums",
+    "partitions",
+]
+
+_MAX_ENUMERATED = 8
+"""Most sequences whose partitions are all looked at: 8·8·4,140 = 265,000 multiply-adds, under a
+millisecond, where an integer programme takes several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +103,8 @@ def pack_all(lengths: Sequence[ArrayLike], costs: Sequence[PipelineCost]) -> tup
         if problem.counts[0] == 1:
             problem.offer(np.zeros(len(problem.order), dtype=np.int64))
     rest = [problem for problem in work if problem.latency_s > problem.bound_s * (1 + 1e-9)]
-    _enumerate_small([p for p in rest if len(p.order) <= MAX_ENUMERATED])
-    _spread_large([p for p in rest if len(p.order) > MAX_ENUMERATED])
+    _enumerate_small([p for p in rest if len(p.order) <= _MAX_ENUMERATED])
+    _spread_large([p for p in rest if len(p.order) > _MAX_ENUMERATED])
     empty = Packing(microbatches=(), latency_s=0.0, lower_bound_s=0.0)
     return tuple(empty if problem is None else problem.packing() for problem in problems)
 
@@ -238,3 +249,41 @@ def _first_fit(problem: _Problem) -> IntArray:
         room[chosen] -= length
         bin_of[index] = chosen
     return bin_of
+
+
+@lru_cache(maxsize=_MAX_ENUMERATED + 1)
+def partitions(num_items: int) -> tuple[IntArray, IntArray]:
+    """Return all partitions as group indices [P, U] and their numbers of groups [P].
+
+    Groups are numbered in the order of their first item (restricted growth strings), so no
+    partition comes twice.
+    """
+    groups = np.zeros((1, 0), dtype=np.int64)
+    counts = np.zeros(1, dtype=np.int64)
+    for _ in range(num_items):
+        repeats = counts + 1
+        parents = np.repeat(np.arange(len(groups)), repeats)
+        starts = np.cumsum(repeats) - repeats
+        added = np.arange(len(parents)) - starts[parents]
+        groups = np.concatenate([groups[parents], added[:, None]], axis=1)
+        counts = np.maximum(counts[parents], added + 1)
+    groups.setflags(write=False)
+    counts.setflags(write=False)
+    return groups, counts
+
+
+@lru_cache(maxsize=_MAX_ENUMERATED + 1)
+def _membership(num_items: int) -> FloatArray:
+    """Return [groups, U, P]: 1 where an item is in the group."""
+    groups, _ = partitions(num_items)
+    members = groups.T[None, :, :] == np.arange(num_items)[:, None, None]
+    return np.ascontiguousarray(members, dtype=np.float64)
+
+
+def partition_sums(values: FloatArray) -> FloatArray:
+    """Return the largest group sum of values [G, U] in every partition, [G, P]."""
+    first, *others = _membership(values.shape[1])
+    largest: FloatArray = values @ first
+    for members in others:
+        np.maximum(largest, values @ members, out=largest)
+    return largest

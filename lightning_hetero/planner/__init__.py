@@ -1,8 +1,8 @@
 """Decide which device runs which layers: grouping, mapping, balancing and search (AutoHet §III)."""
 
+from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.grouping import Grouping, effective_power, group_devices
-from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups
 from lightning_hetero.planner.proposing.candidate_plans import (
     CandidateOptions,
     CandidatePlans,

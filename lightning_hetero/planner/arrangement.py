@@ -1,15 +1,32 @@
 """Where pipelines stand in the cluster, before layers and micro-batches are settled.
 
 Devices of a node are interchangeable, so a stage is known by its node; ranks are dealt last.
+
+`map_groups` decides which node each stage of each group runs on (AutoHet §III-C, Algorithm 1 line
+10). Tensor parallelism stays inside a node. What bandwidth a node has left goes to data parallelism
+first: the same stage of all pipelines is placed together (stage by stage), so gradients stay inside
+nodes and activations cross them. The other order (pipeline by pipeline) keeps activations inside
+and lets gradients cross. Slower devices take earlier stages: they hold more micro-batches at once,
+and slower devices have memory to spare. Both are starting points that the simulator judges.
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 
-__all__ = ["Arrangement", "PipelineNodes", "classify_nodes", "to_plan"]
+__all__ = [
+    "Arrangement",
+    "Group",
+    "MappingOrder",
+    "PipelineNodes",
+    "classify_nodes",
+    "map_groups",
+    "num_units",
+    "to_plan",
+]
 
 
 class PipelineNodes(NamedTuple):
@@ -46,7 +63,7 @@ def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
 
 
 def to_plan(
-    layout: Arrangement,
+    arrangement: Arrangement,
     layers: Sequence[Sequence[int]],
     num_microbatches: Sequence[int | None],
     cluster: Cluster,
@@ -54,20 +71,20 @@ def to_plan(
     """Deal ranks and return the plan.
 
     Args:
-        layout: The pipelines' stages by node.
+        arrangement: The pipelines' stages by node.
         layers: Layers of each stage, as [pipeline][stage].
         num_microbatches: Micro-batches of each pipeline; None leaves them open.
-        cluster: The cluster whose nodes the layout names.
+        cluster: The cluster whose nodes the arrangement names.
     """
     free = []
     first = 0
     for node in cluster.nodes:
         free.append(first)
         first += node.count
-    stages: list[list[StagePlan]] = [[] for _ in layout]
+    stages: list[list[StagePlan]] = [[] for _ in arrangement]
     # Wide groups first: they then start at multiples of their width, as node topologies like it.
-    for index in sorted(range(len(layout)), key=lambda i: -layout[i].tp_degree):
-        tp_degree, nodes = layout[index]
+    for index in sorted(range(len(arrangement)), key=lambda i: -arrangement[i].tp_degree):
+        tp_degree, nodes = arrangement[index]
         start = 0
         for node_index, count in zip(nodes, layers[index], strict=True):
             ranks = tuple(range(free[node_index], free[node_index] + tp_degree))
@@ -79,4 +96,68 @@ def to_plan(
             PipelinePlan(stages=tuple(parts), num_microbatches=count)
             for parts, count in zip(stages, num_microbatches, strict=True)
         )
+    )
+
+
+class MappingOrder(StrEnum):
+    """What is kept inside nodes."""
+
+    STAGES_TOGETHER = "stages-together"
+    """The same stage of all pipelines: gradients."""
+    PIPELINES_TOGETHER = "pipelines-together"
+    """All stages of a pipeline: activations."""
+
+
+class Group(NamedTuple):
+    """A device group by types."""
+
+    tp_degree: int
+    """Devices of a unit."""
+    devices: tuple[str, ...]
+    """Device type of every stage, first stage first."""
+
+
+def num_units(cluster: Cluster, counts: Sequence[int], device: str, tp_degree: int) -> int:
+    """Return how many TP groups of a device type the nodes hold; none crosses nodes.
+
+    `counts` are the devices of each node that may be used.
+    """
+    nodes = zip(cluster.nodes, counts, strict=True)
+    return sum(count // tp_degree for node, count in nodes if node.device == device)
+
+
+def map_groups(
+    groups: Sequence[Group], cluster: Cluster, counts: Sequence[int], order: MappingOrder
+) -> Arrangement | None:
+    """Return an arrangement of the groups, in their order, or None if the nodes can't hold them.
+
+    `counts` are the devices of each node that may be used.
+    """
+    free = list(counts)
+    nodes_of: dict[str, list[int]] = {}
+    for index, node in enumerate(cluster.nodes):
+        nodes_of.setdefault(node.device, []).append(index)
+    placed: list[list[int]] = [[-1] * len(group.devices) for group in groups]
+    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
+    if order is MappingOrder.STAGES_TOGETHER:
+        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degree, slot[1], slot[0]))
+    else:
+        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degree, slot[0], slot[1]))
+    for g, s in slots:
+        tp_degree, devices = groups[g]
+        candidates = nodes_of.get(devices[s], [])
+        before = placed[g][s - 1] if s else -1
+        # Nodes are filled one after the other; a full one is dropped from the front for good.
+        while candidates and free[candidates[0]] < 1:
+            candidates.pop(0)
+        if order is MappingOrder.PIPELINES_TOGETHER and before in candidates[:8]:
+            candidates = [before, *candidates]
+        chosen = next((n for n in candidates if free[n] >= tp_degree), None)
+        if chosen is None:
+            return None
+        free[chosen] -= tp_degree
+        placed[g][s] = chosen
+    return tuple(
+        PipelineNodes(group.tp_degree, tuple(nodes))
+        for group, nodes in zip(groups, placed, strict=True)
     )

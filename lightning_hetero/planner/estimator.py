@@ -1,6 +1,6 @@
-"""How long a layout takes, about: layers by Eq. 4, micro-batches by a common level.
+"""How long an arrangement takes, about: layers by Eq. 4, micro-batches by a common level.
 
-The search looks at thousands of layouts; this says in microseconds what the simulator says in
+The search looks at thousands of arrangements; this says in microseconds what the simulator says in
 milliseconds, from the same cost model. Pipelines of one class (same devices in the same order) are
 balanced and timed once: K micro-batches take `fill + slope·K`, and are shared by that (`sharing`).
 """
@@ -47,9 +47,9 @@ class PipelineEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A layout with layers and micro-batches, and about how long an iteration takes."""
+    """An arrangement with layers and micro-batches, and about how long an iteration takes."""
 
-    layout: Arrangement
+    arrangement: Arrangement
     """The pipelines that have work."""
     layers: tuple[tuple[int, ...], ...]
     """[pipeline][stage] layers."""
@@ -60,7 +60,7 @@ class Estimate:
 
 
 class Estimator:
-    """Estimates layouts on one cluster for one workload; caches everything by class."""
+    """Estimates arrangements on one cluster for one workload; caches everything by class."""
 
     def __init__(self, cost: CostModel, workload: Workload, *, equal_microbatches: bool) -> None:
         self.cost = cost
@@ -154,22 +154,22 @@ class Estimator:
             self._pipelines[key] = self._estimate_pipeline(pipeline, num_pipelines)
         return self._pipelines[key]
 
-    def layout(self, layout: Arrangement) -> Estimate | None:
+    def estimate(self, arrangement: Arrangement) -> Estimate | None:
         """Return an estimate, or None if a pipeline doesn't fit or there is too little work."""
-        num_pipelines = len(layout)
+        num_pipelines = len(arrangement)
         total = self.workload.num_microbatches
         if num_pipelines > total:
             return None
-        keys = [self.key(pipeline) for pipeline in layout]
+        keys = [self.key(pipeline) for pipeline in arrangement]
         repeats = Counter(keys)
         parts: dict[_PipelineKey, PipelineEstimate] = {}
-        for key, pipeline in zip(keys, layout, strict=True):
+        for key, pipeline in zip(keys, arrangement, strict=True):
             if key not in parts:
                 part = self.pipeline(pipeline, num_pipelines)
                 if part is None:
                     return None
                 parts[key] = part
-        waits = self._exchange_s(layout, keys, parts)
+        waits = self._exchange_s(arrangement, keys, parts)
         order = list(parts)
         fills = [parts[key].fill_s + waits[key][0] for key in order]
         slopes = [parts[key].slope_s for key in order]
@@ -189,7 +189,7 @@ class Estimator:
             for fill, slope, share in zip(fills, slopes, shares, strict=True)
         )
         return Estimate(
-            layout=layout,
+            arrangement=arrangement,
             layers=tuple(parts[key].layers for key in keys),
             num_microbatches=counts,
             time_s=longest + max(wait[1] for wait in waits.values()),
@@ -280,16 +280,16 @@ class Estimator:
 
     def _exchange_s(
         self,
-        layout: Arrangement,
+        arrangement: Arrangement,
         keys: Sequence[_PipelineKey],
         parts: dict[_PipelineKey, PipelineEstimate],
     ) -> dict[_PipelineKey, tuple[float, float]]:
         """Return exposed seconds of pull, and of push and step, judged by first stages alone."""
-        count = len(layout)
-        on_node = Counter(pipeline.nodes[0] for pipeline in layout)
+        count = len(arrangement)
+        on_node = Counter(pipeline.nodes[0] for pipeline in arrangement)
         waits: dict[_PipelineKey, tuple[float, float]] = {}
         model, state = self.cost.model, self.cost.layout
-        for key, pipeline in zip(keys, layout, strict=True):
+        for key, pipeline in zip(keys, arrangement, strict=True):
             if key in waits:
                 continue
             part = parts[key]

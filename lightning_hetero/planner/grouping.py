@@ -94,7 +94,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     power = power * num_microbatches / (num_microbatches + units - 1)
     # Equal powers that differ in their last bits are one candidate for z.
     order = np.lexsort((*compositions.T, -_rounded(power)))
-    search = _Search(compositions[order], _rounded(power)[order], kept, time_limit_s)
+    search = _IntervalSearch(compositions[order], _rounded(power)[order], kept, time_limit_s)
     # A group's effective power is at most its power, so the sum of all powers bounds Eq. 3a.
     search.bound = float(sum(n * power for n, power in zip(counts, powers, strict=True)))
     search.run()
@@ -113,7 +113,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     )
 
 
-class _Search:
+class _IntervalSearch:
     """Best-first search over intervals of z, candidates in falling order."""
 
     def __init__(

@@ -21,9 +21,9 @@ _MIN_GAIN = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout with layers and micro-batches: everything but the ranks."""
+    """An arrangement with layers and micro-batches: everything but the ranks."""
 
-    layout: Arrangement
+    arrangement: Arrangement
     """The pipelines' stages by node."""
     layers: tuple[tuple[int, ...], ...]
     """[pipeline][stage] layers."""
@@ -51,7 +51,7 @@ class Judge:
     def plan(self, candidate: Candidate) -> ParallelPlan:
         """Return the candidate with ranks."""
         return to_plan(
-            candidate.layout,
+            candidate.arrangement,
             candidate.layers,
             candidate.num_microbatches,
             self.estimator.cost.cluster,
@@ -86,7 +86,7 @@ class Judge:
         """Return about how many actions a simulation runs."""
         distinct = set(
             zip(
-                map(self.estimator.key, candidate.layout),
+                map(self.estimator.key, candidate.arrangement),
                 candidate.layers,
                 candidate.num_microbatches,
                 strict=True,
@@ -167,12 +167,14 @@ def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[C
 def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
     """Swap the nodes of two stages, then balance and share anew."""
     places = [
-        (p, s) for p, pipeline in enumerate(candidate.layout) for s in range(len(pipeline.nodes))
+        (p, s)
+        for p, pipeline in enumerate(candidate.arrangement)
+        for s in range(len(pipeline.nodes))
     ]
     classes = estimator.classes
     seen: set[tuple[object, ...]] = set()
     for (p, s), (q, t) in itertools.combinations(places, 2):
-        one, other = candidate.layout[p], candidate.layout[q]
+        one, other = candidate.arrangement[p], candidate.arrangement[q]
         if one.tp_degree != other.tp_degree or one.nodes[s] == other.nodes[t]:
             continue
         kind = (
@@ -182,7 +184,7 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
         if classes[one.nodes[s]] == classes[other.nodes[t]] and kind in seen:
             continue
         seen.add(kind)
-        nodes = [list(pipeline.nodes) for pipeline in candidate.layout]
+        nodes = [list(pipeline.nodes) for pipeline in candidate.arrangement]
         nodes[p][s], nodes[q][t] = nodes[q][t], nodes[p][s]
         yield from _rebuilt(candidate, nodes, estimator)
 
@@ -193,15 +195,15 @@ def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterato
     In one of them alone the gradients of layers would cross nodes.
     """
     classes = estimator.classes
-    for key in dict.fromkeys(map(estimator.key, candidate.layout)):
-        members = [p for p in candidate.layout if estimator.key(p) == key]
+    for key in dict.fromkeys(map(estimator.key, candidate.arrangement)):
+        members = [p for p in candidate.arrangement if estimator.key(p) == key]
         if len(members) == 1:
             continue
         for s, t in itertools.combinations(range(len(members[0].nodes)), 2):
             if classes[members[0].nodes[s]] == classes[members[0].nodes[t]]:
                 continue
-            nodes = [list(pipeline.nodes) for pipeline in candidate.layout]
-            for pipeline, row in zip(candidate.layout, nodes, strict=True):
+            nodes = [list(pipeline.nodes) for pipeline in candidate.arrangement]
+            for pipeline, row in zip(candidate.arrangement, nodes, strict=True):
                 if estimator.key(pipeline) == key:
                     row[s], row[t] = row[t], row[s]
             yield from _rebuilt(candidate, nodes, estimator)
@@ -211,21 +213,23 @@ def _rebuilt(
     candidate: Candidate, nodes: Sequence[Sequence[int]], estimator: Estimator
 ) -> Iterator[Candidate]:
     """Yield the candidate on other nodes with layers and micro-batches for them, if it fits."""
-    layout = tuple(
+    arrangement = tuple(
         PipelineNodes(pipeline.tp_degree, tuple(row))
-        for pipeline, row in zip(candidate.layout, nodes, strict=True)
+        for pipeline, row in zip(candidate.arrangement, nodes, strict=True)
     )
-    estimate = estimator.layout(layout)
+    estimate = estimator.estimate(arrangement)
     if estimate is not None:
         yield Candidate(
-            layout=layout, layers=estimate.layers, num_microbatches=estimate.num_microbatches
+            arrangement=arrangement,
+            layers=estimate.layers,
+            num_microbatches=estimate.num_microbatches,
         )
 
 
 def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
     """Return indices of pipelines of one class, layers and micro-batches, grouped."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for index, pipeline in enumerate(candidate.layout):
+    for index, pipeline in enumerate(candidate.arrangement):
         key = (estimator.key(pipeline), candidate.layers[index], candidate.num_microbatches[index])
         groups.setdefault(key, []).append(index)
     return list(groups.values())

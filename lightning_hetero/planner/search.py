@@ -1,8 +1,9 @@
 """Find the best plan for a cluster: propose, estimate, simulate, improve (AutoHet Algorithm 1).
 
-1. Layouts are proposed: all of them on tiny clusters, else the solvers' favourites (`proposals`).
-2. Each gets layers and micro-batches, and is estimated (`estimate`).
-3. The best are simulated, and the best of those improved by local search (`improve`).
+1. Arrangements are proposed: all on tiny clusters, else the solvers' favourites
+   (`starting_points`).
+2. Each gets layers and micro-batches, and is estimated (`estimator`).
+3. The best are simulated, and the best of those improved by local search (`local_search`).
 4. A lower bound on every plan says how much could be left (`bound`).
 """
 
@@ -19,8 +20,8 @@ from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.local_search import Candidate, Judge, improve
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
-    enumerate_layouts,
-    propose_layouts,
+    enumerate_arrangements,
+    propose_arrangements,
 )
 from lightning_hetero.planner.tp_degrees import valid_tp_degrees
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
@@ -75,7 +76,7 @@ class PlanningResult:
     objective: Objective
     """What was minimised."""
     num_estimated: int
-    """Layouts looked at."""
+    """Arrangements looked at."""
     num_simulated: int
     """Plans simulated."""
 
@@ -130,10 +131,10 @@ def plan(
     """
     options = options or PlanningOptions()
     cost = cost or RooflineCost(cluster, model)
-    return _Search(cost, workload, options, progress or (lambda _what, _share: None)).run()
+    return _PlanSearch(cost, workload, options, progress or (lambda _what, _share: None)).run()
 
 
-class _Search:
+class _PlanSearch:
     def __init__(
         self,
         cost: CostModel,
@@ -158,8 +159,8 @@ class _Search:
 
     def run(self) -> PlanningResult:
         self.progress("Proposing groups", 0.0)
-        layouts = self._layouts()
-        estimates = self._estimate(layouts)
+        arrangements = self._arrangements()
+        estimates = self._estimate(arrangements)
         if not estimates:
             raise PlanningError(_nowhere(self.cost, self.workload, self.tp_degrees))
         candidates = self._simulate(estimates)
@@ -187,21 +188,21 @@ class _Search:
             lower_bound_s=bound,
             lower_bound_price=bound_iteration_price(self.estimator, self.tp_degrees),
             objective=self.options.objective,
-            num_estimated=len(layouts),
+            num_estimated=len(arrangements),
             num_simulated=self.judge.num_simulated,
         )
 
-    def _layouts(self) -> list[Arrangement]:
+    def _arrangements(self) -> list[Arrangement]:
         counts = [node.count for node in self.nodes]
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
-            every = enumerate_layouts(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
+            every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
                 self.enumerated = True
                 return every
-        layouts: list[Arrangement] = []
+        arrangements: list[Arrangement] = []
         for allowed in self._allowances(counts):
-            layouts += propose_layouts(self.estimator, allowed, self.tp_degrees)
-        return list(dict.fromkeys(layouts))
+            arrangements += propose_arrangements(self.estimator, allowed, self.tp_degrees)
+        return list(dict.fromkeys(arrangements))
 
     def _allowances(self, counts: Sequence[int]) -> list[list[int]]:
         """Return which nodes may be used; all of them, unless money counts.
@@ -223,12 +224,12 @@ class _Search:
             allowances.append([0 if n in dropped else c for n, c in enumerate(counts)])
         return allowances
 
-    def _estimate(self, layouts: Sequence[Arrangement]) -> list[Estimate]:
+    def _estimate(self, arrangements: Sequence[Arrangement]) -> list[Estimate]:
         estimates = []
-        for index, layout in enumerate(layouts):
+        for index, arrangement in enumerate(arrangements):
             if index % 256 == 0:
-                self.progress("Estimating plans", 0.2 + 0.3 * index / len(layouts))
-            estimate = self.estimator.layout(layout)
+                self.progress("Estimating plans", 0.2 + 0.3 * index / len(arrangements))
+            estimate = self.estimator.estimate(arrangement)
             if estimate is not None:
                 estimates.append((self._rough_score(estimate), index, estimate))
         estimates.sort(key=lambda entry: entry[:2])
@@ -244,7 +245,7 @@ class _Search:
             if enough:
                 break
             candidate = Candidate(
-                layout=estimate.layout,
+                arrangement=estimate.arrangement,
                 layers=estimate.layers,
                 num_microbatches=estimate.num_microbatches,
             )
@@ -260,7 +261,7 @@ class _Search:
         """Improve the best candidates, only one of those that differ in nodes alone."""
         distinct: dict[object, Candidate] = {}
         for candidate in candidates:
-            kind = sorted(map(self.estimator.key, candidate.layout))
+            kind = sorted(map(self.estimator.key, candidate.arrangement))
             distinct.setdefault(tuple(kind), candidate)
         chosen = list(distinct.values())
         chosen = chosen[: _IMPROVED_ENUMERATED if self.enumerated else _IMPROVED]
@@ -273,7 +274,7 @@ class _Search:
 
     def _rough_score(self, estimate: Estimate) -> float:
         if self.options.objective is Objective.COST:
-            used = {node for pipeline in estimate.layout for node in pipeline.nodes}
+            used = {node for pipeline in estimate.arrangement for node in pipeline.nodes}
             return estimate.time_s * sum(self.nodes[n].price_per_hour or 0.0 for n in sorted(used))
         return estimate.time_s
 

@@ -11,15 +11,21 @@ import numpy as np
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
+from lightning_hetero.planner.arrangement import (
+    Arrangement,
+    Group,
+    MappingOrder,
+    PipelineNodes,
+    map_groups,
+    num_units,
+)
 from lightning_hetero.planner.bound import bound_iteration_time_s
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
-from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups, num_units
 from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
 
-__all__ = ["bound_time_s", "enumerate_layouts", "propose_layouts"]
+__all__ = ["bound_time_s", "enumerate_arrangements", "propose_arrangements"]
 
 _MAX_COMPOSITIONS = 6000
 _GROUPING_TIME_LIMIT_S = 20.0
@@ -87,10 +93,10 @@ class _Types:
         ]
 
 
-def propose_layouts(
+def propose_arrangements(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
 ) -> list[Arrangement]:
-    """Return layouts worth estimating.
+    """Return arrangements worth estimating.
 
     Args:
         estimator: Costs, workload and cluster.
@@ -104,13 +110,13 @@ def propose_layouts(
             groupings += _dealt(types, tp_degree)
             groupings += _by_effective_power(types, tp_degree)
     groupings += _by_rate(types, tp_degrees)
-    layouts = []
+    arrangements = []
     for groups in dict.fromkeys(map(tuple, groupings)):
         for order in MappingOrder:
-            layout = map_groups(groups, estimator.cost.cluster, counts, order)
-            if layout is not None:
-                layouts.append(layout)
-    return list(dict.fromkeys(layouts))
+            arrangement = map_groups(groups, estimator.cost.cluster, counts, order)
+            if arrangement is not None:
+                arrangements.append(arrangement)
+    return list(dict.fromkeys(arrangements))
 
 
 def bound_time_s(
@@ -242,10 +248,10 @@ def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
     )
 
 
-def enumerate_layouts(
+def enumerate_arrangements(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], limit: int
 ) -> list[Arrangement] | None:
-    """Return every layout up to swapping equal nodes, or None if there are more than `limit`."""
+    """Return all arrangements up to swapping equal nodes, or None if they are above `limit`."""
     cluster = estimator.cost.cluster
     most_stages = estimator.num_layers
     most_pipelines = estimator.workload.num_microbatches
@@ -262,10 +268,10 @@ def enumerate_layouts(
     visited = 0
     stack: list[tuple[Arrangement, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
     while stack:
-        layout, start, free = stack.pop()
-        if layout:
-            found.setdefault(_relabel(layout, alike), layout)
-        if len(layout) == most_pipelines:
+        arrangement, start, free = stack.pop()
+        if arrangement:
+            found.setdefault(_relabel(arrangement, alike), arrangement)
+        if len(arrangement) == most_pipelines:
             continue
         for index in range(start, len(pipelines)):
             pipeline = pipelines[index]
@@ -276,7 +282,7 @@ def enumerate_layouts(
                 visited += 1
                 if visited > 8 * limit or len(found) > limit:
                     return None
-                stack.append(((*layout, pipeline), index, tuple(left)))
+                stack.append(((*arrangement, pipeline), index, tuple(left)))
     return list(found.values())
 
 
@@ -295,9 +301,9 @@ def _node_sequences(units: Sequence[int], longest: int) -> Iterator[tuple[int, .
                 stack.append(((*nodes, node), rest))
 
 
-def _relabel(layout: Arrangement, alike: Sequence[object]) -> Arrangement:
-    """Rename equal nodes by first appearance; layouts that then agree are the same."""
-    order = sorted(layout, key=lambda p: (p.tp_degree, [str(alike[node]) for node in p.nodes]))
+def _relabel(arrangement: Arrangement, alike: Sequence[object]) -> Arrangement:
+    """Rename equal nodes by first appearance; arrangements that then agree are the same."""
+    order = sorted(arrangement, key=lambda p: (p.tp_degree, [str(alike[node]) for node in p.nodes]))
     free: dict[object, list[int]] = {}
     for node in reversed(range(len(alike))):
         free.setdefault(alike[node], []).append(node)

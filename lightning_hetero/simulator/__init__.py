@@ -22,7 +22,6 @@ from lightning_hetero.simulator.roofline import RooflineCost
 from lightning_hetero.simulator.simulate import (
     Event,
     Simulation,
-    iteration_time_closed_form,
     simulate,
     split_batch,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "StateLayout",
     "bound_line",
     "devices_line",
-    "iteration_time_closed_form",
     "plan_table",
     "plot_timeline",
     "prediction_lines",

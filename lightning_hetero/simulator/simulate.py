@@ -2,7 +2,7 @@
 
 An iteration is pull → 1F1B of every pipeline → push → optimizer step, as the runtime does it and
 from the runtime's own action lists. Pulls hide in the warm-up bubble, pushes behind the last
-backward. `iteration_time_closed_form` is AutoHet's Eq. 1 beside it.
+backward.
 """
 
 import itertools
@@ -18,7 +18,6 @@ from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propag
 __all__ = [
     "Event",
     "Simulation",
-    "iteration_time_closed_form",
     "simulate",
     "split_batch",
 ]
@@ -170,43 +169,6 @@ class _Ends:
         first = min(row[0] for row, work in zip(self.pulled, has_work, strict=True) if work)
         last = max(max(row) for row, work in zip(self.computed, has_work, strict=True) if work)
         return self.iteration_s - last + first
-
-
-def iteration_time_closed_form(
-    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
-) -> float:
-    """Return AutoHet's Eq. 1: max over pipelines of Σ t_i + (K-1)·max t_i, plus T_sync.
-
-    t_i is forward and backward of stage i with the message to the next stage and back. Where the
-    micro-batches of a pipeline differ, the longest stands for all.
-    """
-    _check(plan, cost, microbatches)
-    slowest = 0.0
-    for pipeline, batches in zip(plan.pipelines, microbatches, strict=True):
-        if not batches:
-            continue
-        stage_s = []
-        for index, stage in enumerate(pipeline.stages):
-            times = [sum(cost.compute_s(cost.shape_of(stage), batch)) for batch in batches]
-            if index + 1 < pipeline.num_stages:
-                after = pipeline.stages[index + 1]
-                longest = max(sum(batch) for batch in batches)
-                there, back = (
-                    cost.hidden_s(stage, after, longest),
-                    cost.hidden_s(after, stage, longest),
-                )
-                stage_s.append(max(times) + there + back)
-            else:
-                stage_s.append(max(times))
-        slowest = max(slowest, sum(stage_s) + (len(batches) - 1) * max(stage_s))
-    table = ExchangeTable(plan, cost)
-    sync_s = 0.0
-    for index, pipeline in enumerate(plan.pipelines):
-        per_stage = [0.0] * pipeline.num_stages
-        for segment, push, pull in zip(table.segments, table.push_s, table.pull_s, strict=True):
-            per_stage[segment.stages[index]] += segment.num_units * (push[index] + pull[index])
-        sync_s = max(sync_s, *per_stage)
-    return slowest + sync_s
 
 
 def _check(

@@ -5,8 +5,12 @@ from hypothesis import strategies as st
 
 from lightning_hetero.assign import Packing, pack_all
 from lightning_hetero.assign.bins import balance, improve_balance
-from lightning_hetero.assign.pack import microbatch_range, packing_lower_bound_s
-from lightning_hetero.assign.partitions import partition_sums, partitions
+from lightning_hetero.assign.pack import (
+    microbatch_range,
+    packing_lower_bound_s,
+    partition_sums,
+    partitions,
+)
 from lightning_hetero.assign.pipeline_cost import as_lengths, sequence_times_s
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, pack_cases

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.assign.partitions import partitions
+from lightning_hetero.assign.pack import partitions
 from lightning_hetero.planner import Scheme, work_lower_bound_s
 from tests.assign.cases import costs
 from tests.assign.plan_bound import plan_lower_bound_s

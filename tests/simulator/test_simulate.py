@@ -18,11 +18,11 @@ from lightning_hetero.simulator import (
     RooflineCost,
     StageShape,
     StateLayout,
-    iteration_time_closed_form,
     simulate,
     split_batch,
 )
 from lightning_hetero.simulator.cost import in_flight_tokens
+from tests.simulator.closed_form import iteration_time_closed_form
 
 FREE = 1e30  # bytes/s: a link that costs nothing
 

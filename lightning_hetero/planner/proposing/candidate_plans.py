@@ -22,9 +22,8 @@ from lightning_hetero.assign.pipeline_cost import PipelineCost, as_lengths, typi
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import AssignmentError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.arrangement import to_plan
+from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups, num_units, to_plan
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.mapping import Group, MappingOrder, map_groups, num_units
 from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
 from lightning_hetero.planner.proposing.proposal import (
     Proposal,

@@ -22,21 +22,21 @@ CLUSTER = Cluster(
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "arrangement",
     [
         (PipelineNodes(1, (0,)), PipelineNodes(1, (2,))),
         (PipelineNodes(1, (0, 2)), PipelineNodes(2, (1, 2))),
         (PipelineNodes(1, (0, 0, 1, 2)),),
     ],
 )
-def test_estimates_are_within_3_percent_of_the_simulator(layout):
+def test_estimates_are_within_3_percent_of_the_simulator(arrangement):
     workload = Workload(sequence_length=2048, global_batch_size=64)
     cost = RooflineCost(CLUSTER, ModelSpec.load("gpt-neo-2.7b"))
     estimator = Estimator(cost, workload, equal_microbatches=False)
-    estimate = estimator.layout(layout)
+    estimate = estimator.estimate(arrangement)
     judge = Judge(estimator, lambda _plan, simulation: simulation.iteration_time_s)
     candidate = Candidate(
-        layout=layout, layers=estimate.layers, num_microbatches=estimate.num_microbatches
+        arrangement=arrangement, layers=estimate.layers, num_microbatches=estimate.num_microbatches
     )
     assert estimate.time_s == pytest.approx(judge.score(candidate), rel=0.03)
 
@@ -46,22 +46,22 @@ GROUPS = [Group(1, ("A100-80GB", "H800-80GB"))] * 4 + [Group(1, ("A100-80GB",))]
 
 @pytest.mark.parametrize("order", list(MappingOrder))
 def test_mapping_uses_each_device_once_and_keeps_types(order):
-    layout = map_groups(GROUPS, CLUSTER, (4, 4, 4), order)
-    used = Counter(node for pipeline in layout for node in pipeline.nodes)
+    arrangement = map_groups(GROUPS, CLUSTER, (4, 4, 4), order)
+    used = Counter(node for pipeline in arrangement for node in pipeline.nodes)
     assert used == {0: 4, 1: 4, 2: 4}
-    for group, pipeline in zip(GROUPS, layout, strict=True):
+    for group, pipeline in zip(GROUPS, arrangement, strict=True):
         assert tuple(CLUSTER.nodes[n].device for n in pipeline.nodes) == group.devices
 
 
 def test_stages_together_puts_the_first_stages_of_all_pipelines_on_one_node():
-    layout = map_groups(GROUPS[:4], CLUSTER, (4, 4, 4), MappingOrder.STAGES_TOGETHER)
-    assert [pipeline.nodes for pipeline in layout] == [(0, 2)] * 4
+    arrangement = map_groups(GROUPS[:4], CLUSTER, (4, 4, 4), MappingOrder.STAGES_TOGETHER)
+    assert [pipeline.nodes for pipeline in arrangement] == [(0, 2)] * 4
 
 
 def test_pipelines_together_keeps_the_stages_of_a_pipeline_on_one_node():
     groups = [Group(2, ("A100-80GB", "A100-80GB"))] * 2
-    layout = map_groups(groups, CLUSTER, (4, 4, 4), MappingOrder.PIPELINES_TOGETHER)
-    assert [pipeline.nodes for pipeline in layout] == [(0, 0), (1, 1)]
+    arrangement = map_groups(groups, CLUSTER, (4, 4, 4), MappingOrder.PIPELINES_TOGETHER)
+    assert [pipeline.nodes for pipeline in arrangement] == [(0, 0), (1, 1)]
 
 
 def test_groups_that_nodes_cannot_hold_have_no_mapping():
