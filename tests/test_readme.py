@@ -73,7 +73,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "losses that are means or sums": (
         "runtime/test_loss_weights.py::test_losses_and_logs_are_recognised_for_what_they_are",
         "runtime/test_loss_weights.py::test_what_is_not_recognised_can_be_declared_and_is_warned_of",
-        "runtime/iteration/test_finiteness.py::test_a_microbatch_without_targets_adds_exactly_nothing",
+        "runtime/results/test_iteration_loss.py::test_a_microbatch_without_targets_adds_exactly_nothing",
     ),
     "what steps return": (
         "runtime/results/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
