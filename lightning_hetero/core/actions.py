@@ -22,7 +22,7 @@ MAX_KEPT_SENDS = 2
 
 
 class ActionKind(StrEnum):
-    """What a stage does with a micro-batch."""
+    """The two passes of a micro-batch through a stage."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -15,7 +15,7 @@ __all__ = ["Assignment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What an iteration runs.
+    """The plan and the micro-batches of one iteration.
 
     Raises:
         AssignmentError: A sample stands in two micro-batches, or a micro-batch is empty.

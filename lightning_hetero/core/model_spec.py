@@ -33,7 +33,7 @@ class ModelSpec:
     num_layers: int
     """Number of repeated blocks."""
     hidden_size: int
-    """Width of the hidden state."""
+    """Width of an activation."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int
@@ -110,7 +110,7 @@ class ModelSpec:
 
     @property
     def head_params(self) -> int:
-        """Parameters behind the last layer; a tied head is held there too and counts here."""
+        """Parameters after the last layer; a tied head is held there too and counts here."""
         norm = (2 if self.biases else 1) * self.hidden_size
         return self.vocab_size * self.hidden_size + norm
 
@@ -149,7 +149,7 @@ class ModelSpec:
         return 3 * forward
 
     def hidden_bytes(self, num_tokens: int, bytes_per_value: int = 2) -> int:
-        """Return the bytes of the hidden state that one stage sends to the next."""
+        """Return the bytes of the activation that one stage sends to the next."""
         return num_tokens * self.hidden_size * bytes_per_value
 
     def to_dict(self) -> dict[str, Any]:

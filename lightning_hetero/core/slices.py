@@ -53,7 +53,7 @@ class Ownership(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What is known of one parameter without looking at its values."""
+    """The facts of one parameter that don't depend on its values."""
 
     name: str
     """Its name in the module; a tied parameter has one."""
@@ -110,7 +110,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank computes with: intervals of the cut dim, laid end to end."""
+    """One rank's share of a parameter: intervals of the cut dim, laid end to end."""
 
     global_rank: int
     pipeline_index: int

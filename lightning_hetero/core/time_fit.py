@@ -1,4 +1,4 @@
-"""What a micro-batch takes by its lengths: `T = a·Σl² + b·Σl + c` (Hydraulis Appendix B).
+"""Fit the time of a micro-batch to its lengths: `T = a·Σl² + b·Σl + c` (Hydraulis Appendix B).
 
 The least-squares fit over measured micro-batches, for profiles and for the assignment alike.
 """

@@ -50,7 +50,7 @@ class Message:
 
 
 class TransferTable:
-    """What one plan moves, seen from any rank; computed once per plan.
+    """The messages of one plan, seen from any rank; computed once per plan.
 
     Messages are listed in the one global order that all ranks follow: units ascending for pull
     (order of need), descending for push (order in which backward ends), and inside a unit by

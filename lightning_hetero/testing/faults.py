@@ -1,7 +1,7 @@
 """Make ranks and links slow for a while, by schedule: for tests, benchmarks and drills.
 
 A slow rank sleeps in its forwards and backwards, a slow link lets every message over it arrive
-late, hidden states as well as weights and gradients, in proportion to its bytes. Sleeping costs no
+late, activations as well as weights and gradients, in proportion to its bytes. Sleeping costs no
 core, so faults of many ranks can be played on one CPU. What watches the run for stragglers can't
 tell such a fault from a real one: its probes are slowed too.
 """
@@ -107,7 +107,7 @@ class InjectFaults(Callback):
         ]
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor(), InjectFaults(faults)])
 
-    Under other strategies than `HeteroStrategy` a slow rank sleeps behind its `training_step`, and
+    Under other strategies than `HeteroStrategy` a slow rank sleeps after its `training_step`, and
     links can't be slowed.
 
     Args:

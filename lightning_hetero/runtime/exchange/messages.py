@@ -1,4 +1,4 @@
-"""What pull and push have in common: messages of one unit for one peer, and where they are packed.
+"""Parts that pull and push share: messages of one unit for one peer, and the stream that packs.
 
 Every message holds all pieces of one unit for one peer (see `core.transfers`), in the compute
 dtype, so a rank moves one stage's worth of bytes each way per iteration, as reduce-scatter and
@@ -37,8 +37,8 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def behind_compute(self) -> Iterator[None]:
-        """Enqueue here, behind what the current stream has been given so far."""
+    def after_compute(self) -> Iterator[None]:
+        """Enqueue here, after everything that the current stream has been given so far."""
         if self._stream is None:
             yield
             return

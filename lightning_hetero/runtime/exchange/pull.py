@@ -66,7 +66,7 @@ def _unmark(weights: Iterable[Any]) -> None:
 
 @dataclass
 class _Sending:
-    """What leaves this rank for one or more peers in one message each."""
+    """Rows that leave this rank for one or more peers, in one message each."""
 
     peers: list[int]
     rows: list[Tensor]
@@ -74,7 +74,7 @@ class _Sending:
 
 @dataclass(frozen=True)
 class _Receiving:
-    """What arrives from one peer, and where it goes."""
+    """One peer's message, and the places in shards that it fills."""
 
     peer: int
     targets: list[Tensor]
@@ -119,7 +119,7 @@ class Pull:
         self._all = self._prepare(weights.table.pull(rank))
         self._trainable = self._prepare(weights.table.pull(rank, trainable_only=True))
         self._stale: dict[int, _PullUnit] | None = self._all
-        """What the next pull moves; None if nothing has changed."""
+        """Units that the next pull moves; None if nothing has changed."""
         self._arriving: dict[int, tuple[list[dist.Work], list[tuple[_Receiving, Tensor]]]] = {}
         self._posted: dict[int, torch.cuda.Event | None] = {}
         """Units under way; on CUDA, the end of their packing and local copies."""
@@ -179,7 +179,7 @@ class Pull:
         if self._stale is None:
             return
         self._weights.take_back()
-        with self._options.side_stream.behind_compute():
+        with self._options.side_stream.after_compute():
             for index, unit in self._stale.items():
                 with traced(f"pull.post {index}"):
                     self._post(index, unit)

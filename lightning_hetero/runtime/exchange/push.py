@@ -63,7 +63,7 @@ class _Parcel:
     parts: list[_Part]
     numel: int
     buffer: Tensor | None = None
-    """What is under way in this iteration."""
+    """The message under way in this iteration."""
 
 
 class Push:
@@ -208,7 +208,7 @@ class Push:
         )
 
     def _post(self, unit: int) -> None:
-        with traced(f"push.post {unit}"), self._options.side_stream.behind_compute():
+        with traced(f"push.post {unit}"), self._options.side_stream.after_compute():
             parcels, size = self._units[unit], self._options.dtype.itemsize
             operations = [self._operation(parcel) for parcel in parcels]
             receives, sends = split_works(operations, dist.batch_isend_irecv(operations))

@@ -63,7 +63,7 @@ class StepResults:
     def drop(self) -> None:
         """Forget what a step did that ended with its stage."""
         self._logs.drop_microbatch()
-        self.lists.take(behind_layers=False)
+        self.lists.take(after_layers=False)
 
     def keep(self, output: Any, microbatch: Any, watch: LossWatch) -> tuple[list[Tensor], Tensor]:
         """Take what a step that ran to its end has returned, logged and appended.
@@ -82,7 +82,7 @@ class StepResults:
         weight = as_weight(judged.targets, self._device)
         self._logs.keep_microbatch(weight, watch.reductions)
         rest = output if loss is None else _without_loss(output)
-        appended = self.lists.take(behind_layers=True)
+        appended = self.lists.take(after_layers=True)
         self.records.append(StepRecord.of(rest, appended, microbatch, watch.reductions))
         watch.reductions.restore({})  # It holds what a step has made.
         if loss is None:

@@ -1,4 +1,4 @@
-"""What a rank tells the others through the store and hears of them, on a thread of its own.
+"""Tell other ranks, and hear from them, through the store on a thread of its own.
 
 A call to a store whose server is frozen never returns, and nothing can cancel it. So this thread
 alone makes calls, and the others read what it has heard, and whether it still hears anything.

@@ -1,1 +1,1 @@
-"""What the user's steps leave: losses, logs, metrics and outputs, as one device has them."""
+"""Losses, logs, metrics and outputs of the user's steps, as one device has them."""

@@ -20,12 +20,12 @@ __all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
 
 @dataclass
 class AppendedLists:
-    """What steps append to lists of a module: attributes, lists in them, or values of dicts."""
+    """Items that steps append to lists of the module: attributes, or lists in them or in dicts."""
 
     module: nn.Module
     _lengths: dict[Path, int] = field(default_factory=dict)
     _at_layers: dict[Path, int] | None = None
-    """What had grown when the stage's first layer was reached."""
+    """Lists that had grown when the stage's first layer was reached."""
     _numbers: dict[str, Any] = field(default_factory=dict)
     counted: set[str] = field(default_factory=set)
     """Numbers of the module that steps changed, or added to in place."""
@@ -54,7 +54,7 @@ class AppendedLists:
                 yield name
 
     def pass_layer(self, index: int, layers: range) -> None:
-        """Look at the lists before a layer of a stage, and behind the model's last one.
+        """Look at the lists before a layer of a stage, and after the model's last one.
 
         Raises:
             StepError: Something in the layers appends to them, which other stages don't see.
@@ -70,7 +70,7 @@ class AppendedLists:
             names = sorted(str(path[0]) for path in grown)
             raise StepError(
                 f"Something in the layers appends to {', '.join(names)} of the module, and other "
-                "stages of the pipeline would never see it. Append behind the layers, or use a "
+                "stages of the pipeline would never see it. Append after the layers, or use a "
                 "plan whose pipelines have one stage."
             )
 
@@ -79,13 +79,13 @@ class AppendedLists:
         grown = {path: len(items) - self._lengths.get(path, 0) for path, items in self._lists()}
         return {path: number for path, number in grown.items() if number > 0}
 
-    def take(self, *, behind_layers: bool) -> dict[Path, list[Any]]:
-        """Take out what was appended since, and return it; `behind_layers` if the step went on.
+    def take(self, *, after_layers: bool) -> dict[Path, list[Any]]:
+        """Take out what was appended since, and return it; `after_layers` if the step went on.
 
         Raises:
             StepError: See `pass_layer`.
         """
-        if not behind_layers:
+        if not after_layers:
             self._check_layers()
         self.counted.update(self._changed())
         grown, taken = self.grown(), {}

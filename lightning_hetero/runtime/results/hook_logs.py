@@ -18,7 +18,7 @@ __all__ = ["HookLogs"]
 _TOLERANCE = 1e-5
 """Relative; unequal devices round differently."""
 _NUM_KEPT = 8
-"""Values of a name in the store: no rank is further behind than the end of an epoch."""
+"""Values of a name in the store: no rank lags further than the end of an epoch."""
 
 
 class HookLogs:

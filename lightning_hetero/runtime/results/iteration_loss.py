@@ -50,11 +50,11 @@ GUESSED_LOSS = (
 
 @dataclass(frozen=True)
 class IterationLoss:
-    """What all ranks know of an iteration's loss and gradients, the same on each."""
+    """An iteration's loss and state of gradients, the same on each rank."""
 
     value: Tensor
     scale: Tensor
-    """What sums of gradients are multiplied by."""
+    """Factor for sums of gradients."""
     nonfinite_ranks: tuple[int, ...]
     """Those that made gradients that aren't finite."""
     is_guessed: bool
@@ -97,7 +97,7 @@ class LossSums:
 
     def __init__(self, device: torch.device) -> None:
         self.kinds: set[Kind] = set()
-        """What the losses were of."""
+        """Kinds of the losses."""
         self.has_nonfinite: Tensor | None = None
         """See the function; None where there are no gradients."""
         self._device = device
@@ -138,7 +138,7 @@ def without_sums(row: Tensor) -> Tensor:
 
 
 class NonfiniteGradients(StrEnum):
-    """What an iteration does whose gradients aren't finite."""
+    """Answer to gradients that aren't finite."""
 
     ERROR = "error"
     SKIP = "skip"
@@ -173,7 +173,7 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients) -> None:
 
 
 def describe_ranks(global_ranks: Iterable[int], plan: ParallelPlan) -> str:
-    """Name ranks with gradients that aren't finite: of each pipeline those furthest behind.
+    """Name ranks with gradients that aren't finite: of each pipeline those of the latest stage.
 
     What isn't finite there goes on to all stages before.
     """

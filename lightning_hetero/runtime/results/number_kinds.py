@@ -1,4 +1,4 @@
-"""What is known of a number over samples, and how the numbers of micro-batches become one.
+"""Say of which kind a number over samples is, and make one number of those of micro-batches.
 
 A mean and a mean make a sum of means, a sum over a sum is a mean over the divisor, a mean times a
 constant is a mean, and so on. What these rules don't cover is `UNKNOWN`, never guessed here.
@@ -35,7 +35,7 @@ Count = Tensor | float
 
 
 class Kind(StrEnum):
-    """What a number is over the samples of a micro-batch."""
+    """Ways in which a number may sum up the samples of a micro-batch."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -48,21 +48,21 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is known of one number."""
+    """The facts known of one number."""
 
     kind: Kind
     count: Count = 0
-    """What a mean averages over, or how many a sum adds."""
+    """Number of elements that a mean averages over, or that a sum adds."""
     value: Count = 0
     """The number itself, for a sum without the floor that was put under it."""
     others: tuple[Count, ...] = ()
-    """What further means average over that were added to this one."""
+    """The same of further means that were added to this one."""
 
 
 CONSTANT = Reduction(Kind.CONSTANT)
-"""What doesn't depend on the samples."""
+"""Of a number that doesn't depend on the samples."""
 UNKNOWN = Reduction(Kind.UNKNOWN)
-"""What no rule covers."""
+"""Of a number that no rule covers."""
 _MIXED = Reduction(Kind.MIXED)
 
 NO_RATIO = (float("inf"), -float("inf"))

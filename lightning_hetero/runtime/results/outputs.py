@@ -97,7 +97,7 @@ class Unjoined:
 
 @dataclass
 class StepRecord:
-    """What the step of one micro-batch left behind, besides its loss."""
+    """Output and appended items of one micro-batch's step, without its loss."""
 
     output: Any
     appended: dict[Path, list[Any]]
@@ -150,7 +150,7 @@ class StepRecord:
 
 
 Records = dict[int, list[StepRecord]]
-"""What the steps of an iteration left behind, by pipeline, as far as this rank knows it."""
+"""Records of an iteration's steps, by pipeline, as far as this rank knows them."""
 
 
 def records_of(

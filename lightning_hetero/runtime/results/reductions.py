@@ -55,7 +55,7 @@ _PRODUCTS = {"matmul", "mm", "rmatmul", "cdist"}
 
 
 class Reductions:
-    """What is known of the numbers of one micro-batch; others are not in it."""
+    """The known numbers of one micro-batch."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Reduction]] = {}

@@ -49,7 +49,7 @@ _NUM_COLUMNS = 5
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What identifies a logged quantity, apart from its value."""
+    """The identity of a logged quantity, apart from its value."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = field(compare=False)
@@ -59,7 +59,7 @@ class LogEntry:
     reduction: str = "mean"
     """How values of several micro-batches become one: mean, sum, min or max."""
     doubt: Literal["", "mixed", "guessed"] = field(default="", compare=False)
-    """What may be wrong with that: several means in one value, or nothing is known of it."""
+    """Why that may be wrong: several means in one value, or nothing is known of it."""
 
 
 def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
@@ -73,7 +73,7 @@ def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
 
 @dataclass(frozen=True)
 class _Logged:
-    """What one micro-batch logged under an entry."""
+    """One micro-batch's value under an entry."""
 
     value: Tensor
     weight: Tensor
@@ -196,7 +196,7 @@ class StepLogs:
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
-        """What was logged, in order."""
+        """The entries logged so far, in order."""
         return tuple(self._values)
 
     def as_row(self, entries: Sequence[LogEntry]) -> Tensor:

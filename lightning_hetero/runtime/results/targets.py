@@ -52,7 +52,7 @@ _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 
 
 class LossReduction(StrEnum):
-    """What a training step's loss is over the target tokens of its batch."""
+    """Ways in which a training step's loss may sum up the target tokens of its batch."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -209,9 +209,9 @@ class LossWeight:
     kind: Kind
     """MEAN, SUM, UNKNOWN, which is then taken for a mean, or MIXED, which nothing fits."""
     targets: Count
-    """What a mean averages over; also the weight of logged numbers of which nothing is known."""
+    """Targets that a mean averages over; also the weight of logged numbers of unknown kind."""
     others: tuple[Count, ...] = ()
-    """What further means that it is a sum of average over."""
+    """The same of further means, if it is a sum of several."""
 
 
 def weigh_loss(

@@ -1,1 +1,1 @@
-"""What happens once, before the first iteration: look, measure, compare, cut into slices."""
+"""Once, before the first iteration: look at devices and module, measure, cut into slices."""

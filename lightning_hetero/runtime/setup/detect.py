@@ -45,7 +45,7 @@ class Seat:
     host: str
     """Name of the machine."""
     device: DeviceSpec
-    """What its device can do, slowdown included."""
+    """Its device, slowdown included."""
     base: str
     """Name of the device type without slowdown."""
     slowdown: float = 1.0
@@ -178,7 +178,7 @@ def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:
 
 
 def slowed(device: DeviceSpec, slowdown: float) -> DeviceSpec:
-    """Return the device that computes so many times slower, named after both."""
+    """Return a device that computes more slowly by that factor, named after both."""
     if slowdown == 1:
         return device
     return replace(

@@ -30,7 +30,7 @@ class Slot:
 
     @property
     def current(self) -> nn.Parameter:
-        """What is registered here now."""
+        """The parameter that is registered here now."""
         parameter = self.module._parameters[self.attribute]
         assert parameter is not None
         return parameter
@@ -90,6 +90,11 @@ class ModelLayout:
     def num_layers(self) -> int:
         """Number of layers; 1 for a module without a layer list, which is one indivisible layer."""
         return max(len(self.layers), 1)
+
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        """Register another parameter wherever one of this name is."""
+        for slot in self.slots[name]:
+            slot.put(parameter)
 
     def require_layers(self) -> None:
         """Raise ModelError unless there is a layer list to cut into stages."""
@@ -181,7 +186,7 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         return
     kind = str(dtype).removeprefix("torch.")
     raise ModelError(
-        f"Parameter {name} is {kind}, but parameters propagate in fp32 or bf16. {remedy}."
+        f"Parameter {name} is {kind}, but parameters are computed with in fp32 or bf16. {remedy}."
     )
 
 

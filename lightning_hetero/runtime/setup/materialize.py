@@ -37,7 +37,7 @@ _Initializer = Callable[[nn.Module], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """What is drawn together: a layer's parameters, or those of one module outside the layers."""
+    """Parameters drawn together: a layer's, or those of one module outside the layers."""
 
     name: str
     parameters: tuple[str, ...]
@@ -216,14 +216,14 @@ def _draw(
     for name in unit.parameters:
         like = slots[name][0].current
         wholes[name] = nn.Parameter(_unset_like(like), requires_grad=like.requires_grad)
-        _put(store.layout, name, wholes[name])
+        store.layout.put(name, wholes[name])
     torch.default_generator.manual_seed(seed_of(seed, *unit.name.encode()))
     for item in unit.modules:
         _initialize(item, initializers)
     for name, whole in wholes.items():
         if _is_unset(whole):
             raise _nothing_sets(f"Parameter {name}")
-        _put(store.layout, name, _on_meta(whole))
+        store.layout.put(name, _on_meta(whole))
     return {
         name: narrow_rows(whole, store.specs[name], *store.intervals[name])
         .reshape(store.shape_of(name))
@@ -260,17 +260,12 @@ def _all_on_meta(layout: ModelLayout) -> Iterator[None]:
     """Hold stand-ins in all slots, which initialisers write to without effect."""
     own = {name: slots[0].current for name, slots in layout.slots.items()}
     for name, parameter in own.items():
-        _put(layout, name, _on_meta(parameter))
+        layout.put(name, _on_meta(parameter))
     try:
         yield
     finally:
         for name, parameter in own.items():
-            _put(layout, name, parameter)
-
-
-def _put(layout: ModelLayout, name: str, parameter: nn.Parameter) -> None:
-    for slot in layout.slots[name]:
-        slot.put(parameter)
+            layout.put(name, parameter)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

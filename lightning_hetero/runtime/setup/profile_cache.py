@@ -96,7 +96,7 @@ def cached_profile(
 
 
 def slowed_profile(profile: DeviceProfile, slowdown: float, *, name: str) -> DeviceProfile:
-    """Return the figures of a device whose forwards and backwards take so many times longer.
+    """Return the figures of a device whose forwards and backwards take longer by that factor.
 
     The optimizer's step keeps its time: it isn't part of any action that is stretched.
     """

@@ -28,7 +28,7 @@ _Timed = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What is measured.
+    """The measurements to take.
 
     Raises:
         ProfileError: A number is below 1 or nothing is left to measure.

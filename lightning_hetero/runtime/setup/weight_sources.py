@@ -16,7 +16,7 @@ __all__ = ["StoredPlace", "WeightSource", "WeightSources"]
 
 
 class WeightSource(Protocol):
-    """What a module's attribute `weight_source` must be."""
+    """The type of a module's attribute `weight_source`."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

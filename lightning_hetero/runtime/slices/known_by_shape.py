@@ -1,6 +1,6 @@
 """Parameters whose shape is told and whose values are not: whoever uses a value is refused by name.
 
-While an optimizer is configured a rank's slices answer with the shape of the whole, and behind a
+While an optimizer is configured a rank's slices answer with the shape of the whole, and after a
 run the module holds stand-ins for weights that are slices on all ranks. What takes another tensor's
 shape only (`torch.zeros_like`) gets the shape of what lies there.
 """
@@ -40,7 +40,7 @@ _WHOLE: frozenset[Any] = frozenset(
         *(Tensor.__len__, Tensor.stride, torch.numel),
     }
 )
-"""What is answered for the whole parameter."""
+"""Answered for the whole parameter."""
 _OWN: frozenset[Any] = frozenset(
     {
         *_getters("requires_grad", "grad", "grad_fn", "retains_grad", "is_leaf", "dtype", "layout"),
@@ -51,7 +51,7 @@ _OWN: frozenset[Any] = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     }
 )
-"""What is answered by what lies here."""
+"""Answered by the tensor that lies here."""
 ASKS_FOR_NO_VALUE = _WHOLE | _OWN
 """All of them: what the values of a parameter don't matter to."""
 
@@ -105,16 +105,16 @@ class StandIn(KnownByShape):
         made: Self = torch.Tensor._make_subclass(cls, whole, master.requires_grad)
         made._whole, made.store, made.parameter = whole, store, name
         made._refusal = (
-            f"Parameter {name} is used behind the run, where every rank has only its slices of the "
+            f"Parameter {name} is used after the run, where every rank has only its slices of the "
             "weights. This Trainer goes on with them: fit, validate, test, predict and "
             "save_checkpoint. `trainer.strategy.whole_state_dict()`, called by all ranks, gives "
-            "rank 0 the whole weights. To have them in every rank's module behind each run, at "
+            "rank 0 the whole weights. To have them in every rank's module after each run, at "
             "that cost of memory, use HeteroStrategy(whole_after_run=True)."
         )
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Slices of a store behind a run never change: the next run copies them.
+        # Slices of a store after a run never change: the next run copies them.
         memo[id(self)] = copy = type(self).of(self.store, self.parameter)
         copy.requires_grad = self.requires_grad
         return copy

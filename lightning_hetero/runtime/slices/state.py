@@ -71,7 +71,7 @@ def gather_rows(
 def _in_slots(store: SliceStore, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Hold whole tensors in the module's slots, what was there before again afterwards.
 
-    What a user has put into a slot behind the run stays there.
+    What a user has put into a slot after the run stays there.
     """
     before = []
     for name, tensor in tensors.items():
@@ -136,8 +136,7 @@ def spread_whole(store: SliceStore, comms: Communicators) -> None:
         whole = gather_rows(store, comms, name, master, everywhere=True)
         assert whole is not None
         parameter = nn.Parameter(whole, requires_grad=master.requires_grad)
-        for slot in store.layout.slots[name]:
-            slot.put(parameter)
+        store.layout.put(name, parameter)
 
 
 def leave_stand_ins(store: SliceStore) -> None:

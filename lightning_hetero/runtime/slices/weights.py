@@ -114,8 +114,7 @@ class SliceStore:
 
     def register(self, name: str) -> None:
         """Put this rank's slice into the parameter's slots."""
-        for slot in self.layout.slots[name]:
-            slot.put(self.masters[name])
+        self.layout.put(name, self.masters[name])
 
     def follow_freezing(self) -> bool:
         """Take note of what the user has frozen or thawed since; returns whether there is any."""
@@ -132,7 +131,7 @@ class SliceStore:
 
 
 class ComputeWeights:
-    """What one rank computes with under one plan.
+    """The weights that one rank computes with under one plan.
 
     Args:
         store: The rank's slices.
@@ -164,7 +163,7 @@ class ComputeWeights:
             for name, shard in self.shards.items()
             if tuple(shard.shape) != store.specs[name].shape
         }
-        """What tensor parallelism has cut; its modules compute with it."""
+        """Weights that tensor parallelism has cut; their modules compute with them."""
         self._homes = {name: master.data for name, master in store.masters.items()}
 
     def _hold(
@@ -194,7 +193,7 @@ class ComputeWeights:
 
     @property
     def outer(self) -> dict[str, nn.Parameter]:
-        """What is held here of the parameters outside the layers."""
+        """The weights held here of parameters outside the layers."""
         specs = self._store.specs
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
@@ -216,11 +215,8 @@ class ComputeWeights:
     @contextmanager
     def in_module(self) -> Iterator[None]:
         """Hold the compute weights in the module's slots for the time of the context."""
-        slots = self._store.layout.slots
-        for tensors in (self.shards, self._stubs):
-            for name, parameter in tensors.items():
-                for slot in slots[name]:
-                    slot.put(parameter)
+        for name, parameter in (self.shards | self._stubs).items():
+            self._store.layout.put(name, parameter)
         try:
             yield
         finally:

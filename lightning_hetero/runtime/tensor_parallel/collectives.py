@@ -99,7 +99,7 @@ def _as_it_is(tensor: Tensor, _peers: TPGroup) -> Tensor:
 class _Move(torch.autograd.Function):
     """Does one thing to a tensor on its way forward, and another to its gradient on its way back.
 
-    Both take the same arguments behind the tensor.
+    Both take the same arguments after the tensor.
     """
 
     @staticmethod
@@ -147,14 +147,14 @@ def reduce_to_tokens(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGr
 
 
 TOKENS = -2
-"""Dim of the tokens in a hidden state, (…, tokens, features)."""
+"""Dim of the tokens in an activation, (…, tokens, features)."""
 
 
 class StageGroup:
     """A rank's tensor-parallel group under the plan that runs, and the micro-batch at work in it.
 
     Args:
-        sequence_parallel: Whether hidden states between sharded regions are cut along tokens.
+        sequence_parallel: Whether activations between sharded regions are cut along tokens.
     """
 
     def __init__(self, *, sequence_parallel: bool) -> None:
@@ -173,7 +173,7 @@ class StageGroup:
         return self.peers is not None and self._sequence_parallel
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what the stage's first layer gets of a whole hidden state."""
+        """Return what the stage's first layer gets of a whole activation."""
         self._copied = None
         if self.peers is None or not self.cuts_tokens():
             return hidden
@@ -187,7 +187,7 @@ class StageGroup:
         return split_shards(hidden, TOKENS, sizes, self.peers)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Return the whole hidden state that the stage's last layer made."""
+        """Return the whole activation that the stage's last layer made."""
         self._copied = None
         if self.peers is None or not self.cuts_tokens():
             return hidden

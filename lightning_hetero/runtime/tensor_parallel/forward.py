@@ -4,7 +4,7 @@ A forward looks at the weights it finds: if they are whole (degree 1, a stub of 
 probe), the module runs as it is. If they are shards, inputs and outputs pass through the group's
 collectives, so that everything outside sharded modules is the same on all ranks of the group.
 
-Under sequence parallelism the hidden state outside sharded regions is cut along the tokens: a
+Under sequence parallelism the activation outside sharded regions is cut along the tokens: a
 region gathers them where it begins, and scatters the sum where it ends in place of an all-reduce.
 """
 

@@ -5,7 +5,7 @@ whole weights the wrapper does nothing, around shards it adds the group's collec
 everything outside sharded modules is the same on all ranks of the group: Megatron-LM's scheme on
 plain local tensors. So one run may mix degrees, and another plan needs no other module.
 
-With sequence parallelism the hidden state between sharded regions (attention, MLP) is itself cut
+With sequence parallelism the activation between sharded regions (attention, MLP) is itself cut
 along the tokens: a region gathers them where it begins and scatters the sum where it ends, in place
 of an all-reduce, and gradients of norms outside the regions are summands of one rank's tokens.
 
@@ -49,7 +49,7 @@ class TensorParallel:
         root: The user's module, its parameters still whole.
         layout: Its layers and parameters.
         option: A plan by names; None to take the module's own.
-        sequence_parallel: Whether hidden states between sharded regions are cut along tokens.
+        sequence_parallel: Whether activations between sharded regions are cut along tokens.
 
     Raises:
         ModelError, ConfigurationError: See `ModelCuts.of`.

@@ -39,7 +39,7 @@ __all__ = ["Rule", "TPStyle", "rule_of_module", "rules_of"]
 
 
 class TPStyle(StrEnum):
-    """What tensor parallelism does to a module."""
+    """Ways in which tensor parallelism shards a module."""
 
     COLWISE = "colwise"
     GATHERED = "colwise_gather_output"
@@ -67,7 +67,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a plan says of all names that match a pattern."""
+    """The style of all names that match a pattern."""
 
     pattern: str
     style: TPStyle
