@@ -9,12 +9,13 @@ import socket
 import stat
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
 from lightning_hetero.checkpoint.claims import machine_id
+from lightning_hetero.checkpoint.deadlines import Deadline, Progress
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
@@ -22,6 +23,7 @@ from lightning_hetero.core.errors import ConfigurationError
 __all__ = ["FinishedStep", "Places"]
 
 _SHARED_MEMORY = Path("/dev/shm")
+_LONGEST_NOTE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,9 @@ class Places:
     retry: RetryPolicy | None
     stall_s: float = 300.0
     """Seconds after which what hangs in a local place is given up."""
+    _noting: Deadline = field(
+        default_factory=lambda: Deadline(_LONGEST_NOTE_S, max_hanging=1), repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.path_or_url is None and self.local_dir is None:
@@ -111,13 +116,18 @@ class Places:
         return tiers
 
     def note(self, finished: FinishedStep) -> None:
-        """Remember a finished step beside the node's checkpoints; costs microseconds."""
+        """Remember a finished step beside the node's checkpoints; costs about 0.1 ms."""
         path = self._progress_path
         if path is not None:
-            # It is for a line in the log: a place that is full is no reason to end training.
-            with contextlib.suppress(OSError):
+            text = json.dumps([finished.step, finished.at_s, finished.run])
+
+            def write(_: Progress) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps([finished.step, finished.at_s, finished.run]))
+                path.write_text(text)
+
+            # It is for a line in the log: a place that is full or hangs mustn't hold training up.
+            with contextlib.suppress(OSError):
+                self._noting.run(write)
 
     def last_finished(self) -> FinishedStep | None:
         """Return what an earlier process noted last, None if nothing readable."""
@@ -132,7 +142,7 @@ class Places:
     def forget_other_runs(self, run: str) -> None:
         """Free the shared memory of what another run has left: its lasting places are gone."""
         if self.memory_dir is not None:
-            store = LocalStore(self.memory_dir)
+            store = LocalStore(self.memory_dir, stall_s=self.stall_s)
             files = store.list()
             others = {item.folder for item in checkpoints_in(files) if item.run != run}
             store.remove([name for name in files if name.partition("/")[0] in others])

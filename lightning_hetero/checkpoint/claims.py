@@ -45,7 +45,7 @@ RUN_FILE = "run.json"
 
 
 def new_run() -> str:
-    """Return a new identity; later ones sort behind earlier ones."""
+    """Return a new identity; later ones sort after earlier ones."""
     return f"{datetime.now(UTC):%Y%m%dt%H%M%S%f}-{uuid.uuid4().hex[:8]}"
 
 

@@ -44,7 +44,7 @@ class SliceContent:
     parameter: str
     """Name of the parameter in the module."""
     unit: int
-    """What it is filed under: its layer, -1 before the layers, `num_layers` after them."""
+    """The unit that it is filed under: its layer, -1 before the layers, `num_layers` after them."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     dim: int
@@ -96,7 +96,7 @@ class CheckpointContent:
     num_layers: int
     """Number of layers of the model, for the names of the units."""
     slices: tuple[SliceContent, ...]
-    """What the rank owns."""
+    """All that the rank owns."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Loops, LR schedulers, sampler, callbacks: the same on all ranks, rank 0's is kept.
 
@@ -104,14 +104,14 @@ class CheckpointContent:
     `optimizer_states[i]["param_groups"][j]["params"]`.
     """
     rank_metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What differs between ranks, such as random number generators."""
+    """All that differs between ranks, such as random number generators."""
     plan: ParallelPlan | None = None
     """The plan that ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredSlice:
-    """What was asked for, on the CPU."""
+    """A slice that was asked for, on the CPU."""
 
     parameter: str
     """Name of the parameter."""
@@ -124,7 +124,7 @@ class RestoredSlice:
 
     @property
     def optimizer_state(self) -> dict[str, Any]:
-        """What the optimizer kept of it, as an entry of its `state_dict`."""
+        """The optimizer's state of it, as an entry of its `state_dict`."""
         tensors = {k: v for k, v in self.state.items() if not k.startswith(OF_CALLBACKS)}
         return {**tensors, **self.scalars}
 
@@ -165,7 +165,7 @@ class SliceNeed:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """What a recovery did, for the log line after a restart."""
+    """Account of a recovery, for the log line after a restart."""
 
     id: CheckpointId
     """The checkpoint that was taken."""
@@ -209,9 +209,9 @@ class Recovered:
     plan: ParallelPlan | None
     """The plan under which it was saved."""
     slices: tuple[RestoredSlice, ...]
-    """What was asked for, in that order."""
+    """The slices that were asked for, in that order."""
     metadata: Mapping[str, Any]
     """Rank 0's shared metadata."""
     rank_metadata: Mapping[str, Any] | None
-    """What this rank saved for itself; None if another number of ranks saved the checkpoint."""
+    """State that this rank saved for itself; None if another number of ranks saved it."""
     report: RecoveryReport

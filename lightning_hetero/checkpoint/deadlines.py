@@ -105,7 +105,7 @@ class BackgroundThread:
 
     def __init__(self, name: str, count: int = 1) -> None:
         self.progress = Progress()
-        """What the jobs get done; each job that ends counts."""
+        """Counts what the jobs get done; each job that ends counts."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         for _ in range(count):
             threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -156,8 +156,7 @@ class Deadline:
     def __init__(self, stall_s: float, *, max_hanging: int = _MAX_HANGING) -> None:
         self._stall_s = stall_s
         self._max_hanging = max_hanging
-        self._hanging: list[Future[Any]] = []
-        self._lock = threading.Lock()
+        self._hanging: set[Future[Any]] = set()
 
     def run(self, operation: Callable[[Progress], _T]) -> _T:
         """Return what an operation returns, which tells its progress; called from any thread.
@@ -166,10 +165,8 @@ class Deadline:
             TimeoutError: Nothing has moved for too long.
             HangingError: Too many operations hang, so this one hasn't begun.
         """
-        with self._lock:
-            self._hanging = [item for item in self._hanging if not item.done()]
-            if len(self._hanging) >= self._max_hanging:
-                raise HangingError(f"{len(self._hanging)} operations hang there already.")
+        if len(self._hanging) >= self._max_hanging:
+            raise HangingError(f"{len(self._hanging)} operations hang there already.")
         thread = BackgroundThread("checkpoint-store")
         result = thread.submit(operation, thread.progress)
         thread.finish()
@@ -178,8 +175,8 @@ class Deadline:
         except TimeoutError:
             # What it still writes must not replace what a later try does.
             thread.progress.is_given_up = True
-            with self._lock:
-                self._hanging.append(result)
+            self._hanging.add(result)
+            result.add_done_callback(self._hanging.discard)
             raise
         return result.result()
 

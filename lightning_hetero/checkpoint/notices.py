@@ -36,7 +36,7 @@ class Notice:
     """This machine will go."""
 
     reason: str
-    """What the provider said."""
+    """The provider's words."""
     at: datetime | None = None
     """When, as far as it is known; with a time zone."""
 

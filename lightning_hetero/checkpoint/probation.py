@@ -37,7 +37,7 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a step was like."""
+    """Facts of one step by which it is judged."""
 
     step: int
     """Optimizer steps taken, this one included."""
@@ -64,7 +64,7 @@ class FailedTry:
     facts: StepFacts
     reason: str
     samples: str
-    """What the step was trained on."""
+    """Data that the step was trained on."""
 
     def encode(self) -> bytes:
         """Return it as JSON."""

@@ -25,6 +25,7 @@ __all__ = ["FsspecStore", "LocalStore", "Store"]
 _TEMPORARY = ".tmp-"
 _FOREIGN = {"lost+found"}
 _TRIES = 3
+_SYNC_BYTES = 256 << 20
 _GENERIC_FIND = AsyncFileSystem._find
 
 
@@ -80,8 +81,14 @@ class LocalStore:
         temporary = path.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with open(temporary, "xb", buffering=0, opener=self._open) as file:
+                unsynced = 0
                 for chunk in chunks:
                     _write_all(file.fileno(), chunk)
+                    unsynced += len(chunk)
+                    if unsynced >= _SYNC_BYTES:
+                        # Else all of a slow disk's work would hide in the last call.
+                        os.fdatasync(file.fileno())
+                        unsynced = 0
                 os.fsync(file.fileno())
             progress.refuse_if_late()
             temporary.replace(path)

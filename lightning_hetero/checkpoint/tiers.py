@@ -46,7 +46,7 @@ CONFIRMED = "confirmed"
 
 
 class TierKind(IntEnum):
-    """What a tier survives, and with it its speed."""
+    """Kinds of places, by what they survive; the faster, the less."""
 
     MEMORY = 0
     """Shared memory of the node: survives the process."""
@@ -144,7 +144,7 @@ class PartCopy:
 
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """What a store holds of some checkpoints."""
+    """Parts of some checkpoints that a store holds."""
 
     copies: tuple[PartCopy, ...]
     broken: tuple[tuple[CheckpointId, str], ...]
@@ -191,7 +191,7 @@ def read_manifest(store: Store, checkpoint: CheckpointId, part: int) -> PartMani
 
 
 class _TornError(CheckpointError):
-    """What a manifest holds is wrong; a store that doesn't answer is another matter."""
+    """A manifest's content is wrong; a store that doesn't answer is another matter."""
 
 
 def look_at_parts(

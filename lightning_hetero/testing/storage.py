@@ -72,7 +72,7 @@ class Throttle:
 
 
 class ThrottledStore:
-    """A store behind a throttle, which other stores may share."""
+    """A store as slow as a throttle, which other stores may share."""
 
     def __init__(self, store: Store, throttle: Throttle) -> None:
         self._store = store

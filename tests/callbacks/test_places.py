@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,22 @@ def test_shared_memory_that_nobody_may_write_is_done_without(
     assert len(node.tiers()) == 2
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "shm")
     assert [tier.kind for tier in node.tiers()] == [TierKind.DISK]
+
+
+def test_a_local_place_that_hangs_holds_training_up_for_a_moment_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, writes = threading.Event(), []
+
+    def dead_mount(path: Path, text: str) -> None:
+        writes.append(path)
+        assert let_go.wait(60)
+
+    monkeypatch.setattr(places, "_LONGEST_NOTE_S", 0.05)
+    place = at(None, str(tmp_path / "disk"))
+    monkeypatch.setattr(Path, "write_text", dead_mount)
+    for step in range(20):
+        place.note(FinishedStep(step=step, at_s=0.0, run="run"))
+    let_go.set()
+    assert len(writes) == 1
+    assert pickle.loads(pickle.dumps(at("outputs"))) == at("outputs")

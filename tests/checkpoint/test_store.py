@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from lightning_hetero import checkpoint
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     FsspecStore,
@@ -23,6 +24,7 @@ from lightning_hetero.checkpoint import (
     open_store,
     recover,
 )
+from lightning_hetero.checkpoint import store as local
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.testing import MemoryStore
 from tests.callbacks.servers import S3Server
@@ -223,3 +225,21 @@ def test_a_filesystem_that_fails_inside_a_folder_is_no_empty_one(
     monkeypatch.setattr(MemoryFileSystem, "ls", failing)
     with pytest.raises(OSError, match="gone"):
         store.list()
+
+
+def test_stand_ins_for_tests_have_moved_and_the_old_place_says_so() -> None:
+    with pytest.warns(DeprecationWarning, match="MemoryStore is imported from lightning_hetero"):
+        assert checkpoint.MemoryStore is MemoryStore
+    with pytest.raises(AttributeError, match="no attribute 'NoStore'"):
+        _ = checkpoint.NoStore
+
+
+def test_a_large_file_is_synced_piece_by_piece_so_that_a_slow_disk_is_seen_to_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(local, "_SYNC_BYTES", 10)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
+    LocalStore(tmp_path).write("x", [b"1234567"] * 5)
+    assert synced == [14, 28]
+    assert LocalStore(tmp_path).read("x") == b"1234567" * 5

@@ -26,7 +26,7 @@ class ChoiceError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What to go on from."""
+    """The run and the checkpoints to go on from."""
 
     run: str | None
     """Identity of the run; None if no place knows one."""

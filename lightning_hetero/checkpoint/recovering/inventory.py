@@ -38,7 +38,7 @@ _STALL_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one rank reports; nothing twice."""
+    """One rank's report of what tiers hold; nothing twice."""
 
     held: tuple[PartCopy, ...] = ()
     present: tuple[tuple[CheckpointId, Holder], ...] = ()

@@ -1,4 +1,4 @@
-"""What the ranks of a recovery know together: who reaches which tier, and what all tiers hold.
+"""Knowledge that the ranks of a recovery share: who reaches which tier, and what all tiers hold.
 
 Every rank reports what its node's tiers hold, rank 0 also the remote one; manifests are read by one
 rank for all. Storage is waited for as long as it moves, and what hangs is given up (`Rounds`).
@@ -35,7 +35,7 @@ class Session:
     transport: Transport
     node_of_rank: Sequence[str]
     inventory: Inventory = field(default_factory=Inventory)
-    """What all ranks saw when they looked last."""
+    """All that the ranks saw when they looked last."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of each phase."""
 

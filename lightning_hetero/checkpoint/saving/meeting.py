@@ -1,4 +1,4 @@
-"""What the ranks do together with each checkpoint, on a thread beside training.
+"""Brings a checkpoint of all ranks into all tiers, on a thread beside training.
 
 A rank whose storage fails or hangs says so in the next exchange and goes on; only a rank that is
 gone ends the exchanges, and then each rank goes by its own clock until it is too long ago that a
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of a checkpoint."""
+    """How far a checkpoint got."""
 
     is_complete: bool
     """Whether the own tiers had all parts between them."""
@@ -313,7 +313,7 @@ class Meeting:
         return failed
 
     def _release(self, job: Job) -> None:
-        """Free the memory, behind a write that hangs, because that still reads it."""
+        """Free the memory, after a write that hangs, because that still reads it."""
         if job.snapshot is None:
             return
         if self._stored is None or self._stored.done():

@@ -83,7 +83,7 @@ class Snapshot:
     """A copy of one rank's state on the host; a context that frees the memory when it ends."""
 
     content: CheckpointContent
-    """What was copied; its own tensors may have changed since."""
+    """The state that was copied; its own tensors may have changed since."""
     tensors: Mapping[tuple[int, str], torch.Tensor]
     """The copies: (index of the slice, key of the tensor) to tensor."""
     _future: "Future[None]"
@@ -141,7 +141,7 @@ def _copy(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> No
 def _copy_from_device(
     tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
 ) -> torch.cuda.Event:
-    """Queue the copies behind all that the current streams have queued; return their end."""
+    """Queue the copies after all that the current streams have queued; return their end."""
     device = next(tensor.device for tensor in tensors if tensor.is_cuda)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))

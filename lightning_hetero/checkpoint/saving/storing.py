@@ -324,7 +324,7 @@ class LastingCopies:
 
     @property
     def reasons(self) -> str:
-        """What has failed since, the last few."""
+        """The last few failures since."""
         return " ".join(self._reasons)
 
     @property

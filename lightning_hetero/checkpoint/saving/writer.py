@@ -165,7 +165,7 @@ class CheckpointWriter:
     def upload_newest(self) -> None:
         """Upload the newest checkpoint, even if it must wait for an older one's upload.
 
-        Called by all ranks, where no other save follows soon; the upload goes on behind it.
+        Called by all ranks, where no other save follows soon; the upload goes on after it returns.
         """
         self._thread.submit(self._meeting.uploads.start_deferred)
 
