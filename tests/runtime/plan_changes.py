@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from resource import getpagesize
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.runtime.runs import pipeline, plan_of, stage
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
+from tests.runtime.runs import Case, pipeline, plan_of, stage, train
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 OPTIONS = ToyOptions(num_layers=4, width=64, optimizer="sgd")
@@ -119,3 +121,21 @@ def change_often(rank: int, num_changes: int, freeze_every: int) -> Left:
     gc.collect()
     changes.left.alive_behind = sum(item() is not None for item in changes.tensors)
     return changes.left
+
+
+def count_plans_at_once(rank: int) -> list[int]:
+    """Return how many plans were alive whenever an iteration made another one ready."""
+    made: list[weakref.ref[object]] = []
+    alive: list[int] = []
+    make_ready = PlanSwitch._make_ready
+
+    def make(self: PlanSwitch, plan: ParallelPlan, *, shares_memory: bool) -> Any:
+        alive.append(sum(item() is not None for item in made))
+        running = make_ready(self, plan, shares_memory=shares_memory)
+        made.extend([weakref.ref(running), weakref.ref(running.weights)])
+        return running
+
+    with mock.patch.object(PlanSwitch, "_make_ready", make):
+        plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
+        train(rank, Case(plan=plan, world_size=3))
+    return alive

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.processes import ProcessPool
-from tests.runtime.plan_changes import PLANS, change_often
+from tests.runtime.plan_changes import PLANS, change_often, count_plans_at_once
 
 pytestmark = pytest.mark.dist
 
@@ -12,6 +12,12 @@ def test_no_shard_or_gradient_outlives_its_plan(pool: ProcessPool) -> None:
     for left in pool.run(change_often, 2, 3 * len(PLANS), 5):
         assert left.num_changes == 3 * len(PLANS)
         assert (left.most_alive, left.alive_behind) == (0, 0)
+
+
+def test_a_plan_is_gone_before_an_iteration_makes_another_one_ready(pool: ProcessPool) -> None:
+    for alive in pool.run(count_plans_at_once, 3):
+        assert len(alive) > 1, "the first iteration shows where outer weights are used"
+        assert not any(alive)
 
 
 @pytest.mark.slow
