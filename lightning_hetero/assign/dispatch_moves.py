@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.greedy import UNFIT_S
-from lightning_hetero.assign.pipeline_cost import CostTable
+from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["improve_dispatch"]
@@ -101,7 +100,7 @@ def improve_dispatch(
 
     Args:
         lengths: [B].
-        times_s: [B, D] from `fitting_times_s`.
+        times_s: [B, D] from `CostTable.fitting_times_s`.
         table: The D pipelines.
         pipeline_of: [B] where each sequence is now.
         stop_at_s: A lower bound; nothing is tried once it is met.

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.dispatch import Dispatch, dispatch, fast_lower_bound_s
-from lightning_hetero.assign.greedy import fitting_times_s
 from lightning_hetero.assign.pack import Packing, pack_all
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
@@ -107,7 +106,7 @@ def _bound_s(sizes: IntArray, pipelines: Sequence[PipelineCost]) -> float:
     if not pipelines or int(sizes.max(initial=0)) > max(p.max_len for p in pipelines):
         return float("inf")
     table = CostTable.of(pipelines)
-    return fast_lower_bound_s(sizes, fitting_times_s(sizes, table), table)
+    return fast_lower_bound_s(sizes, table.fitting_times_s(sizes), table)
 
 
 def _sample_indices(packed: _Packed) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -15,6 +15,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
 __all__ = [
+    "UNFIT_S",
     "CostTable",
     "PipelineCost",
     "as_lengths",
@@ -22,6 +23,9 @@ __all__ = [
     "sequence_times_s",
     "typical_length",
 ]
+
+UNFIT_S = 1e30
+"""Stands for the time of a sequence where it doesn't fit; finite, so that 0 bubbles of it are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,12 @@ class CostTable:
         column = lengths[..., None].astype(np.float64)
         return (self.a * column + self.b) * column
 
+    def fitting_times_s(self, lengths: IntArray) -> FloatArray:
+        """Return T(l) [B, D], `UNFIT_S` where a sequence exceeds a pipeline's MaxLen."""
+        times_s = self.times_s(lengths)
+        times_s[lengths[:, None] > self.max_len] = UNFIT_S
+        return times_s
+
     def alone_s(self, lengths: IntArray) -> FloatArray:
         """Return Eq. 1 of sequences [...] that have a pipeline to themselves, [..., D]."""
         return self.times_s(lengths) + self.lost_s(lengths)
@@ -112,19 +122,6 @@ class CostTable:
         It is the least that a pipeline loses whose longest sequence has `longest` tokens.
         """
         return self.num_bubbles * self.times_s(longest) + self.c * (self.num_bubbles + 1)
-
-    def latencies_s(
-        self, work_s: FloatArray, longest: FloatArray, tokens: FloatArray
-    ) -> FloatArray:
-        """Return Eq. 2 with c, per pipeline, from arrays that end in [D].
-
-        `work + T(longest)·(PP-1) + c·(PP-1+V)` with the fewest micro-batches V that hold the
-        tokens. An idle pipeline (no tokens) costs nothing.
-        """
-        num_microbatches = np.maximum(np.ceil(tokens / self.max_len), 1.0)
-        bubble_s = (self.a * longest + self.b) * longest * self.num_bubbles
-        total_s = work_s + bubble_s + self.c * (self.num_bubbles + num_microbatches)
-        return np.where(tokens > 0, total_s, 0.0)
 
 
 def as_lengths(lengths: ArrayLike) -> IntArray:

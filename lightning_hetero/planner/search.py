@@ -23,8 +23,12 @@ from lightning_hetero.planner.starting_points import (
     enumerate_arrangements,
     propose_arrangements,
 )
-from lightning_hetero.planner.tp_degrees import valid_tp_degrees
-from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
+from lightning_hetero.planner.workload import (
+    Objective,
+    PlanningOptions,
+    Workload,
+    valid_tp_degrees,
+)
 from lightning_hetero.simulator import CostModel, RooflineCost, Simulation
 
 __all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback", "plan"]

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.dispatch import fast_lower_bound_s
-from lightning_hetero.assign.greedy import fitting_times_s
 from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.proposing.work_bound import SequenceRuns
@@ -32,7 +31,7 @@ def dispatch_lower_bound_s(
         upper_bound_s: Latency of a known dispatch.
     """
     sizes, every = as_lengths(lengths), CostTable.of(pipelines)
-    low_s = min(fast_lower_bound_s(sizes, fitting_times_s(sizes, every), every), upper_bound_s)
+    low_s = min(fast_lower_bound_s(sizes, every.fitting_times_s(sizes), every), upper_bound_s)
     kinds = list(dict.fromkeys(pipelines))
     counts = [float(pipelines.count(kind)) for kind in kinds]
     runs = SequenceRuns.of(sizes, CostTable.of(kinds))

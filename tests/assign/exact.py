@@ -13,11 +13,11 @@ from lightning_hetero.assign.pipeline_cost import (
     as_lengths,
     sequence_times_s,
 )
-from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.planner.linear_program import LinearProgram
 
-__all__ = ["BinPacking", "dispatch_exact", "pack_into"]
+__all__ = ["BinPacking", "dispatch_exact", "latencies_s", "pack_into"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,21 @@ def _latency_s(sizes: IntArray, table: CostTable, pipeline_of: IntArray) -> floa
     work_s = (table.times_s(sizes) * members).sum(axis=0)
     longest = (sizes[:, None] * members).max(axis=0)
     tokens = (sizes[:, None] * members).sum(axis=0)
-    return float(table.latencies_s(work_s, longest, tokens).max())
+    return float(latencies_s(table, work_s, longest, tokens).max())
+
+
+def latencies_s(
+    table: CostTable, work_s: FloatArray, longest: FloatArray, tokens: FloatArray
+) -> FloatArray:
+    """Return Eq. 2 with c, per pipeline, from arrays that end in [D].
+
+    `work + T(longest)·(PP-1) + c·(PP-1+V)` with the fewest micro-batches V that hold the tokens. An
+    idle pipeline (no tokens) costs nothing.
+    """
+    num_microbatches = np.maximum(np.ceil(tokens / table.max_len), 1.0)
+    bubble_s = (table.a * longest + table.b) * longest * table.num_bubbles
+    total_s = work_s + bubble_s + table.c * (table.num_bubbles + num_microbatches)
+    return np.where(tokens > 0, total_s, 0.0)
 
 
 def pack_into(

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 
 from lightning_hetero.assign import dispatch
+from lightning_hetero.assign.dispatch import place_greedily
 from lightning_hetero.assign.dispatch_moves import improve_dispatch
-from lightning_hetero.assign.greedy import fitting_times_s, place_greedily
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.errors import AssignmentError
+from tests.assign import exact
 from tests.assign.cases import cost, dispatch_cases
 from tests.assign.dispatch_bound import dispatch_lower_bound_s
-from tests.assign.exact import dispatch_exact
 
 
 def latencies_s(lengths, pipelines, choices) -> np.ndarray:
@@ -19,8 +19,11 @@ def latencies_s(lengths, pipelines, choices) -> np.ndarray:
     sizes, table = as_lengths(lengths), CostTable.of(pipelines)
     members = np.asarray(choices)[:, :, None] == np.arange(len(pipelines))
     columns = sizes[:, None] * members
-    ends_s = table.latencies_s(
-        (table.times_s(sizes) * members).sum(axis=1), columns.max(axis=1), columns.sum(axis=1)
+    ends_s = exact.latencies_s(
+        table,
+        (table.times_s(sizes) * members).sum(axis=1),
+        columns.max(axis=1),
+        columns.sum(axis=1),
     ).max(axis=1)
     fits = (~members | (sizes[:, None] <= table.max_len)).all(axis=(1, 2))
     return np.where(fits, ends_s, np.inf)
@@ -60,7 +63,7 @@ def test_dispatch_is_within_2_per_cent_of_the_optimum_and_bounds_never_above_it(
 def test_highs_finds_the_optimum(case) -> None:
     lengths, pipelines = case
     best_s = optimum_s(lengths, pipelines)
-    result = dispatch_exact(lengths, pipelines)
+    result = exact.dispatch_exact(lengths, pipelines)
     assert result.latency_s == pytest.approx(best_s, rel=1e-5)
     assert result.lower_bound_s <= best_s * (1 + 1e-5)
 
@@ -71,7 +74,7 @@ def test_dispatch_is_never_worse_than_longest_first_even_with_one_trial(case) ->
     lengths, pipelines = case
     sizes, table = as_lengths(lengths), CostTable.of(pipelines)
     order = np.argsort(-sizes, kind="stable")[None]
-    longest_first = place_greedily(sizes, fitting_times_s(sizes, table), table, order, np.zeros(1))
+    longest_first = place_greedily(sizes, table.fitting_times_s(sizes), table, order, np.zeros(1))
     for num_trials in (1, 100):
         result = dispatch(lengths, pipelines, num_trials)
         assert result.latency_s <= longest_first.latencies_s[0] * (1 + 1e-9)
@@ -84,7 +87,7 @@ def test_improving_never_makes_a_dispatch_worse(case) -> None:
     sizes, table = as_lengths(lengths), CostTable.of(pipelines)
     start = np.full(len(lengths), int(table.max_len.argmax()))
     before_s = latencies_s(lengths, pipelines, start[None])[0]
-    pipeline_of, after_s = improve_dispatch(sizes, fitting_times_s(sizes, table), table, start)
+    pipeline_of, after_s = improve_dispatch(sizes, table.fitting_times_s(sizes), table, start)
     assert after_s <= before_s * (1 + 1e-9)
     assert after_s == pytest.approx(latencies_s(lengths, pipelines, pipeline_of[None])[0])
 
@@ -108,7 +111,7 @@ def test_a_sequence_that_fits_nowhere_is_named() -> None:
     with pytest.raises(AssignmentError, match=r"Sequence 1 has 900 tokens .* takes 500"):
         dispatch([10, 900], [cost(max_len=500), cost(max_len=400)])
     with pytest.raises(AssignmentError, match="Sequence 1"):
-        dispatch_exact([10, 900], [cost(max_len=500)])
+        exact.dispatch_exact([10, 900], [cost(max_len=500)])
 
 
 def test_nothing_to_dispatch_takes_no_time() -> None:

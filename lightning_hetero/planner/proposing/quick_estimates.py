@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_hetero.assign.greedy import UNFIT_S
-from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost
+from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable, PipelineCost
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["estimate_plans"]
