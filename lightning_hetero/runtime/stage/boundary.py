@@ -188,9 +188,9 @@ class StageBoundary:
         if current.receive is not None or self._group is not None:
             key = self._hidden_argument(current, call)
             hidden = current.stage_input(call.given[key])
-            call = call.with_argument(
-                key, hidden if self._group is None else self._group.enter(hidden)
-            )
+            if self._group is not None:
+                hidden = self._group.enter(hidden)
+            call = call.with_argument(key, hidden)
         if current.reads is not None:
             current.reads.reach_layers(call.given)
         return call
