@@ -24,6 +24,11 @@ __all__ = ["KNOWN_MODELS", "ModelSpec"]
 class ModelSpec:
     """Sizes of one transformer.
 
+    ::
+
+        model = ModelSpec.load("gpt3-6.7b")  # a known model, or a file that describes one
+        print(model.num_params, model.step_flops([2048, 1024]))
+
     Raises:
         ModelError: A size is not positive, or heads don't divide what they must.
     """

@@ -118,6 +118,12 @@ class RankPlace:
 class ParallelPlan:
     """All pipelines, their stages, ranks and layers.
 
+    ::
+
+        plan = ParallelPlan.even(world_size=4, num_layers=8, num_stages=2)
+        plan.save("plan.json")
+        HeteroStrategy(plan=ParallelPlan.load("plan.json"))
+
     Raises:
         PlanError: A rank stands in two places, layers are skipped or repeated, or pipelines
             disagree on the number of layers.

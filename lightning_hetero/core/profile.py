@@ -137,7 +137,14 @@ class DeviceProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measurements of one model on one or more device types."""
+    """Measurements of one model on one or more device types.
+
+    ::
+
+        profile = Profile.load("profile.json")  # from `lightning-hetero profile`
+        forward_s, backward_s = profile.device("A100-80GB").at(1)[0].layers_s(8)
+
+    """
 
     model: ModelSpec
     """The model that was measured."""

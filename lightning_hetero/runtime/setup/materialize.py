@@ -25,7 +25,7 @@ from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.setup.weight_sources import StoredPlace, WeightSources
+from lightning_hetero.runtime.setup.weight_sources import BoxReader, WeightSources
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.state import gather_rows
 from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
@@ -67,11 +67,11 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     ]
     _check_same_everywhere(absent, comms)
     sources = WeightSources(module)
-    places = {
+    readers = {
         name: sources.find([slot.name for slot in layout.slots[name]], store.specs[name].shape)
         for name in absent
     }
-    unread = [name for name, place in places.items() if place is None]
+    unread = [name for name, read in readers.items() if read is None]
     if unread:
         sources.check_all_used(module, unread)
     drawn: dict[str, Tensor] = {}
@@ -84,7 +84,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     for name in store.specs:
         if name in kept:
             _adopt_kept(store, comms, name, kept[name])
-        elif name not in places:
+        elif name not in readers:
             # What the ranks' modules were initialised to may differ: rank 0's is what counts.
             whole = layout.slots[name][0].current.detach()
             if comms.world_size > 1:
@@ -94,7 +94,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
         elif name in drawn:
             store.adopt_rows(name, drawn.pop(name))
         else:
-            store.adopt_rows(name, _read_rows(store, name, places[name]))
+            store.adopt_rows(name, _read_rows(store, name, readers[name]))
 
 
 def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
@@ -144,15 +144,15 @@ def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
         )
 
 
-def _read_rows(store: SliceStore, name: str, place: StoredPlace | None) -> Tensor:
+def _read_rows(store: SliceStore, name: str, read: BoxReader | None) -> Tensor:
     """Return this rank's slice, or nothing where it owns none."""
     spec, own = store.specs[name], store.intervals[name]
     dtype = store.layout.slots[name][0].current.dtype
     if not store.owns(name):
         return torch.empty(store.shape_of(name), dtype=dtype)
-    assert place is not None, f"{name} was neither drawn nor found"
+    assert read is not None, f"{name} was neither drawn nor found"
     box = tuple(own if d == spec.cut_dim else (0, size) for d, size in enumerate(spec.shape))
-    return place.read(box).to(dtype)
+    return read(box).to(dtype)
 
 
 # -- drawing ------------------------------------------------------------------------------------
@@ -244,10 +244,10 @@ def _fill_buffers(
         _initialize(item, initializers)
         for attribute, buffer in absent.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
-            place = sources.find([name], tuple(buffer.shape))
-            if place is not None:
+            read = sources.find([name], tuple(buffer.shape))
+            if read is not None:
                 box = tuple((0, size) for size in buffer.shape)
-                item._buffers[attribute] = place.read(box).to(buffer.dtype)
+                item._buffers[attribute] = read(box).to(buffer.dtype)
             elif _is_unset(item._buffers[attribute]):
                 raise _nothing_sets(f"Buffer {name}")
 

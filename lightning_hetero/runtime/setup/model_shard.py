@@ -5,7 +5,7 @@ A model without a gate in its MLP gets a gated one of as many parameters.
 """
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,13 +107,16 @@ def _cut(model: HeteroLM, tp_degree: int) -> None:
     """Replace every module that the TP plan cuts by its share for one rank."""
     if tp_degree == 1:
         return
-    for name, module in _planned(model):
-        parent, _, child = name.rpartition(".")
-        kind = next(
+    for name, module in list(model.named_modules()):
+        kinds = (
             kind
             for pattern, kind in model.tp_plan.items()
             if fnmatch.fnmatchcase(f"{name}.weight", pattern)
         )
+        kind = next(kinds, None)
+        if kind is None:
+            continue
+        parent, _, child = name.rpartition(".")
         weight = module.get_parameter("weight")
         dim = 1 if kind == "rowwise" else 0
         share = weight.detach().narrow(dim, 0, weight.shape[dim] // tp_degree).clone()
@@ -124,10 +127,3 @@ def _cut(model: HeteroLM, tp_degree: int) -> None:
             replacement = nn.Linear(share.shape[1], share.shape[0], bias=False, device="meta")
             replacement.weight = nn.Parameter(share)
         setattr(model.get_submodule(parent), child, replacement)
-
-
-def _planned(model: HeteroLM) -> Iterator[tuple[str, nn.Module]]:
-    patterns = list(model.tp_plan)
-    for name, module in list(model.named_modules()):
-        if any(fnmatch.fnmatchcase(f"{name}.weight", pattern) for pattern in patterns):
-            yield name, module

@@ -3,8 +3,8 @@
 A module names what it can read by an attribute `weight_source`; names are relative to that module.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.stored import Box
 
-__all__ = ["StoredPlace", "WeightSource", "WeightSources"]
+__all__ = ["BoxReader", "WeightSource", "WeightSources"]
+
+BoxReader = Callable[[Box], Tensor]
+"""Returns a box of one parameter or buffer, on CPU."""
 
 
 class WeightSource(Protocol):
@@ -26,19 +29,6 @@ class WeightSource(Protocol):
         """Return a box of one of them that isn't empty, on CPU, in any dtype."""
 
 
-@dataclass(frozen=True)
-class StoredPlace:
-    """Where a parameter or buffer is read."""
-
-    source: WeightSource
-    name: str
-    """Its name in the source."""
-
-    def read(self, box: Box) -> Tensor:
-        """Return a box of it, on CPU."""
-        return self.source.read(self.name, box)
-
-
 class WeightSources:
     """The weight sources of all modules inside one module."""
 
@@ -49,8 +39,8 @@ class WeightSources:
             if hasattr(item, "weight_source")
         ]
 
-    def find(self, names: Iterable[str], shape: tuple[int, ...]) -> StoredPlace | None:
-        """Return where a tensor with these names is read, None if nowhere.
+    def find(self, names: Iterable[str], shape: tuple[int, ...]) -> BoxReader | None:
+        """Return what reads a tensor with one of these names, None where nothing does.
 
         Raises:
             ModelError: It has another shape there.
@@ -65,7 +55,7 @@ class WeightSources:
                         f"{name} has shape {shape}, but {source.shapes[own]} in the weight_source "
                         "of its module. Change its size after it was read, or read it whole."
                     )
-                return StoredPlace(source, own)
+                return partial(source.read, own)
         return None
 
     def check_all_used(self, module: nn.Module, drawn: Sequence[str]) -> None:
