@@ -46,6 +46,10 @@ ELSEWHERE = "needs what layer 0 computes"
         ({"collected": "hook"}, f"What the step returns {ELSEWHERE}"),
         ({"collected": "logged hook"}, f"What is logged as 'hooked' {ELSEWHERE}"),
         (
+            {"outer": "embedding added behind", "inside": "changed in place"},
+            "first layer changes its input in place, and the model uses that input again",
+        ),
+        (
             {"outer": "embedding in layers", "plan": "three stages"},
             "takes parameter model.embed.weight",
         ),

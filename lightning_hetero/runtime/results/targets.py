@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.number_kinds import CONSTANT, UNKNOWN, Count, Kind, Reduction
 from lightning_hetero.runtime.results.reductions import Reductions
@@ -95,6 +97,8 @@ class LossWatch(TorchFunctionMode):
         self.num_targets: Tensor | int | None = None
         self.size = 0
         """Targets of that loss, whether they counted or not."""
+        self.outdated: Tensor | None = None
+        """What a layer of another stage has changed in place, as it was before."""
         self._is_active = False
         self._known_at_pause: dict[int, Any] | None = None
 
@@ -143,6 +147,7 @@ class LossWatch(TorchFunctionMode):
     ) -> Any:
         """Look at what torch is asked and answers."""
         kwargs = kwargs or {}
+        self.check_current((args, kwargs))
         result = func(*args, **kwargs)
         inputs: Any = args[0] if args else kwargs.get("input")
         if func not in _LOSSES:
@@ -153,6 +158,23 @@ class LossWatch(TorchFunctionMode):
                 # Its targets are the best guess that there is of what it averages over.
                 self.reductions.keep(result, UNKNOWN)
         return result
+
+    def check_current(self, values: Any) -> None:
+        """Refuse what is outdated.
+
+        Raises:
+            ModelError: It is among the values, or a view of it.
+        """
+        if self.outdated is None:
+            return
+        memory = self.outdated.untyped_storage().data_ptr()
+        for value in tree_leaves(values):
+            if type(value) is Tensor and value.untyped_storage().data_ptr() == memory:
+                raise ModelError(
+                    "The model's first layer changes its input in place, and the model uses that "
+                    "input again after the layers, where another stage has it as it was. Let the "
+                    "layer work on a copy, or use a plan whose pipelines have one stage."
+                )
 
     def forget(self) -> None:
         """Begin anew."""

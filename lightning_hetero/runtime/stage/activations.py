@@ -60,10 +60,12 @@ class Handover:
     """For each layer before, what it left; refers to side tensors by their index."""
     forms: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     """For each layer before, shape and dtype of the hidden state that it returned."""
+    changes_input: bool = False
+    """Whether the model's first layer changes its input in place, which later stages don't see."""
 
     def copy(self) -> "Handover":
         """Return one to which a stage adds its own."""
-        return Handover([*self.tensors], [*self.left], [*self.forms])
+        return Handover([*self.tensors], [*self.left], [*self.forms], self.changes_input)
 
 
 @dataclass
@@ -126,7 +128,8 @@ class ActivationLink:
         """Hand a micro-batch on to the next stage, without waiting for it."""
         assert self.following is not None
         self._clock.before_send()
-        header = pickle.dumps((tuple(map(_form_of, sent.tensors)), sent.left, sent.forms))
+        forms = tuple(map(_form_of, sent.tensors))
+        header = pickle.dumps((forms, sent.left, sent.forms, sent.changes_input))
         self._sent_forward.make_room(self._clock)
         sends = [(self._comms.control, part) for part in _frame(header)]
         sends += [(self._comms.forward, part) for part in _payload(sent.tensors)]

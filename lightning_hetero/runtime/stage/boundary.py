@@ -28,7 +28,7 @@ from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, Stage
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 from lightning_hetero.runtime.stage.skipped_layer import SkippedLayer
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
-from lightning_hetero.runtime.unknown import check_known
+from lightning_hetero.runtime.unknown import Unknown, check_known
 
 __all__ = ["StageBoundary"]
 
@@ -60,6 +60,8 @@ class StageBoundary:
         self._again: MicrobatchPass | None = None
         """The micro-batch whose backward pass runs."""
         self._group = group
+        self._changes_input = False
+        """Whether the first layer was seen to change its input in place."""
         self._compiled = {
             index: layer._compiled_call_impl
             for index, layer in enumerate(self._layers)
@@ -199,8 +201,11 @@ class StageBoundary:
         """Run a layer, and note what it leaves for later stages."""
         cuts = self._group is not None and self._group.cuts_tokens()
         before = [] if current.is_last_stage and not cuts else self._leavings.look(call.index)
+        versions = call.versions() if current.has_stages else {}
         with nullcontext() if current.reads is None else _disable_current_modes():
             output = call.run()
+        if current.has_stages:
+            self._note_changes(current, call, versions)
         hidden = hidden_output(output, call.index)
         check_known(hidden, f"Layer {call.index} computes with")
         current.keep_hidden(hidden)
@@ -210,6 +215,22 @@ class StageBoundary:
         if not current.is_last_stage and len(current.handed_on.left) == call.index:
             self._leavings.note(before, hidden, rest, current.handed_on)
         return output
+
+    def _note_changes(
+        self, current: MicrobatchPass, call: LayerCall, before: dict[int | str, int]
+    ) -> None:
+        """See which arguments a layer has changed in place: other stages have them as they were."""
+        now = call.versions()
+        for key in [key for key, version in before.items() if now[key] != version]:
+            if key != self._hidden_argument(current, call):
+                raise ModelError(
+                    f"Layer {call.index} changes its argument {key!r} in place, which the layers "
+                    "of other stages wouldn't see. Let it work on a copy, or use a plan whose "
+                    "pipelines have one stage."
+                )
+            # Later layers get what a layer has made, and nobody else has that on other stages.
+            self._changes_input |= call.index == 0
+        current.handed_on.changes_input |= self._changes_input
 
     def _leave(self, index: int, output: Any) -> Any:
         """Return what the stage's last layer returns."""
@@ -233,6 +254,8 @@ class StageBoundary:
         handover = current.arrived()
         before = self._leavings.look(call.index)
         hidden = self._hidden_of(current, call)
+        if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
+            current.loss_watch.outdated = hidden
         shape, dtype = handover.forms[call.index]
         made = torch.empty(shape, dtype=dtype, device=hidden.device)
         output = self._skipped[call.index](call, hidden, made)
@@ -256,6 +279,7 @@ class StageBoundary:
             comes_in = index == current.layers.start > 0
             others = [item for at, item in call.given.items() if not (comes_in and at == key)]
             check_known(others, f"Layer {index} takes")
+            current.loss_watch.check_current(others)
 
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
         key = current.hidden_arguments.get(call.index)

@@ -34,6 +34,14 @@ class LayerCall:
         """Compute the layer."""
         return self.forward(*self.args, **self.kwargs)
 
+    def versions(self) -> dict[int | str, int]:
+        """Return how often each tensor among the arguments was changed in place, if that counts."""
+        return {
+            key: value._version
+            for key, value in self.given.items()
+            if isinstance(value, Tensor) and not value.is_inference()
+        }
+
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one other argument."""
         given = self.given | {key: value}
