@@ -110,11 +110,10 @@ class Lockstep:
         produce: Callable[[int], Iterable[bytes]],
         consume: Callable[[int, Iterator[bytes]], object],
     ) -> "_End":
-        is_sender = pair[0] == self._transport.global_rank
-        end = _End(is_sender=is_sender, stall_s=self._stall_s, moved=self._moved)
-
         self._given_up = [work for work in self._given_up if not work.done()]
         num_hanging = len(self._given_up)
+        is_sender = pair[0] == self._transport.global_rank
+        end = _End(is_sender=is_sender, stall_s=self._stall_s, moved=self._moved)
 
         def work() -> None:
             if num_hanging >= _MAX_HANGING:

@@ -205,6 +205,10 @@ class SigtermNotice:
 class NoticeWatcher:
     """Asks from a daemon thread and keeps the first notice.
 
+        watcher = NoticeWatcher([AwsSpotNotice(), SigtermNotice()])
+        watcher.start()
+        watcher.pending()  # None, until this machine is about to go
+
     Args:
         notices: Whom to ask.
         interval_s: Seconds between rounds.

@@ -176,7 +176,14 @@ class LocalStore:
 
 
 class FsspecStore:
-    """Files below a URL of any fsspec filesystem, such as s3://bucket/run or gs://bucket/run."""
+    """Files below a URL of any fsspec filesystem, such as s3://bucket/run or gs://bucket/run.
+
+        store = FsspecStore("s3://bucket/run", endpoint_url="http://minio:9000")
+        store.write("a/b.bin", [b"some", b"bytes"])
+        store.remove(["a/b.bin"])
+
+    `open_store` wraps it in a `RetryingStore`.
+    """
 
     def __init__(self, url: str, *, multipart_bytes: int = 16 << 20, **options: Any) -> None:
         self._url = url.rstrip("/")

@@ -72,7 +72,12 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One place to keep checkpoints."""
+    """One place to keep checkpoints.
+
+    disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
+    bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
+    recovered = recover(needs, [disk, bucket], node="node-3", transport=transport)
+    """
 
     kind: TierKind
     """How fast and lasting it is."""

@@ -159,6 +159,23 @@ def test_a_tier_whose_listing_hangs_is_its_own_failure_in_a_recovery(
     hanging.let_go.set()
 
 
+def test_a_tier_that_hangs_costs_its_own_copy_and_none_of_the_next_tier() -> None:
+    hanging, local = Hanging(lambda verb, name: True), MemoryStore()
+    policy = RetryPolicy(attempts=1, stall_s=0.2)
+    memory = RetryingStore(FaultyStore(MemoryStore(), hanging), policy)
+    writer = CheckpointWriter(
+        [Tier(kind=TierKind.MEMORY, store=memory), disk(local)], options=WriterOptions(stall_s=20.0)
+    )
+    plan = ParallelPlan.even(world_size=1, num_layers=4)
+    for step in range(1, 6):
+        writer.save(contents(step, plan, 1)[0]).wait_until_confirmed(20)
+    writer.close()
+    assert hanging.num_hung == 8
+    hanging.let_go.set()
+    needs = needs_of(0, plan, 1)
+    assert_is_state(recover(needs, [disk(local)]), needs, 5)
+
+
 @pytest.mark.parametrize("side", ["reads", "writes"])
 def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) -> None:
     """The transport's own patience is far shorter than storage's; it is as good as before."""

@@ -114,6 +114,8 @@ class OwnTiers:
                 text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
                 _log.warning("%s", text)
                 errors.append(text)
+                # A tier that hangs is one tier's failure: the next one has all its time.
+                self._progress.tick()
                 names = [f"{content.id.folder}/{body.name}" for body in bodies]
                 with contextlib.suppress(Exception):
                     remove_files(

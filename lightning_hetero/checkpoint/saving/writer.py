@@ -76,6 +76,10 @@ class SavedCheckpoint:
 class CheckpointWriter:
     """Saves one rank's parts into tiers; all ranks make the same calls in the same order.
 
+        writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore("run"))])
+        writer.save(content).wait_for_snapshot()  # now the tensors may change
+        writer.close()
+
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
         node_of_rank: Name of each rank's node.
