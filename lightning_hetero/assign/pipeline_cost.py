@@ -1,4 +1,4 @@
-"""What a sequence costs on a pipeline: the latency model and the limits of one parallel scheme.
+"""The cost of a sequence on a pipeline: the latency model and the limits of one parallel scheme.
 
 Hydraulis Appendix B: one stage takes `a·l² + b·l` for the forward and backward of a sequence of l
 tokens, and every micro-batch, however packed, pays `c` once more. A pipeline of PP stages that runs

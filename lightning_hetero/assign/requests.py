@@ -21,7 +21,7 @@ __all__ = ["AssignmentRequest", "plan_text", "read_text", "serve"]
 
 @dataclass(frozen=True, kw_only=True)
 class AssignmentRequest:
-    """What `assign_iteration` needs."""
+    """The arguments of `assign_iteration`."""
 
     lengths: IntArray
     """Tokens of each sample of the iteration."""

@@ -100,7 +100,7 @@ def to_plan(
 
 
 class MappingOrder(StrEnum):
-    """What is kept inside nodes."""
+    """The traffic that is kept inside nodes."""
 
     STAGES_TOGETHER = "stages-together"
     """The same stage of all pipelines: gradients."""

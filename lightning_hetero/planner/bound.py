@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpeeds:
-    """What units of one TP degree can do at best."""
+    """The best speeds of units of one TP degree."""
 
     tp_degree: int
     """Devices of a unit."""

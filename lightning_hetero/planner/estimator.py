@@ -96,7 +96,7 @@ class Estimator:
     ) -> tuple[FloatArray, FloatArray]:
         """Return forward and backward seconds of a micro-batch with 0, 1, ... layers.
 
-        Infinite where no node of the device type holds so many devices.
+        Infinite where the device type has no node that large.
         """
         key = (self.classes[node], tp_degree, first, last)
         if tp_degree > self._largest[self._devices[node]]:

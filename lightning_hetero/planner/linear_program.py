@@ -18,7 +18,7 @@ _PROVEN_GAP = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What the solver found."""
+    """A solution with its bound and duals."""
 
     values: FloatArray
     """The variables of the best solution; empty if none was found in time."""

@@ -132,7 +132,7 @@ def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
 
 
 def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterator[Candidate]:
-    """Give a layer of one stage to another in all pipelines that have so many stages.
+    """Give a layer of one stage to another in all pipelines of equal depth.
 
     Where cuts agree, gradients of a layer stay between the same nodes; moving one pipeline's cut
     alone would make them cross.

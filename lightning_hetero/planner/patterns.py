@@ -57,7 +57,7 @@ def enumerate_compositions(counts: Sequence[int], max_units: int) -> IntArray:
 
 @dataclass(frozen=True, kw_only=True)
 class CoverBound:
-    """What the linear relaxation says about covering all units with compositions."""
+    """The linear relaxation's bound on covering all units with compositions."""
 
     num_groups: int
     """No integer cover has more groups."""

@@ -72,13 +72,13 @@ class PlanningResult:
     candidates: tuple[PlannedCandidate, ...]
     """Best first; at least one."""
     workload: Workload
-    """What was planned for."""
+    """The iteration that was planned for."""
     lower_bound_s: float
     """No plan for this cluster has a shorter iteration."""
     lower_bound_price: float | None
     """No plan for this cluster has a cheaper iteration; None if a node has no price."""
     objective: Objective
-    """What was minimised."""
+    """The quantity that was minimised."""
     num_estimated: int
     """Arrangements looked at."""
     num_simulated: int
@@ -105,7 +105,7 @@ class PlanningResult:
 
     @property
     def limit(self) -> str:
-        """What limits the best plan, in words."""
+        """The bottleneck of the best plan, in words."""
         return self.best.simulation.bottleneck
 
 

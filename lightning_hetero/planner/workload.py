@@ -1,4 +1,4 @@
-"""What is asked of a plan: how much work an iteration has, and what counts as better."""
+"""The task of planning: an iteration's work, what counts as better, and possible TP degrees."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,7 +11,7 @@ __all__ = ["Objective", "PlanningOptions", "Workload", "valid_tp_degrees"]
 
 
 class Objective(StrEnum):
-    """What the best plan has least of."""
+    """The quantity to minimise."""
 
     THROUGHPUT = "throughput"
     """Seconds per token."""
@@ -66,7 +66,7 @@ class PlanningOptions:
     """How to search."""
 
     objective: Objective = Objective.THROUGHPUT
-    """What to minimise."""
+    """The quantity to minimise."""
     equal_microbatches: bool = False
     """Give every pipeline the same number of micro-batches, as AutoHet does."""
     tp_degrees: tuple[int, ...] | None = None

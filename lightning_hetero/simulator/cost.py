@@ -1,8 +1,8 @@
-"""What a stage costs in seconds and bytes, whatever tells it: the base of roofline and profile.
+"""Seconds and bytes of a stage, wherever they come from: the base of roofline and profile.
 
 A micro-batch is the tuple of its sequences' lengths. Memory follows the design's ownership: a
 layer's holders keep 16-bit weights and gradients, and its fp32 masters, optimizer states and summed
-gradients are spread over those holders; activations and hidden states sent on count once per
+gradients are spread over those holders; activations, kept or sent on, count once per
 micro-batch in flight under 1F1B, messages of gradients as long as they may be on their way. The
 baseline systems, which keep everything on every replica and all-reduce gradients, are the other
 `StateLayout`.
@@ -45,7 +45,7 @@ class StageShape(NamedTuple):
     has_embedding: bool = False
     """Whether the embedding stands in front of its first layer."""
     has_head: bool = False
-    """Whether final norm and head stand behind its last layer."""
+    """Whether final norm and head come after its last layer."""
     link: tuple[float, float] | None = None
     """(bytes/s, latency in seconds) inside the TP group; None is the device's own."""
 
@@ -68,7 +68,7 @@ class StateLayout:
     overlap: bool = True
     """Whether gradients leave layer by layer during the last backward, or all after it."""
     blocking_messages: bool = False
-    """Whether both stages stand still while a hidden state travels, as in frameworks that send and
+    """Whether both stages stand still while an activation travels, as in frameworks that send and
     receive on the stream that computes."""
 
     @classmethod
@@ -181,8 +181,8 @@ class CostModel(ABC):
         bytes_per_s, latency_s = self.link(sender, receiver)
         return latency_s + num_bytes / bytes_per_s
 
-    def hidden_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
-        """Return the seconds in which a hidden state or its gradient goes to the next stage.
+    def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
+        """Return the seconds in which an activation or its gradient goes to the next stage.
 
         Each rank sends to its counterpart. With unequal TP degrees the smaller group bounds it.
         """
@@ -242,7 +242,7 @@ class CostModel(ABC):
         microbatches: Sequence[MicroBatchShape],
         num_in_flight: int,
     ) -> float:
-        """Return the peak bytes of one rank with so many micro-batches in flight."""
+        """Return the peak bytes of one rank with `num_in_flight` micro-batches in flight."""
         if not microbatches:
             return self.fixed_bytes(shape, num_pipelines)
         held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
@@ -261,7 +261,7 @@ class CostModel(ABC):
     def passing_bytes(self, shape: StageShape, num_tokens: int) -> float:
         """Return what lives while one micro-batch runs: logits and the like, and messages.
 
-        Those are the gradient that comes from the stage behind, and those sent to the stage before
+        Those are the gradient that comes from the next stage, and those sent to the stage before
         that it may not have received.
         """
         num_messages = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)

@@ -29,7 +29,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 class StageFacts(NamedTuple):
-    """What is known of one stage besides its place in the plan; None where nobody knows."""
+    """Device, memory and load of one stage; None where unknown."""
 
     device: str
     """The type of its devices, the slowest if they differ."""
@@ -118,7 +118,7 @@ def simulated_facts(
 
 
 def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
-    """Return the time of an iteration of so many tokens, and the throughput."""
+    """Return the time of an iteration of `num_tokens` tokens, and the throughput."""
     time_s = simulation.iteration_time_s
     return [
         f"iteration time  {time_s:.4g} s "

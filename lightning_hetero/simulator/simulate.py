@@ -1,7 +1,7 @@
 """Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
 
 An iteration is pull → 1F1B of every pipeline → push → optimizer step, as the runtime does it and
-from the runtime's own action lists. Pulls hide in the warm-up bubble, pushes behind the last
+from the runtime's own action lists. Pulls hide in the warm-up bubble, pushes after the last
 backward.
 """
 
@@ -40,7 +40,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What one iteration of a plan takes."""
+    """Times, memory and bottleneck of one iteration of a plan."""
 
     iteration_time_s: float
     """From the first pull to the last optimizer step."""
@@ -55,7 +55,7 @@ class Simulation:
     step_s: float
     """The longest optimizer step, part of `exchange_s`."""
     bottleneck: str
-    """What limits the iteration, in words."""
+    """The limiting stage or exchange, in words."""
     events: tuple[Event, ...] = ()
     """Everything that happened, if it was recorded."""
 
@@ -165,7 +165,7 @@ class _Ends:
         return max(map(max, self.stepped))
 
     def exposed_s(self, has_work: Sequence[bool]) -> float:
-        """Return the seconds before the first forward and behind the last backward."""
+        """Return the seconds before the first forward and after the last backward."""
         first = min(row[0] for row, work in zip(self.pulled, has_work, strict=True) if work)
         last = max(max(row) for row, work in zip(self.computed, has_work, strict=True) if work)
         return self.iteration_s - last + first
@@ -204,11 +204,11 @@ def _compute_times(
         forward_s=[spread([pair[0] for pair in row]) for row in pairs],
         backward_s=[spread([pair[1] for pair in row]) for row in pairs],
         forward_message_s=[
-            spread([cost.hidden_s(a, b, count) for count in tokens])
+            spread([cost.activation_s(a, b, count) for count in tokens])
             for a, b in itertools.pairwise(stages)
         ],
         backward_message_s=[
-            spread([cost.hidden_s(b, a, count) for count in tokens])
+            spread([cost.activation_s(b, a, count) for count in tokens])
             for a, b in itertools.pairwise(stages)
         ],
     )

@@ -16,7 +16,7 @@ __all__ = ["save_trace", "trace_events"]
 _NAMES = {
     "F": "forward",
     "B": "backward",
-    "SF": "send hidden state",
+    "SF": "send activation",
     "SB": "send gradient",
     "pull": "pull weights",
     "push": "push gradients",

@@ -28,8 +28,8 @@ def iteration_time_closed_form(
                 after = pipeline.stages[index + 1]
                 longest = max(sum(batch) for batch in batches)
                 there, back = (
-                    cost.hidden_s(stage, after, longest),
-                    cost.hidden_s(after, stage, longest),
+                    cost.activation_s(stage, after, longest),
+                    cost.activation_s(after, stage, longest),
                 )
                 stage_s.append(max(times) + there + back)
             else:

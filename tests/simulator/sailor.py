@@ -89,7 +89,7 @@ class SailorCost(ProfileCost):
             node.device: _update_times_s(model_name, node.device) for node in cluster.nodes
         }
 
-    def hidden_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
+    def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
         num_bytes = self.model.hidden_bytes(num_tokens, bytes_per_value=4)
         if sender.layers.start < receiver.layers.start:
             return self.message_s(sender, receiver, num_bytes)

@@ -46,7 +46,7 @@ _MIXED_COUNTS = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateOptions:
-    """What may become a candidate, and how it is tried."""
+    """The candidates that are considered, and how they are tried."""
 
     num_candidate_plans: int = 8
     """Most candidates, 1 or more."""

@@ -32,7 +32,7 @@ _SHORTEST = 128
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What one rank of a stage holds."""
+    """Memory of one rank of a stage."""
 
     capacity_bytes: float
     """Memory of the device less a safety margin."""
