@@ -33,7 +33,7 @@ from lightning_hetero import (
     RunMetrics,
     StragglerMonitor,
 )
-from lightning_hetero.callbacks.run_log import note
+from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import AwsSpotNotice
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.testing import EmulatedDevices, Fault, InjectFaults, SlowLink, SlowRank

@@ -30,7 +30,7 @@ from lightning_hetero import (
     ParallelPlan,
     RunLog,
 )
-from lightning_hetero.callbacks.run_log import note
+from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import LocalStore, RetryPolicy
 from lightning_hetero.data import AheadOptions, HeteroDataModule
 

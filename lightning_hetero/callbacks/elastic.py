@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -23,9 +23,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
-from lightning_hetero.callbacks.ranks import Ranks
-from lightning_hetero.callbacks.run_log import note
+from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
     PreemptionNotice,
@@ -34,7 +32,9 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.failure import AgreedExit
-from lightning_hetero.strategy.hetero import HeteroStrategy
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategy.run import SavesSlices
 
 __all__ = ["ElasticRestart"]
 
@@ -48,6 +48,12 @@ _ROUND_S = 0.1
 
 class ElasticRestart(Callback):
     """Turn SIGTERM and spot notices into a checkpoint and a restart.
+
+    ::
+
+        saving = LayerwiseCheckpoint("s3://bucket/run", local_dir="/scratch/run")
+        trainer = Trainer(strategy=HeteroStrategy(), callbacks=[saving, ElasticRestart()])
+        trainer.fit(model, datamodule)
 
     Needs a `LayerwiseCheckpoint` beside it and, to start again by itself, torchrun with
     `--max-restarts`.
@@ -82,21 +88,15 @@ class ElasticRestart(Callback):
         self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None
         self._watcher: NoticeWatcher | None = None
-        self._checkpoint: LayerwiseCheckpoint | None = None
+        self._checkpoint: SavesSlices | None = None
         self._global_rank = 0
         self._is_first_of_node = True
         self._is_excluded = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        found = [item for item in callbacks if isinstance(item, LayerwiseCheckpoint)]
-        if len(found) != 1:
-            raise ConfigurationError(
-                f"ElasticRestart needs one LayerwiseCheckpoint among the callbacks; there are "
-                f"{len(found)}. Give the Trainer one."
-            )
-        self._checkpoint = found[0]
+        run = run_of(trainer)
+        run.join(run.restarters, self)
         self._global_rank = trainer.global_rank
         self._is_first_of_node = trainer.local_rank == 0
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -104,6 +104,16 @@ class ElasticRestart(Callback):
                 "Nodes can't come and go: torchrun would send restarted processes to the store of "
                 "the first start. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
             )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        found = run_of(trainer).checkpoints
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"ElasticRestart needs one LayerwiseCheckpoint among the callbacks; there are "
+                f"{len(found)}. Give the Trainer one."
+            )
+        self._checkpoint = found[0]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -117,15 +127,16 @@ class ElasticRestart(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(trainer.strategy, HeteroStrategy):
-            trainer.strategy.engine.is_leaving = self.is_leaving
+        strategy = run_of(trainer).strategy
+        if strategy is not None:
+            strategy.engine.is_leaving = self.is_leaving
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, HeteroStrategy):
+        strategy = run_of(trainer).strategy
+        if strategy is not None:
             leaving = strategy.engine.leaving
         else:
             leaving = frozenset({0} if self.is_leaving else ())
@@ -189,10 +200,8 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
     ) -> frozenset[int]:
         """Stay until no rank needs to wait, all ranks alike; return who was told to go by then."""
-        strategy = trainer.strategy
-        group = strategy.engine.comms.control if isinstance(strategy, HeteroStrategy) else None
         assert self._checkpoint is not None
-        ranks, nodes = Ranks(group), self._checkpoint.node_of_rank
+        ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
         while True:
             waits = _is_uploading(saved, _ROUND_S)

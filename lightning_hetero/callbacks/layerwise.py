@@ -6,9 +6,7 @@ newest complete checkpoint in any place is put back, whatever plan and number of
 (AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
 """
 
-import json
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,22 +16,25 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.callbacks.joining import join
-from lightning_hetero.callbacks.owned import OwnedState
-from lightning_hetero.callbacks.places import FinishedStep, Places
-from lightning_hetero.callbacks.run_log import note
-from lightning_hetero.callbacks.training_state import (
+from lightning_hetero.callbacks.checkpointing.owned import OwnedState
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join
+from lightning_hetero.callbacks.checkpointing.report import (
+    StartTimes,
+    last_finished,
+    report_recovery,
+)
+from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_metadata,
     dump_random_state,
     restore,
     restore_random_state,
 )
-from lightning_hetero.callbacks.trial import Trial
+from lightning_hetero.callbacks.checkpointing.trial import Trial
+from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointContent,
     CheckpointId,
@@ -42,7 +43,6 @@ from lightning_hetero.checkpoint import (
     RetryPolicy,
     SavedCheckpoint,
     SoloTransport,
-    Source,
     Transport,
     WriterOptions,
     begin_run,
@@ -73,6 +73,12 @@ class LayerwiseCheckpoint(Checkpoint):
     holds, also where a `ckpt_path` is given, which is for the first start. Delete the folders, on
     all nodes, to start anew. One job at a time may use them. Works under `HeteroStrategy`, for any
     plan before and after, and on a single device.
+
+    ::
+
+        saving = LayerwiseCheckpoint("s3://bucket/run", every_n_train_steps=100)
+        trainer = Trainer(strategy=HeteroStrategy(), callbacks=[saving])
+        trainer.fit(model, datamodule)
 
     Args:
         path_or_url: A folder or URL that all nodes reach, such as "s3://bucket/run"; None keeps
@@ -167,6 +173,8 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        run = run_of(trainer)
+        run.join(run.checkpoints, self)
         self._set_up_at_s = time.time()
 
     @override
@@ -190,7 +198,14 @@ class LayerwiseCheckpoint(Checkpoint):
             self._trial.begin(recovered, joined.tiers, self._transport, is_first_of_node=is_first)
             fetched_s = time.time()
             restore(trainer, owned, recovered)
-            self._report(trainer, recovered, self._last_finished(), (start_s, fetched_s))
+            times = StartTimes(
+                made_s=self._made_at_s,
+                set_up_s=self._set_up_at_s,
+                planned_s=start_s,
+                fetched_s=fetched_s,
+            )
+            finished = last_finished(self.places, self._transport, run=self._start.run)
+            report_recovery(trainer, recovered, finished, times, self._transport, self.node_of_rank)
         if is_first:
             self.places.forget_other_runs(self._start.run)
         self._recovered = recovered
@@ -215,55 +230,6 @@ class LayerwiseCheckpoint(Checkpoint):
             checkpoint.clear()
             restore(trainer, OwnedState(trainer), recovered)
             self._recovered = recovered
-
-    def _last_finished(self) -> FinishedStep | None:
-        """Return how far any node that is left saw training come."""
-        own = self.places.last_finished()
-        text = "" if own is None else json.dumps([own.step, own.at_s, own.run])
-        found = [json.loads(data) for data in self._transport.all_gather(text.encode()) if data]
-        known = [FinishedStep(step=step, at_s=at_s, run=run) for step, at_s, run in found]
-        own_run = [item for item in known if item.run == self._start.run]
-        return max(own_run, key=lambda item: item.at_s, default=None)
-
-    def _report(
-        self,
-        trainer: pl.Trainer,
-        recovered: Recovered,
-        finished: FinishedStep | None,
-        times_s: tuple[float, float],
-    ) -> None:
-        """Log where the state was found, what was lost, how long each phase took."""
-        start_s, fetched_s = times_s
-        seconds = {
-            "meet": self._set_up_at_s - self._made_at_s,
-            "plan and set up": start_s - self._set_up_at_s,
-            "fetch": fetched_s - start_s,
-            "load": time.time() - fetched_s,
-        }
-        found: Counter[Source] = Counter()
-        own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
-        for data in self._transport.all_gather(json.dumps(own).encode()):
-            found.update({Source(source): count for source, count in json.loads(data)})
-        lost, lost_steps = "", None
-        if finished is not None:
-            lost_steps = finished.step - recovered.id.step
-            seconds["restart"] = self._made_at_s - finished.at_s
-            lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
-        rank_zero_info(
-            f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=found)}, load "
-            f"{seconds['load']:.2f} s;{lost} {seconds['meet']:.2f} s to meet, "
-            f"{seconds['plan and set up']:.2f} s to plan and set up; {trainer.world_size} ranks "
-            f"on {len(set(self.node_of_rank))} nodes, {recovered.world_size} had saved it."
-        )
-        note(
-            trainer,
-            "recovered",
-            bytes_by_source={source.name.lower(): count for source, count in found.items()},
-            seconds=seconds,
-            lost_steps=lost_steps,
-            world_size=trainer.world_size,
-            saved_by=recovered.world_size,
-        )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -27,21 +27,26 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.ranks import Ranks
+from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
-from lightning_hetero.strategy.hetero import HeteroStrategy
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["RunLog", "note", "read_log"]
+__all__ = ["RunLog", "read_log"]
 
 _MOST_CHANGES = 1000
 
 
 class RunLog(Callback):
     """Append what happens to a file; a run that is started again goes on with it.
+
+    ::
+
+        trainer = Trainer(strategy=HeteroStrategy(), callbacks=[RunLog("events.jsonl")])
+        trainer.fit(model, datamodule)
+        recovered = [entry for entry in read_log("events.jsonl") if entry["event"] == "recovered"]
 
     Rank 0 writes, and a rank that fails. Where restarts move rank 0 to another node, give a path
     that all nodes reach, or join the nodes' files by time.
@@ -66,14 +71,16 @@ class RunLog(Callback):
         append_event(path, event, **{"step": trainer.global_step, **fields})
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        run = run_of(trainer)
+        run.join(run.logs, self)
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy, group = trainer.strategy, None
-        plans: tuple[ParallelPlan, ...] = ()
-        self._plan, self._num_changes = None, 0
-        if isinstance(strategy, HeteroStrategy):
-            group, plans = strategy.engine.comms.control, strategy.candidate_plans
-        self._plans = list(plans)
-        self.nodes = tuple(Ranks(group).gather(self.node))
+        run = run_of(trainer)
+        plans = () if run.strategy is None else run.strategy.candidate_plans
+        self._plan, self._plans, self._num_changes = None, list(plans), 0
+        self.nodes = tuple(Ranks(run.control).gather(self.node))
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
 
     @override
@@ -85,8 +92,8 @@ class RunLog(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, HeteroStrategy) and strategy.plan != self._plan:
+        strategy = run_of(trainer).strategy
+        if strategy is not None and strategy.plan != self._plan:
             self._plan = strategy.plan
             self._num_changes += 1
             if self._num_changes <= _MOST_CHANGES:
@@ -114,14 +121,6 @@ class RunLog(Callback):
         if not isinstance(exception, AgreedExit):
             error = f"{type(exception).__name__}: {exception}"
             self.write(trainer, "failed", node=self.node, error=error)
-
-
-def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
-    """Write an event on rank 0, if the run keeps a log."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, RunLog) and trainer.is_global_zero:
-            callback.write(trainer, event, **fields)
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:

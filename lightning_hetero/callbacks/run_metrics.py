@@ -28,12 +28,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_hetero.callbacks.layerwise import LayerwiseCheckpoint
-from lightning_hetero.callbacks.ranks import Ranks
-from lightning_hetero.callbacks.run_log import note
+from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
@@ -48,6 +45,11 @@ __all__ = ["RunMetrics"]
 class RunMetrics(Callback):
     """Log throughput, MFU, bubbles, imbalance and stalls every `log_every_n_steps` steps.
 
+    ::
+
+        logger = TensorBoardLogger("logs")
+        Trainer(strategy=HeteroStrategy(), callbacks=[RunMetrics()], logger=logger)
+
     Raises:
         ConfigurationError: In `setup`: the strategy isn't `HeteroStrategy`.
     """
@@ -61,7 +63,7 @@ class RunMetrics(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, HeteroStrategy):
+        if run_of(trainer).strategy is None:
             raise ConfigurationError(
                 f"RunMetrics reads HeteroStrategy's clock, but the strategy is "
                 f"{type(trainer.strategy).__name__}. Leave the callback out."
@@ -95,13 +97,13 @@ class RunMetrics(Callback):
         strategy = _strategy_of(trainer)
         times, place = strategy.engine.clock.last, strategy.engine.place
         assert times is not None
-        data = trainer.datamodule  # type: ignore[attr-defined]
+        data = strategy.datamodule
         total = self._total
         total.num_iterations += 1
         total.wall_s += time.perf_counter() - self._start_s
         total.compute_s += times.compute_s()
         total.exchange_wait_s += sum(m.wait_s for m in times.messages if m.is_exchange)
-        total.planning_stall_s += data.planning_stall_s if isinstance(data, HeteroDataModule) else 0
+        total.planning_stall_s += 0.0 if data is None else data.planning_stall_s
         if place is not None and place.stage_index == place.tp_rank == 0:
             lengths = sample_lengths(batch)
             total.num_tokens += sum(lengths)
@@ -115,15 +117,14 @@ class RunMetrics(Callback):
     def _log(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
         total, self._total = self._total, _Sums()
         total.peak_flops_per_s = self._peak_flops_per_s
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, LayerwiseCheckpoint) and callback.saved is not None:
-                total.checkpoint_stall_s = callback.saved.stall_s
-        rows = Ranks(strategy.engine.comms.control).to_leader(astuple(total))
+        for checkpoint in strategy.run.checkpoints:
+            if checkpoint.saved is not None:
+                total.checkpoint_stall_s = checkpoint.saved.stall_s
+        rows = Ranks(strategy.run.control).to_leader(astuple(total))
         if not rows:
             return
         scalars = _scalars([_Sums(*row) for row in rows])
-        if not isinstance(trainer.datamodule, HeteroDataModule):  # type: ignore[attr-defined]
+        if strategy.datamodule is None:
             del scalars["run/planning_stall_s"]
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
@@ -168,5 +169,6 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
 
 
 def _strategy_of(trainer: pl.Trainer) -> HeteroStrategy:
-    assert isinstance(trainer.strategy, HeteroStrategy)
-    return trainer.strategy
+    strategy = run_of(trainer).strategy
+    assert strategy is not None, "see `setup`"
+    return strategy

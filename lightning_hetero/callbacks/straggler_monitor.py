@@ -24,11 +24,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.callbacks.ranks import Ranks
-from lightning_hetero.callbacks.run_log import note
-from lightning_hetero.callbacks.step_times import StepTimes
-from lightning_hetero.callbacks.straggler_session import StragglerSession
-from lightning_hetero.callbacks.watched_run import HeteroRun, PlainRun
+from lightning_hetero.callbacks.run import Ranks, note, run_of
+from lightning_hetero.callbacks.watching.session import StragglerSession
+from lightning_hetero.callbacks.watching.step_times import StepTimes
+from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
 from lightning_hetero.straggler import (
     BocdConfig,
     Event,
@@ -39,7 +38,6 @@ from lightning_hetero.straggler import (
     WatchConfig,
     to_entry,
 )
-from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["StragglerMonitor"]
 
@@ -87,15 +85,14 @@ class StragglerMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        group: dist.ProcessGroup | None = None
-        if isinstance(strategy, HeteroStrategy):
-            run: PlainRun = HeteroRun(trainer, strategy)
-            group = strategy.engine.comms.control
-            planned = strategy.auto_planned
+        known = run_of(trainer)
+        group = known.control
+        if known.strategy is not None:
+            run: PlainRun = HeteroRun(trainer, known.strategy)
+            planned = known.strategy.auto_planned
             self._predicted_s = None if planned is None else planned.predicted_s
         else:
-            run = PlainRun(trainer)
+            run = PlainRun(trainer, known.restarters)
             if trainer.world_size > 1:
                 made = dist.new_group(backend="gloo")
                 assert isinstance(made, dist.ProcessGroup)
@@ -132,8 +129,8 @@ class StragglerMonitor(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, HeteroStrategy):
+        strategy = run_of(trainer).strategy
+        if strategy is not None:
             share = strategy.plan.share(trainer.global_rank)
             self._step.end_batch(strategy.engine.clock.last, share=share)
         else:

@@ -43,6 +43,7 @@ from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointin
 from lightning_hetero.strategy.engine_options import EngineOptions
 from lightning_hetero.strategy.hooks import HookedStrategy
 from lightning_hetero.strategy.processes import Processes, StartMethod
+from lightning_hetero.strategy.run import Run
 from lightning_hetero.strategy.sliced_state import SlicedState
 from lightning_hetero.strategy.steps import Steps
 from lightning_hetero.strategy.trainable import check_trainable
@@ -169,6 +170,8 @@ class HeteroStrategy(HookedStrategy):
         """What their pipelines cost; None where nobody has measured it."""
         self.auto_planned: AutoPlanned | None = None
         """What the automatic plan rests on; None where a plan was given."""
+        self.run = Run(self)
+        """In which the run's callbacks find each other."""
         self.emulation = Emulation()
         """What this rank plays; what runs in the `setup` of callbacks may put another one here."""
         self._announced: ParallelPlan | None = None
@@ -221,10 +224,15 @@ class HeteroStrategy(HookedStrategy):
             self._processes.comms.tensor_parallel_group(plan)
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
-        datamodule = self._trainer.datamodule
-        if not isinstance(datamodule, HeteroDataModule):
+        if self.datamodule is None:
             return 0
-        return datamodule.set_candidate_plans(self.candidate_plans, self.candidate_costs)
+        return self.datamodule.set_candidate_plans(self.candidate_plans, self.candidate_costs)
+
+    @property
+    def datamodule(self) -> HeteroDataModule | None:
+        """The data module that assigns samples to plans, if the run has one."""
+        found = self._trainer.datamodule
+        return found if isinstance(found, HeteroDataModule) else None
 
     # -- set-up ---------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, places
+from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
+from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, claims
 from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError

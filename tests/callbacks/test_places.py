@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.callbacks import places
-from lightning_hetero.callbacks.joining import join
-from lightning_hetero.callbacks.places import FinishedStep, Places
+from lightning_hetero.callbacks.checkpointing import places
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join
 from lightning_hetero.checkpoint import CheckpointId, LocalStore, TierKind, Transport
 from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError

@@ -79,6 +79,7 @@ def test_a_plan_is_written_whole_once_and_a_change_at_most_a_thousand_times(tmp_
         default_root_dir=tmp_path,
     )
     plans = [ParallelPlan.from_dict({"pipelines": [{"stages": [stage]}]}) for stage in STAGES]
+    log.setup(trainer, None, "fit")
     log._plans = plans[:2]
     for step in range(1500):
         strategy._slices.engine = types.SimpleNamespace(plan=plans[step % 3])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_hetero.callbacks.step_times import StepTimes
+from lightning_hetero.callbacks.watching.step_times import StepTimes
 from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models import pack_samples

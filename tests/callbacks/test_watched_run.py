@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_hetero.callbacks import ElasticRestart, elastic
-from lightning_hetero.callbacks.watched_run import PlainRun
+from lightning_hetero.callbacks.watching.watched_run import PlainRun
 from lightning_hetero.straggler import (
     Decision,
     DecisionKind,
@@ -30,8 +30,8 @@ def restarter(rank: int) -> ElasticRestart:
 
 def run_with(callbacks: list[Any]) -> PlainRun:
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer: Any = SimpleNamespace(strategy=strategy, world_size=len(NODES), callbacks=callbacks)
-    return PlainRun(trainer)
+    trainer: Any = SimpleNamespace(strategy=strategy, world_size=len(NODES))
+    return PlainRun(trainer, callbacks)
 
 
 def mitigations(run: PlainRun):

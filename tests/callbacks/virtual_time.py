@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.callbacks import run_metrics, step_times, straggler_session
+from lightning_hetero.callbacks import run_metrics
+from lightning_hetero.callbacks.watching import session, step_times
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.runtime import clock
 from lightning_hetero.straggler import probe
@@ -34,7 +35,7 @@ class VirtualTime(L.Callback):
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
         self.action_s = _CPU_S
-        timed = (clock, emulated_clock, step_times, probe, run_metrics, straggler_session, faults)
+        timed = (clock, emulated_clock, step_times, probe, run_metrics, session, faults)
         for module in timed:
             patch.setattr(module, "time", self)
         begin = clock.ComputeClock._begin_action

@@ -16,13 +16,13 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
 from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import unit_of
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.strategy.hetero import HeteroStrategy
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
@@ -52,11 +52,11 @@ class OwnedState:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        strategy = trainer.strategy
+        strategy, hetero = trainer.strategy, run_of(trainer).strategy
         self.plan: ParallelPlan | None = None
         self._keeps_whole = False
-        if isinstance(strategy, HeteroStrategy):
-            engine = strategy.engine
+        if hetero is not None:
+            engine = hetero.engine
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
             self._keeps_whole = engine.config.ownership is Ownership.PARAMETER

@@ -3,14 +3,11 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_hetero.callbacks.elastic import ElasticRestart
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Decision,
@@ -28,6 +25,7 @@ from lightning_hetero.straggler import (
     restart_mitigation,
 )
 from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import RestartsRun
 
 __all__ = ["HeteroRun", "PlainRun"]
 
@@ -37,13 +35,17 @@ _EQUAL_DEVICES = 1.15
 
 
 class PlainRun:
-    """What a session asks of the run that it watches, under any strategy."""
+    """What a session asks of the run that it watches, under any strategy.
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    Args:
+        trainer: The run's.
+        restarters: Who can restart it; the first one is asked.
+    """
+
+    def __init__(self, trainer: pl.Trainer, restarters: Sequence[RestartsRun]) -> None:
         self.device = trainer.strategy.root_device
         self._world_size = trainer.world_size
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._restarter = next((c for c in callbacks if isinstance(c, ElasticRestart)), None)
+        self._restarter = restarters[0] if restarters else None
 
     @property
     def message_bytes(self) -> int:
@@ -94,12 +96,11 @@ class HeteroRun(PlainRun):
     """A run under `HeteroStrategy`, whose plan may change."""
 
     def __init__(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
-        super().__init__(trainer)
+        super().__init__(trainer, strategy.run.restarters)
         self._trainer = trainer
         self._strategy = strategy
         self._wanted = strategy.plan
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self._datamodule = datamodule if isinstance(datamodule, HeteroDataModule) else None
+        self._datamodule = strategy.datamodule
         self._last_before = -1
         self._first_plans: tuple[ParallelPlan, ...] = ()
 

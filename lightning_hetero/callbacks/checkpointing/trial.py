@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import Recovered, Tier, Transport
 from lightning_hetero.checkpoint.probation import (
     MAX_TRIES,
@@ -30,7 +31,6 @@ from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.batches import tensors_of
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
-from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["Trial"]
 
@@ -138,11 +138,10 @@ class Trial:
 
     def see_exception(self, trainer: pl.Trainer, exception: BaseException) -> None:
         """Condemn what was recovered if the strategy has refused its gradients."""
-        strategy, step = trainer.strategy, trainer.global_step + 1
+        strategy, step = run_of(trainer).strategy, trainer.global_step + 1
         if isinstance(exception, CheckpointError) or not self._covers(step):
             return
-        engine = strategy._slices.engine if isinstance(strategy, HeteroStrategy) else None
-        if engine is not None and not engine.gradients_are_finite:
+        if strategy is not None and not strategy.engine.gradients_are_finite:
             try:
                 self._judge(trainer, StepFacts(step, None, float("nan")))
             except CheckpointError as verdict:
@@ -201,8 +200,8 @@ class Trial:
 
 def _left_out(trainer: pl.Trainer) -> bool:
     """Whether the user wants steps like the last one to be left out."""
-    strategy = trainer.strategy
-    if isinstance(strategy, HeteroStrategy):
+    strategy = run_of(trainer).strategy
+    if strategy is not None:
         answer = strategy.engine.config.nonfinite_gradients
         return answer is NonfiniteGradients.SKIP and not strategy.engine.gradients_are_finite
     # A scaler finds its scale by overflows.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from lightning_hetero.callbacks.ranks import Ranks
-from lightning_hetero.callbacks.watched_run import PlainRun
+from lightning_hetero.callbacks.run import Ranks
+from lightning_hetero.callbacks.watching.watched_run import PlainRun
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.straggler import (
     Decision,

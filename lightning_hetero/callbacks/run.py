@@ -1,14 +1,37 @@
-"""The small messages, on CPU, with which callbacks of all ranks tell each other what they know."""
+"""A run as its callbacks see it: what its strategy knows, who else is there, and all its ranks."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 
-__all__ = ["Ranks"]
+from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import Run
+
+__all__ = ["Ranks", "note", "run_of"]
 
 _T = TypeVar("_T")
+
+_OTHERS: WeakKeyDictionary[Strategy, Run] = WeakKeyDictionary()
+"""Runs of strategies that give none."""
+
+
+def run_of(trainer: pl.Trainer) -> Run:
+    """Return the run in which a Trainer's callbacks find each other, under any strategy."""
+    if isinstance(trainer.strategy, HeteroStrategy):
+        return trainer.strategy.run
+    return _OTHERS.setdefault(trainer.strategy, Run())
+
+
+def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
+    """Write an event on rank 0, if the run keeps a log."""
+    if trainer.is_global_zero:
+        for log in run_of(trainer).logs:
+            log.write(trainer, event, **fields)
 
 
 class Ranks:

@@ -15,9 +15,9 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer import call
 
-from lightning_hetero.callbacks.owned import OwnedState
+from lightning_hetero.callbacks.checkpointing.owned import OwnedState
+from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import Recovered
-from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["dump_metadata", "dump_random_state", "restore", "restore_random_state"]
 
@@ -29,8 +29,9 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
 
     Called by every rank; collective where buffers have changed.
     """
-    if isinstance(trainer.strategy, HeteroStrategy):
-        trainer.strategy.engine.buffers.share()
+    strategy = run_of(trainer).strategy
+    if strategy is not None:
+        strategy.engine.buffers.share()
     module: Any = trainer.lightning_module
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     metadata: dict[str, Any] = {
@@ -44,7 +45,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         _OWN: {
             "averages": [dict(average.named_buffers()) for average in _average_models(trainer)],
-            "seed": _seed_of(trainer),
+            "seed": 0 if strategy is None else strategy.engine.config.seed,
         },
     }
     plugin = trainer.precision_plugin
@@ -94,8 +95,8 @@ def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> Non
         for name, buffer in average.named_buffers():
             buffer.copy_(buffers[name])
     _restore_trainer(trainer, metadata)
-    strategy = trainer.strategy
-    if isinstance(strategy, HeteroStrategy):
+    strategy = run_of(trainer).strategy
+    if strategy is not None:
         strategy.engine.reseed(own["seed"])
         strategy.engine.mark_weights_stale()
 
@@ -148,11 +149,6 @@ def _loops(trainer: pl.Trainer) -> dict[str, Any]:
             epochs["ready"] = epochs["started"] = epochs["processed"] + 1
             epochs["completed"] = epochs["processed"]
     return loops
-
-
-def _seed_of(trainer: pl.Trainer) -> int:
-    strategy = trainer.strategy
-    return strategy.engine.config.seed if isinstance(strategy, HeteroStrategy) else 0
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

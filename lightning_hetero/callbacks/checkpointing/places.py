@@ -1,4 +1,7 @@
-"""Where a node keeps its checkpoints, and how far training had come when it was interrupted."""
+"""Where a node keeps its checkpoints, and how far training had come when it was interrupted.
+
+The ranks of a job come together at these places all, or none of them does.
+"""
 
 import contextlib
 import hashlib
@@ -8,19 +11,28 @@ import shutil
 import socket
 import stat
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.checkpoint import LocalStore, RetryPolicy, Tier, TierKind, open_store
-from lightning_hetero.checkpoint.claims import machine_id
+from lightning_hetero.checkpoint import (
+    LocalStore,
+    RetryPolicy,
+    Tier,
+    TierKind,
+    Transport,
+    open_store,
+)
+from lightning_hetero.checkpoint.claims import Lease, machine_id
 from lightning_hetero.checkpoint.deadlines import Deadline, Progress
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.checkpoint.transport import finish_together
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["FinishedStep", "Places"]
+__all__ = ["FinishedStep", "Joined", "Places", "join"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_NOTE_S = 1.0
@@ -192,3 +204,64 @@ def _random_name(folder: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """One rank's view of the places."""
+
+    tiers: list[Tier]
+    node: str
+    """Name of this node."""
+    node_of_rank: tuple[str, ...]
+    leases: tuple[Lease, ...]
+    """What this rank holds for all; to be released in the end."""
+
+
+def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joined:
+    """Open the places, tell the nodes apart and take the leases; every rank calls it. Communicates.
+
+    Raises:
+        CheckpointError: A place can't be used, another job uses it, or machines share what should
+            be each one's own; all ranks raise it.
+    """
+    leases: list[Lease] = []
+
+    def enter(_: Progress) -> tuple[list[Tier], str, str]:
+        tiers = places.tiers()
+        node, disk = places.identify_node()
+        for tier in tiers:
+            is_own = tier.is_looked_after_by(
+                transport.global_rank, is_first_of_node=is_first_of_node
+            )
+            if is_own and tier.kind is not TierKind.MEMORY:
+                leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
+                leases[-1].take()
+        return tiers, node, disk
+
+    # Who waits to see whether an owner lives, or for a slow place, is waited for.
+    entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
+    with contextlib.ExitStack() as undo:
+        for lease in leases:
+            undo.callback(lease.release)
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            raise CheckpointError(" ".join(errors))
+        _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
+        undo.pop_all()
+    tiers, node, _ = entering.result()
+    names = tuple(answer["names"][0] for answer in answers)
+    return Joined(tiers=tiers, node=node, node_of_rank=names, leases=tuple(leases))
+
+
+def _refuse_shared_disks(nodes: list[tuple[str, str]]) -> None:
+    nodes_of_disk: dict[str, set[str]] = defaultdict(set)
+    for node, disk in nodes:
+        if disk:
+            nodes_of_disk[disk].add(node)
+    for sharing in nodes_of_disk.values():
+        if len(sharing) > 1:
+            raise CheckpointError(
+                f"Nodes {sorted(sharing)} share their local_dir, so a copy in it would be lost "
+                "with them all. Give each a folder on its own disk; what all nodes reach is "
+                "path_or_url."
+            )

@@ -1,0 +1,74 @@
+"""What a run's strategy and its callbacks tell each other."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lightning_hetero.checkpoint import SavedCheckpoint
+    from lightning_hetero.strategy.hetero import HeteroStrategy
+
+__all__ = ["KeepsLog", "RestartsRun", "Run", "SavesSlices"]
+
+_T = TypeVar("_T")
+
+
+class KeepsLog(Protocol):
+    """What `RunLog` does for others."""
+
+    def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
+        """Append an event."""
+
+
+class SavesSlices(Protocol):
+    """What `LayerwiseCheckpoint` does for others."""
+
+    node_of_rank: tuple[str, ...]
+    saved: "SavedCheckpoint | None"
+
+    def save_and_leave(
+        self, nodes: Collection[str], then: "Callable[[SavedCheckpoint], None]"
+    ) -> None:
+        """Save when this step ends, then call `then`."""
+
+
+class RestartsRun(Protocol):
+    """What `ElasticRestart` does for others."""
+
+    def num_left(self, exclude: Sequence[int]) -> int:
+        """Return how many ranks a restart without some would have."""
+
+    def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
+        """Leave with a checkpoint, for good where one of these ranks runs."""
+
+
+class Run:
+    """One run, in which callbacks find each other; they say who they are in their `setup`.
+
+    `HeteroStrategy.run`; under another strategy one without a `strategy`.
+
+    Args:
+        strategy: Whose plan may change; None under strategies without plans.
+    """
+
+    def __init__(self, strategy: "HeteroStrategy | None" = None) -> None:
+        self.strategy = strategy
+        self.logs: list[KeepsLog] = []
+        """Who writes down what happens."""
+        self.checkpoints: list[SavesSlices] = []
+        """Who saves slices."""
+        self.restarters: list[RestartsRun] = []
+        """Who can restart the run without some of its machines."""
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """The group of small messages between all ranks; None for one rank, or without plans."""
+        return None if self.strategy is None else self.strategy.engine.comms.control
+
+    @staticmethod
+    def join(members: list[_T], member: _T) -> None:
+        """Be found among others of its kind, once."""
+        if member not in members:
+            members.append(member)
