@@ -1,8 +1,7 @@
 """Find stragglers and decide what to do about them (Greyhound)."""
 
 from lightning_hetero.straggler.balance import balance_microbatches
-from lightning_hetero.straggler.bocd import BocdDetector
-from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,

@@ -1,38 +1,135 @@
 """Decide when the iteration time has changed for good, from the stream of iteration times alone.
 
-Greyhound's BOCD+V: Bayesian online change-point detection proposes a change, a verification accepts
-it only when the levels before and after differ by 10 % or more. Values are taken as logarithms, so
-a change is a ratio at any scale. The paper thresholds the change probability; under a constant
-hazard P(run length = 0) never moves, so the probability here is that of a *short* run.
+Greyhound's BOCD+V: Bayesian online change-point detection proposes a change (`run_length`), a
+verification accepts it. Values are taken as logarithms, so a change is a ratio at any scale. The
+paper thresholds the change probability; under a constant hazard P(run length = 0) never moves, so
+the probability here is that of a *short* run.
 
-The verification compares medians, asks for more than the noise of medians of that many values (as
-seen in the values before, also those of the last level, so correlated noise counts), tells bursts
-of outliers from a level, and is tried again with each further value.
+The verification asks that the medians before and after differ by 10 %, and by more than noise
+explains, told by one statistic: the difference of the medians in standard errors (`significance`).
+A run in which values of the old side all but make up for those of the new is a burst, no level. A
+change that isn't accepted is tried again with each further value while its run is short.
+
+Every threshold, its value and why. "Tuned" means on other seeds than figures are reported on:
+
+======================  =====  =====================================================================
+`min_change`            0.10   Greyhound; 0.095 is enough, for a change of 10 % is as likely to look
+                               like 9.5 % as like 10.5 %
+`change_probability`    0.9    Greyhound
+`hazard`                0.001  One change in 1,000 iterations; tuned, insensitive
+`min_run`               4      Up to 3 slow iterations (a checkpoint, a validation) are no level
+`longest_short_run`     40     In the worst noise, a change of 10 % takes up to 40 values
+`min_history`, `warmup` 8, 30  First iterations are slow: no change before 8, no fall before 30
+`history`               200    Iterations of the old level that are remembered
+least `significance`    6.5    Tuned: at 6 noise is reported, at 7 faults are missed
+`_RECENT`               50     Small steps and drift add up over 200 values, hardly over 50
+`_DEFAULT_SCALE`        0.03   Noise where there are too few values to tell; 0.5 % to 5 % are usual
+`_LEAST_SCALE`          0.002  Noise of a perfectly even stream, so that densities are finite
+======================  =====  =====================================================================
+
+Those of the proposal stand in `run_length`, those of the statistic in `significance`.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
-from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.run_length import RunLengthPosterior
-from lightning_hetero.straggler.verification import (
-    is_significant,
+from lightning_hetero.straggler.significance import (
     median,
     robust_scale,
-    without_outliers,
+    significance,
     without_warmup,
 )
 
-__all__ = ["BocdDetector"]
+__all__ = ["BocdConfig", "BocdDetector", "ChangeKind", "ChangePoint"]
 
-
+_LEAST_SIGNIFICANCE = 6.5
+_RECENT = 50
 _DEFAULT_SCALE = 0.03
 _LEAST_SCALE = 0.002
 _SCALE_EVERY = 32
-_RECENT = 50
-"""Values just before a change that it is also compared with."""
-_MANY = 20
-"""Values of a new level that make its median good to a percent or so."""
+"""Values between two looks at how noisy they are."""
+
+
+class ChangeKind(StrEnum):
+    """What a change of the level means."""
+
+    SLOWDOWN = "slowdown"
+    """The level rose."""
+    RECOVERY = "recovery"
+    """The level fell after a slowdown: the cause ended or eased."""
+    IMPROVEMENT = "improvement"
+    """The level fell below the healthy one: nothing to mend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangePoint:
+    """A verified change of the level."""
+
+    step: int
+    """Number of `update` calls before the one that found the change: its index from 0."""
+    onset_step: int
+    """Index of the first value of the new level."""
+    kind: ChangeKind
+    """What the change means."""
+    before: float
+    """Median of the values before, in their own unit."""
+    after: float
+    """Median of the values since the onset."""
+    ratio: float
+    """after / before."""
+    confidence: float
+    """Probability that the run is short, 0 to 1."""
+    healthy: float
+    """Level without a fault, as known so far."""
+    is_slow: bool
+    """Whether the new level is still slow: False after a recovery means that the cause ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BocdConfig:
+    """How eager the detector is.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    min_change: float = 0.10
+    """Least relative difference of the levels that counts (Greyhound: 0.10)."""
+    change_probability: float = 0.9
+    """Least probability of a short run, 0 to 1 (Greyhound: 0.9)."""
+    hazard: float = 1e-3
+    """Prior probability of a change before each value, 0 to 1."""
+    min_run: int = 4
+    """Values that a new level must hold before it counts: shorter bursts are outliers."""
+    longest_short_run: int = 40
+    """Values for which a change is tried again until it is verified."""
+    min_history: int = 8
+    """Values, slow first ones among them, that must come before the first change that counts."""
+    warmup: int = 30
+    """Values in which a falling level is taken for the end of the warm-up and not reported."""
+    history: int = 200
+    """Values of the old level to compare with; a slower drift than this is followed silently."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_change", "change_probability", "hazard"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}; it must lie between 0 and 1."
+                )
+        if not 2 <= self.min_run <= self.longest_short_run <= self.history:
+            raise ConfigurationError(
+                f"min_run {self.min_run}, longest_short_run {self.longest_short_run} and history "
+                f"{self.history} must be 2 or more and ascending."
+            )
+        if self.min_history < self.min_run or self.warmup < 0:
+            raise ConfigurationError(
+                f"min_history is {self.min_history}, warmup {self.warmup}; the first must be "
+                f"min_run ({self.min_run}) or more, the second 0 or more."
+            )
 
 
 class BocdDetector:
@@ -158,19 +255,19 @@ class BocdDetector:
     def _differs(self, before: list[float], after: list[float]) -> bool:
         """Tell whether the levels differ by enough, and by more than noise explains."""
         before_log, after_log = median(before), median(after)
-        shift = after_log - before_log
-        if abs(shift) < 0.5 * self._least_shift:
-            return False
-        # A change of 10 % is as likely to look like 9.5 % as like 10.5 %; wait, then allow for it.
-        least = self._least_shift * (0.95 if len(after) >= _MANY else 1.0)
+        rises = after_log > before_log
+        # A change of 10 % is as likely to look like 9.5 % as like 10.5 %.
+        least = 0.95 * self._least_shift
         # Small steps and drift add up over a long memory: the change itself must be as large.
-        recent_shift = after_log - median(before[-_RECENT:])
-        enough = min(abs(shift), recent_shift * math.copysign(1.0, shift)) >= least
-        if self._healthy_log is not None and shift < 0.0:
+        shift = after_log - median(before[-_RECENT:])
+        is_large = min(abs(after_log - before_log), shift if rises else -shift) >= least
+        if self._healthy_log is not None and not rises:
             # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
-            enough = enough or after_log <= 0.5 * (self._healthy_log + before_log)
+            is_large = is_large or after_log <= 0.5 * (self._healthy_log + before_log)
+        # Each value back on the old side makes up for one on the new side.
         middle = 0.5 * (before_log + after_log)
-        if not enough or self._is_burst(after, middle, rises=shift > 0.0):
+        num_beyond = sum((value > middle) == rises for value in after)
+        if not is_large or 2 * num_beyond - len(after) < self.config.min_run:
             return False
         missing = self.config.history - len(before)
         noise = self._noise[-missing:] if missing > 0 else []
@@ -178,19 +275,8 @@ class BocdDetector:
         if self._in_first_regime and len(before) < self.config.min_history:
             # The scale was learnt with slow first iterations.
             scale = max(_DEFAULT_SCALE, robust_scale(before))
-        return is_significant(before, after, scale=scale, noise=noise)
-
-    def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
-        """Tell whether a run may be outliers and the values between them.
-
-        Each value back on the old side makes up for one on the new side, and while a run is short,
-        enough of its values must agree: spikes differ in height.
-        """
-        least = self.config.min_run
-        num_beyond = sum((value > middle) == rises for value in after)
-        if 2 * num_beyond - len(after) < least:
-            return True
-        return len(after) < 2 * least and len(without_outliers(after, scale=self._scale)) < least
+        found = significance(before, after, scale=scale, noise=noise)
+        return found >= _LEAST_SIGNIFICANCE
 
     def _settle(self, run: int) -> None:
         """Let the present level begin at its last `run` values, without a report."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event, read_entries
-from lightning_hetero.straggler.change import ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.mitigation import Mitigation
 from lightning_hetero.straggler.policy import Decision, DecisionKind

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.straggler.bocd import BocdDetector
-from lightning_hetero.straggler.change import BocdConfig, ChangePoint
+from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangePoint
 
 __all__ = ["Observation", "RankHistory", "RankReport"]
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
-from lightning_hetero.straggler.bocd import BocdDetector
-from lightning_hetero.straggler.change import BocdConfig, ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import ChangeEvent
 
 __all__ = ["LevelWatch", "RankNote"]

@@ -22,8 +22,11 @@ from numpy.typing import NDArray
 __all__ = ["RunLengthPosterior"]
 
 _PRIOR_ALPHA = 2.0
+"""A new run's variance is as if known from four values: the least that gives it a mean and more."""
 _PRIOR_MEAN_SD = 1.0
+"""Of a new run's level, in logarithms: e times faster or slower is nothing unusual."""
 _OUTLIER_DENSITY = 0.01
+"""Of an outlier's logarithm; a value that no run predicts better says nothing of them. Tuned."""
 _TINY = 1e-290
 _MEAN, _KAPPA, _ALPHA, _BETA = range(4)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from lightning_hetero.straggler.change import BocdConfig, ChangeKind
+from lightning_hetero.straggler.bocd import BocdConfig, ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,

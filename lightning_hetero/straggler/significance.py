@@ -1,0 +1,103 @@
+"""Tell how far two levels differ beyond what noise explains: one robust statistic.
+
+::
+
+    z = |m₁ - m₀| / (1.2533 σ √(1/n₀ + 1/n₁) √((1+ρ)/(1-ρ)) (1 + (16/n₀)²))
+
+for medians m₀, m₁ of n₀ values before and n₁ after a change. Greyhound's verification compares
+means; iteration times have outliers and correlated noise. So medians stand for means (1.2533 is
+√(π/2), the price of it for normal values), σ is what the median absolute deviation says of the
+values before, and medians of values with lag-1 correlation ρ stray farther by the next factor.
+
+Few values tell their own σ and ρ badly, as Student's t says: that is the last factor. It is left
+out for a change by half or more: noise that could be mistaken for one is rarer than such a fault.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["median", "robust_scale", "significance", "without_warmup"]
+
+_NORMAL_MAD = 1.4826
+"""Standard deviation of normal values over their median absolute deviation."""
+_FEW = 8
+"""Values that don't tell their own spread."""
+_DOUBTFUL = 16.0
+"""So few values double the error. Tuned: with 14, strongly correlated noise is reported."""
+_LARGE = math.log(1.5)
+_LEAST_CORRELATED = 32
+"""Values from which a correlation can be told: its standard error is then below 0.18."""
+_HIGHEST_CORRELATION = 0.9
+"""More is drift, which would hide every change."""
+_WARMUP_DEVIATIONS = 5.0
+"""Standard deviations above the later values that a first iteration must not exceed."""
+_LEAST_WARMUP_SCALE = 0.005
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median of at least one value (faster than NumPy's for some hundreds)."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return 0.5 * (ordered[middle - 1] + ordered[middle])
+
+
+def robust_scale(values: Sequence[float]) -> float:
+    """Return the standard deviation as the median absolute deviation tells it."""
+    center = median(values)
+    return _NORMAL_MAD * median([abs(value - center) for value in values])
+
+
+def significance(
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    scale: float,
+    noise: Sequence[float] = (),
+) -> float:
+    """Return by how many standard errors the medians of two levels differ; 0 or more.
+
+    Args:
+        before: Values of the old level.
+        after: Values of the new one.
+        scale: Standard deviation of `before` where it is too short to tell it.
+        noise: Deviations of values before those from their own level, which tell how values follow
+            each other where `before` is short: that is the machine's way, not the level's.
+    """
+    center = median(before)
+    shift = abs(median(after) - center)
+    spread = scale if len(before) < _FEW else robust_scale(before)
+    error = math.sqrt(0.5 * math.pi) * spread * math.sqrt(1.0 / len(before) + 1.0 / len(after))
+    error *= _stray([*noise, *(value - center for value in before)])
+    error *= 1.0 + (_DOUBTFUL / len(before)) ** 2 if shift < _LARGE else 1.0
+    return shift / error if error > 0.0 else math.inf
+
+
+def _stray(values: Sequence[float]) -> float:
+    """Return how many times farther means of these values stray than independent ones' do.
+
+    √((1+ρ)/(1-ρ)) for autoregressive noise; ρ is its lag-1 correlation without outliers, less the
+    standard error of ρ.
+    """
+    if len(values) < _LEAST_CORRELATED:
+        return 1.0
+    limit = 3.0 * robust_scale(values)
+    deviations = np.clip(np.asarray(values) - median(values), -limit, limit)
+    variance = float(deviations @ deviations)
+    if not variance > 0.0:
+        return 1.0
+    found = float(deviations[1:] @ deviations[:-1]) / variance - 1.0 / math.sqrt(len(values))
+    correlation = min(_HIGHEST_CORRELATION, max(0.0, found))
+    return math.sqrt((1.0 + correlation) / (1.0 - correlation))
+
+
+def without_warmup(values: Sequence[float]) -> Sequence[float]:
+    """Leave out the first values, as far as they lie above what the later half explains."""
+    settled = values[len(values) // 2 :]
+    scale = max(_LEAST_WARMUP_SCALE, robust_scale(settled))
+    highest = median(settled) + _WARMUP_DEVIATIONS * scale
+    first = next(index for index, value in enumerate(values) if value <= highest)
+    return values[first:]
