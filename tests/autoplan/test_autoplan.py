@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero.autoplan import planning as autoplan
 from lightning_hetero.autoplan.facts import AutoPlan, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.core.cluster import Cluster, Node
@@ -117,7 +116,7 @@ def test_a_module_of_unknown_sizes_is_trained_data_parallel_with_a_warning(
         Seat(host="host", device=replace(KNOWN_DEVICES["T4"], name=name), base=name)
         for name in devices
     )
-    monkeypatch.setattr(autoplan, "detect_seats", lambda *_, **__: seats)
+    monkeypatch.setattr(RunFacts, "detect_seats", lambda _: seats)
     module = torch.nn.Linear(2, 2)
     facts = RunFacts(
         module=module,
