@@ -1,5 +1,8 @@
 """Find stragglers and decide what to do about them (Greyhound)."""
 
+import warnings
+from typing import Any
+
 from lightning_hetero.straggler.balance import balance_microbatches
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import (
@@ -109,3 +112,19 @@ __all__ = [
     "swap_ranks",
     "to_entry",
 ]
+
+_RENAMED = {
+    "Measure": "PossibleMitigation",
+    "Option": "PossibleMitigation",
+    "conclude": "diagnose",
+    "find_measures": "find_mitigations",
+    "restart_measure": "restart_mitigation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    text = f"{__name__}.{name} is called {_RENAMED[name]} now; the old name goes with this release."
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]
