@@ -28,7 +28,7 @@ from lightning_hetero.planner.proposing.relaxation import AverageWork, fractiona
 
 __all__ = ["Proposal", "ProposalOptions", "Scheme", "choose_together", "draw_iteration", "propose"]
 
-_WORTH_HAVING = 1e-3
+_WORTH_HAVING = 1e-4
 """Share of the mean that one more plan has to save."""
 
 
