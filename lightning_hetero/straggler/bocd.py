@@ -7,8 +7,9 @@ the probability here is that of a *short* run.
 
 The verification asks that the medians before and after differ by 10 %, and by more than noise
 explains, told by one statistic: the difference of the medians in standard errors (`significance`).
-A run in which values of the old side all but make up for those of the new is a burst, no level. A
-change that isn't accepted is tried again with each further value while its run is short.
+A run in which values of the old side all but make up for those of the new, or whose first values
+differ as spikes do, is a burst, no level. A change that isn't accepted is tried again with each
+further value while its run is short.
 
 Every threshold, its value and why. "Tuned" means on other seeds than figures are reported on:
 
@@ -23,6 +24,7 @@ Every threshold, its value and why. "Tuned" means on other seeds than figures ar
 `history`               200    Iterations of the old level that are remembered
 least `significance`    6.5    Tuned: at 6 noise is reported, at 7 faults are missed
 `_RECENT`               50     Small steps and drift add up over 200 values, hardly over 50
+`_AGREEING`             8      Standard deviations within which the first values of a level agree
 `_DEFAULT_SCALE`        0.03   Noise where there are too few values to tell; 0.5 % to 5 % are usual
 `_LEAST_SCALE`          0.002  Noise of a perfectly even stream, so that densities are finite
 ======================  =====  =====================================================================
@@ -48,6 +50,7 @@ __all__ = ["BocdConfig", "BocdDetector", "ChangeKind", "ChangePoint"]
 
 _LEAST_SIGNIFICANCE = 6.5
 _RECENT = 50
+_AGREEING = 8.0
 _DEFAULT_SCALE = 0.03
 _LEAST_SCALE = 0.002
 _SCALE_EVERY = 32
@@ -264,10 +267,7 @@ class BocdDetector:
         if self._healthy_log is not None and not rises:
             # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
             is_large = is_large or after_log <= 0.5 * (self._healthy_log + before_log)
-        # Each value back on the old side makes up for one on the new side.
-        middle = 0.5 * (before_log + after_log)
-        num_beyond = sum((value > middle) == rises for value in after)
-        if not is_large or 2 * num_beyond - len(after) < self.config.min_run:
+        if not is_large or self._is_burst(after, 0.5 * (before_log + after_log), rises=rises):
             return False
         missing = self.config.history - len(before)
         noise = self._noise[-missing:] if missing > 0 else []
@@ -277,6 +277,20 @@ class BocdDetector:
             scale = max(_DEFAULT_SCALE, robust_scale(before))
         found = significance(before, after, scale=scale, noise=noise)
         return found >= _LEAST_SIGNIFICANCE
+
+    def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
+        """Tell whether a run may be outliers and the values between them.
+
+        Each value back on the old side makes up for one on the new side, and while a run is short,
+        enough of its values must agree: spikes differ in height.
+        """
+        least = self.config.min_run
+        num_beyond = sum((value > middle) == rises for value in after)
+        if 2 * num_beyond - len(after) < least:
+            return True
+        center, reach = median(after), _AGREEING * self._scale
+        num_agreeing = sum(abs(value - center) <= reach for value in after)
+        return len(after) < 2 * least and num_agreeing < least
 
     def _settle(self, run: int) -> None:
         """Let the present level begin at its last `run` values, without a report."""
