@@ -15,7 +15,7 @@ from lightning_hetero.checkpoint.tiers import Holder, Source, source_of
 from lightning_hetero.checkpoint.transport import take_turns
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "Fetch", "FileRange", "assign_sources", "source_of", "whole_blocks"]
+__all__ = ["CHUNK_BYTES", "Fetch", "FileRange", "assign_sources", "whole_blocks"]
 
 CHUNK_BYTES = 16 << 20
 """Largest fetch: what a sender, a link and a receiver hold at a time."""
