@@ -5,6 +5,7 @@ milliseconds, from the same cost model. Pipelines of one class (same devices in 
 balanced and timed once: K micro-batches take `fill + slope·K`, and are shared by that (`sharing`).
 """
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -76,6 +77,12 @@ class Estimator:
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
         self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
+
+    def unequal(self) -> "Estimator":
+        """Return an estimator with the same caches whose pipelines may run unequal shares."""
+        other = copy.copy(self)
+        other.equal_microbatches = False
+        return other
 
     def shape(
         self, node: int, tp_degree: int, num_layers: int, *, first: bool, last: bool

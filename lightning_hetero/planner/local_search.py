@@ -96,15 +96,18 @@ class Judge:
         return 40 * sum(map(len, candidate.layers)) + actions
 
 
-def improve(candidate: Candidate, judge: Judge, *, budget: int) -> Candidate:
-    """Return the candidate after all moves that help, within `budget` simulated actions."""
+def improve(candidate: Candidate, judge: Judge, estimator: Estimator, *, budget: int) -> Candidate:
+    """Return the candidate after all moves that help, within `budget` simulated actions.
+
+    The estimator says whether pipelines must run equal shares.
+    """
     best, score = candidate, judge.score(candidate)
     limit = judge.work_done + budget
     improved = True
     while improved:
         improved = False
         for family in _MOVES:
-            for moved in family(best, judge.estimator):
+            for moved in family(best, estimator):
                 if judge.work_done >= limit:
                     return best
                 moved_score = judge.score(moved)

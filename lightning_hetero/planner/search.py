@@ -14,6 +14,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import Arrangement
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.estimator import Estimate, Estimator
@@ -37,11 +38,19 @@ _MAX_ENUMERATED = 12_000
 _MAX_ENUMERATED_DEVICES = 6
 _SIMULATED = 24
 _SIMULATED_ACTIONS = 1_500_000
+_SIMULATED_OF_A_PART = 6
+_WORTH_SIMULATING = 1.05
+"""A part's estimate may be so much above the best simulated plan."""
+_LEAST_OVERHEAD = 1.02
+"""Bubbles and exchange make an iteration at least so much longer than its work."""
+_ESTIMATED_STAGES_OF_PARTS = 60_000
+"""Arrangements of parts that are estimated, times their devices."""
 _IMPROVED = 3
 # Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
 _SIMULATED_ENUMERATED = 150
 _IMPROVED_ENUMERATED = 16
-_IMPROVE_ACTIONS = 150_000
+_IMPROVE_ACTIONS = 100_000
+_IMPROVE_ACTIONS_EQUAL = 50_000
 
 ProgressCallback = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -156,18 +165,17 @@ class _PlanSearch:
                 "Planning for cost needs the price of every node. Give each node a price_per_hour "
                 "in the cluster file, or plan for throughput."
             )
-        self.estimator = Estimator(cost, workload, equal_microbatches=options.equal_microbatches)
+        equal = Estimator(cost, workload, equal_microbatches=True)
+        self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
+        self.estimator = self.estimators[-1]
         self.judge = Judge(self.estimator, self._score)
         self.enumerated = False
+        self.num_estimated = 0
         self.tp_degrees = valid_tp_degrees(cost, workload, options)
 
     def run(self) -> PlanningResult:
         self.progress("Proposing groups", 0.0)
-        arrangements = self._arrangements()
-        estimates = self._estimate(arrangements)
-        if not estimates:
-            raise PlanningError(_nowhere(self.cost, self.workload, self.tp_degrees))
-        candidates = self._simulate(estimates)
+        candidates = self._simulated()
         if not candidates:
             raise PlanningError(_nowhere(self.cost, self.workload, self.tp_degrees))
         ranked = self._improve(candidates)
@@ -192,104 +200,139 @@ class _PlanSearch:
             lower_bound_s=bound,
             lower_bound_price=bound_iteration_price(self.estimator, self.tp_degrees),
             objective=self.options.objective,
-            num_estimated=len(arrangements),
+            num_estimated=self.num_estimated,
             num_simulated=self.judge.num_simulated,
         )
 
-    def _arrangements(self) -> list[Arrangement]:
-        counts = [node.count for node in self.nodes]
+    def _simulated(self) -> list[Candidate]:
+        """Return the candidates that fit, best first: of the cluster, then of parts of it.
+
+        A part is looked at only where its devices could do better than the best so far.
+        """
+        counts = tuple(node.count for node in self.nodes)
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
             every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
                 self.enumerated = True
-                return every
-        arrangements: list[Arrangement] = []
-        for allowed in self._allowances(counts):
-            arrangements += propose_arrangements(self.estimator, allowed, self.tp_degrees)
-        return list(dict.fromkeys(arrangements))
+                return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS)
+        every = propose_arrangements(self.estimator, counts, self.tp_degrees)
+        found = self._simulate(every, _SIMULATED, _SIMULATED_ACTIONS)
+        burden = [self._burden(node) for node in range(len(counts))]
+        limit = self.judge.work_done + _SIMULATED_ACTIONS
+        left = _ESTIMATED_STAGES_OF_PARTS
+        for part, is_thorough in smaller_allowances(self.cost.cluster, burden):
+            best = min(map(self.judge.score, found), default=float("inf"))
+            if left <= 0 or self._least_score(part) * _LEAST_OVERHEAD >= best:
+                continue
+            arrangements = propose_arrangements(
+                self.estimator, part, self.tp_degrees, is_thorough=is_thorough
+            )
+            left -= len(arrangements) * sum(part)
+            budget = limit - self.judge.work_done
+            found += self._simulate(arrangements, _SIMULATED_OF_A_PART, budget, below=best)
+        return sorted(dict.fromkeys(found), key=self.judge.score)
 
-    def _allowances(self, counts: Sequence[int]) -> list[list[int]]:
-        """Return which nodes may be used; all of them, unless money counts.
+    def _burden(self, node: int) -> float:
+        """Return what a device's work costs on a node: seconds, or money if that counts."""
+        seconds = self.estimator.seconds_per_device(node, self.tp_degrees)
+        if self.options.objective is Objective.COST:
+            return seconds * (self.nodes[node].price_per_hour or 0.0) / self.nodes[node].count
+        return seconds
 
-        Then nodes are left out one after the other, those with the most money per work first.
+    def _least_score(self, part: Sequence[int]) -> float:
+        """Return about the least score of plans on a part of the cluster, by its work alone."""
+        used = [node for node, count in enumerate(part) if count]
+        power = sum(
+            part[node] / self.estimator.seconds_per_device(node, self.tp_degrees) for node in used
+        )
+        if not power:
+            return float("inf")
+        return self._weighted(self.workload.num_microbatches / power, used)
+
+    def _simulate(
+        self,
+        arrangements: Sequence[Arrangement],
+        most: int,
+        budget: int,
+        below: float = float("inf"),
+    ) -> list[Candidate]:
+        """Return the candidates that fit, best first, after simulating the likeliest.
+
+        Equal shares are tried as well, as if they alone were allowed: whatever a search with them
+        would simulate is simulated here. Stops at estimates that are far above `below`.
         """
-        allowances = [list(counts)]
-        if self.options.objective is not Objective.COST:
-            return allowances
+        self.num_estimated += len(arrangements)
+        fitting: list[Candidate] = []
+        for estimator in self.estimators:
+            limit = self.judge.work_done + budget
+            num_fitting = 0
+            for estimate in self._estimate(arrangements, estimator):
+                score = self._rough_score(estimate)
+                enough = num_fitting >= most or score > below * _WORTH_SIMULATING
+                if enough or (self.judge.work_done > limit and fitting):
+                    break
+                candidate = Candidate(
+                    arrangement=estimate.arrangement,
+                    layers=estimate.layers,
+                    num_microbatches=estimate.num_microbatches,
+                )
+                if self.judge.score(candidate) < float("inf"):
+                    fitting.append(candidate)
+                    num_fitting += 1
+        return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
-        def money_per_work(node: int) -> float:
-            price = (self.nodes[node].price_per_hour or 0.0) / self.nodes[node].count
-            return price * self.estimator.seconds_per_device(node, self.tp_degrees)
-
-        order = sorted(range(len(counts)), key=lambda node: (-money_per_work(node), node))
-        steps = max(1, len(order) // 16)
-        for left_out in range(steps, len(order), steps):
-            dropped = set(order[:left_out])
-            allowances.append([0 if n in dropped else c for n, c in enumerate(counts)])
-        return allowances
-
-    def _estimate(self, arrangements: Sequence[Arrangement]) -> list[Estimate]:
+    def _estimate(
+        self, arrangements: Sequence[Arrangement], estimator: Estimator
+    ) -> list[Estimate]:
         estimates = []
         for index, arrangement in enumerate(arrangements):
-            if index % 256 == 0:
-                self.progress("Estimating plans", 0.2 + 0.3 * index / len(arrangements))
-            estimate = self.estimator.estimate(arrangement)
+            estimate = estimator.estimate(arrangement)
             if estimate is not None:
                 estimates.append((self._rough_score(estimate), index, estimate))
         estimates.sort(key=lambda entry: entry[:2])
         return [estimate for _, _, estimate in estimates]
 
-    def _simulate(self, estimates: Sequence[Estimate]) -> list[Candidate]:
-        """Return the candidates that fit, best first, after simulating the likeliest."""
-        scored: list[tuple[float, int, Candidate]] = []
-        work = 0
-        most = _SIMULATED_ENUMERATED if self.enumerated else _SIMULATED
-        for index, estimate in enumerate(estimates):
-            enough = len(scored) >= most or (work > _SIMULATED_ACTIONS and scored)
-            if enough:
-                break
-            candidate = Candidate(
-                arrangement=estimate.arrangement,
-                layers=estimate.layers,
-                num_microbatches=estimate.num_microbatches,
-            )
-            work += self.judge.work_of(candidate)
-            score = self.judge.score(candidate)
-            if score < float("inf"):
-                scored.append((score, index, candidate))
-            self.progress("Simulating plans", 0.5 + 0.2 * min(1.0, index / most))
-        scored.sort(key=lambda entry: entry[:2])
-        return [candidate for _, _, candidate in scored]
-
     def _improve(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Improve the best candidates, only one of those that differ in nodes alone."""
-        distinct: dict[object, Candidate] = {}
-        for candidate in candidates:
-            kind = sorted(map(self.estimator.key, candidate.arrangement))
-            distinct.setdefault(tuple(kind), candidate)
-        chosen = list(distinct.values())
-        chosen = chosen[: _IMPROVED_ENUMERATED if self.enumerated else _IMPROVED]
-        improved = list(candidates)
-        for index, candidate in enumerate(chosen):
-            self.progress("Improving plans", 0.7 + 0.25 * index / len(chosen))
-            improved.append(improve(candidate, self.judge, budget=_IMPROVE_ACTIONS))
-        unique = list(dict.fromkeys(improved))
-        return sorted(unique, key=self.judge.score)
+        """Improve the best candidates, only one of those that differ in nodes alone.
+
+        What can be had with equal shares is improved first, with equal shares.
+        """
+        found = list(candidates)
+        most = _IMPROVED_ENUMERATED if self.enumerated else _IMPROVED
+        for estimator in self.estimators:
+            equal = estimator.equal_microbatches
+            budget = _IMPROVE_ACTIONS_EQUAL if equal else _IMPROVE_ACTIONS
+            distinct: dict[object, Candidate] = {}
+            for candidate in sorted(found, key=self.judge.score):
+                if equal and not _has_equal_shares(candidate):
+                    continue
+                kind = sorted(map(self.estimator.key, candidate.arrangement))
+                distinct.setdefault(tuple(kind), candidate)
+            for candidate in list(distinct.values())[:most]:
+                found.append(improve(candidate, self.judge, estimator, budget=budget))
+        return sorted(dict.fromkeys(found), key=self.judge.score)
 
     def _rough_score(self, estimate: Estimate) -> float:
-        if self.options.objective is Objective.COST:
-            used = {node for pipeline in estimate.arrangement for node in pipeline.nodes}
-            return estimate.time_s * sum(self.nodes[n].price_per_hour or 0.0 for n in sorted(used))
-        return estimate.time_s
+        used = {node for pipeline in estimate.arrangement for node in pipeline.nodes}
+        return self._weighted(estimate.time_s, sorted(used))
 
     def _score(self, found: ParallelPlan, simulation: Simulation) -> float:
+        used = {self.cost.node_of_rank[rank] for rank in found.ranks}
+        return self._weighted(simulation.iteration_time_s, sorted(used))
+
+    def _weighted(self, time_s: float, nodes: Sequence[int]) -> float:
+        """Return what to minimise: seconds, or their price on some nodes."""
         if self.options.objective is Objective.COST:
-            return simulation.iteration_time_s * (self._price(found) or 0.0)
-        return simulation.iteration_time_s
+            return time_s * (self.cost.cluster.price_of(nodes) or 0.0)
+        return time_s
 
     def _price(self, found: ParallelPlan) -> float | None:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}
         return self.cost.cluster.price_of(sorted(used))
+
+
+def _has_equal_shares(candidate: Candidate) -> bool:
+    return max(candidate.num_microbatches) - min(candidate.num_microbatches) <= 1
 
 
 def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:

@@ -94,7 +94,11 @@ class _Types:
 
 
 def propose_arrangements(
-    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+    estimator: Estimator,
+    counts: Sequence[int],
+    tp_degrees: Sequence[int],
+    *,
+    is_thorough: bool = True,
 ) -> list[Arrangement]:
     """Return arrangements worth estimating.
 
@@ -102,14 +106,17 @@ def propose_arrangements(
         estimator: Costs, workload and cluster.
         counts: Devices of each node that may be used.
         tp_degrees: Tensor-parallel degrees to consider.
+        is_thorough: Whether to ask the solvers, too; else units are dealt evenly only.
     """
     types = _Types(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
     for tp_degree in tp_degrees:
         if sum(types.units(tp_degree)):
-            groupings += _dealt(types, tp_degree)
-            groupings += _by_effective_power(types, tp_degree)
-    groupings += _by_rate(types, tp_degrees)
+            groupings += _dealt(types, tp_degree, 64 if is_thorough else 8)
+            if is_thorough:
+                groupings += _by_effective_power(types, tp_degree)
+    if is_thorough:
+        groupings += _by_rate(types, tp_degrees)
     arrangements = []
     for groups in dict.fromkeys(map(tuple, groupings)):
         for order in MappingOrder:
@@ -133,13 +140,14 @@ def bound_time_s(
     return bound_iteration_time_s(estimator, types.nodes, types.totals, compositions, upper_s)
 
 
-def _dealt(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
+def _dealt(types: _Types, tp_degree: int, most_numbers: int) -> Iterator[list[Group]]:
     """Deal units evenly over every number of groups, or over a spread of numbers."""
     units = types.units(tp_degree)
     most = min(sum(units), types.estimator.workload.num_microbatches)
     least = -(-sum(units) // types.estimator.num_layers)
-    spread = np.unique(np.geomspace(max(least, 1), max(most, 1), 40).astype(int))
-    for num_groups in range(least, most + 1) if most <= 64 else spread.tolist():
+    spread = np.unique(np.geomspace(least, max(most, least), min(most_numbers, 40)).astype(int))
+    every = range(least, most + 1)
+    for num_groups in every if len(every) <= most_numbers else spread.tolist():
         dealt = deal_evenly(units, num_groups)
         rows = [row for row, repeats in dealt for _ in range(repeats)]
         if all(map(any, rows)):

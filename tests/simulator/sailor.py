@@ -47,6 +47,20 @@ SPECS = {
     "V100-16": (125e12, 16, 900e9),
 }
 MODELS = {"OPT-350": "opt-350m", "GPT-Neo-2.7": "gpt-neo-2.7b"}
+# Not in the package's table of models.
+OPT_30B = ModelSpec(
+    name="opt-30b",
+    num_layers=48,
+    hidden_size=7168,
+    intermediate_size=28672,
+    num_heads=56,
+    num_kv_heads=56,
+    vocab_size=50272,
+    gated_mlp=False,
+    tied_embeddings=True,
+    biases=True,
+    max_positions=2048,
+)
 # fp32 weights and gradients; two Adam moments and the flat copies that DeepSpeed makes of weights
 # and gradients.
 LAYOUT = StateLayout(
@@ -189,7 +203,7 @@ def load_run(path: Path) -> MeasuredRun:
 
 def load_profile(model_name: str, devices: set[str]) -> Profile:
     """Read the measured times of a model on some device types."""
-    model = ModelSpec.load(MODELS[model_name])
+    model = OPT_30B if model_name == "OPT-30" else ModelSpec.load(MODELS[model_name])
     memory = _load("layer_memory.json")[model_name]
     return Profile(
         model=model,
@@ -211,6 +225,15 @@ def load_profile(model_name: str, devices: set[str]) -> Profile:
             for device in sorted(devices)
         ),
     )
+
+
+def sailor_cluster(counts: dict[str, int], *, devices_per_node: int) -> Cluster:
+    """Return so many devices of each type in equal nodes; links are the cost's business."""
+    builder = _PlanBuilder(None)
+    for device, count in counts.items():
+        for _ in range(count // devices_per_node):
+            builder.add_node(device, devices_per_node)
+    return builder.cluster()
 
 
 class _PlanBuilder:
@@ -267,14 +290,19 @@ class _PlanBuilder:
             ),
         )
 
+    def add_node(self, device: str, count: int) -> None:
+        """Add a node with all devices free."""
+        self._nodes.append((device, count))
+        self._free.append(count)
+
     def _take(self, device: str, count: int, tp_degree: int) -> tuple[int, int]:
         for node, (name, size) in enumerate(self._nodes):
             if name == device and self._free[node] >= tp_degree:
                 first = size - self._free[node]
                 self._free[node] -= tp_degree
                 return node, first
-        self._nodes.append((device, count))
-        self._free.append(count - tp_degree)
+        self.add_node(device, count)
+        self._free[-1] -= tp_degree
         return len(self._nodes) - 1, 0
 
 

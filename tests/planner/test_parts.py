@@ -1,0 +1,95 @@
+"""The search never loses to a part of itself: fewer devices, equal shares."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.planner import PlanningOptions, Workload, plan
+from lightning_hetero.planner.allowances import smaller_allowances
+from tests.simulator.sailor import ROOT, SailorCost, load_profile, sailor_cluster
+
+BERT = ModelSpec.load("bert-large")
+DEVICES = ["A100-80GB", "RTX-4090", "T4"]
+
+
+def iteration_s(nodes, model, workload, bytes_per_s=12.5e9) -> float:
+    cluster = Cluster(
+        nodes=tuple(Node(device=device, count=count) for device, count in nodes),
+        inter_node_bytes_per_s=bytes_per_s,
+    )
+    try:
+        return plan(cluster, model, workload).best.simulation.iteration_time_s
+    except PlanningError:
+        return float("inf")
+
+
+@pytest.mark.parametrize("num_nodes", [7, 12])
+def test_devices_behind_a_slow_network_are_left_idle(num_nodes):
+    workload = Workload(sequence_length=512, global_batch_size=32)
+    one, many = (
+        iteration_s([("RTX-4090", 1)] * count, BERT, workload, 1.25e8) for count in (1, num_nodes)
+    )
+    assert many <= one
+
+
+@pytest.mark.parametrize("num_nodes", [25, 32])
+def test_one_micro_batch_is_planned_on_more_devices_than_the_model_has_layers(num_nodes):
+    workload = Workload(sequence_length=512, global_batch_size=1)
+    one = iteration_s([("A100-80GB", 1)], BERT, workload)
+    assert iteration_s([("A100-80GB", 1)] * num_nodes, BERT, workload) <= one
+
+
+@settings(deadline=None, max_examples=3)
+@given(
+    nodes=st.lists(
+        st.tuples(st.sampled_from(DEVICES), st.sampled_from([1, 2])), min_size=8, max_size=9
+    ),
+    bytes_per_s=st.sampled_from([1.25e8, 1.25e9, 12.5e9]),
+    batch=st.sampled_from([8, 32]),
+)
+def test_one_more_node_never_makes_the_best_plan_slower(nodes, bytes_per_s, batch):
+    workload = Workload(sequence_length=512, global_batch_size=batch)
+    fewer, all_of_them = (
+        iteration_s(some, BERT, workload, bytes_per_s) for some in (nodes[:-1], nodes)
+    )
+    assert all_of_them <= fewer * 1.005
+
+
+def test_parts_leave_out_types_nodes_and_devices_of_nodes():
+    nodes = [Node(device=name, count=2) for name in ("A100-80GB", "T4", "T4")]
+    parts = smaller_allowances(Cluster(nodes=tuple(nodes)), [1.0, 5.0, 5.0])
+    counts = [part.counts for part in parts]
+    assert len(counts) == len(set(counts))
+    assert list(map(sum, counts)) == sorted(map(sum, counts))
+    assert {(2, 0, 0), (0, 2, 2), (2, 2, 0), (1, 1, 1), (1, 0, 0)} <= set(counts)
+    assert [part.counts for part in parts if part.is_thorough] == [(2, 0, 0), (0, 2, 2)]
+
+
+def sailor_plan(model_name, fast, slow, workload, **options):
+    cluster = sailor_cluster({"A100-40": fast, "V100-16": slow}, devices_per_node=4)
+    devices = {node.device for node in cluster.nodes}
+    profile = load_profile(model_name, devices)
+    cost = SailorCost(cluster, model_name, profile)
+    found = plan(cluster, profile.model, workload, PlanningOptions(**options), cost=cost)
+    return found.best.simulation.iteration_time_s
+
+
+@pytest.mark.skipif(not ROOT.exists(), reason=f"no profiles under {ROOT}")
+def test_weak_devices_with_little_memory_never_make_a_large_model_slower():
+    workload = Workload(sequence_length=2048, global_batch_size=512)
+    times = [sailor_plan("OPT-30", 64, slow, workload) for slow in (0, 4, 16)]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.skipif(not ROOT.exists(), reason=f"no profiles under {ROOT}")
+@pytest.mark.parametrize("size", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_unequal_shares_are_never_slower_than_equal_ones_with_measured_costs(size):
+    workload = Workload(sequence_length=2048, global_batch_size=1024, sequences_per_microbatch=size)
+    free, equal = (
+        sailor_plan("OPT-350", 32, 96, workload, equal_microbatches=only_equal)
+        for only_equal in (False, True)
+    )
+    assert free <= equal
