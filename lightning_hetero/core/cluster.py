@@ -6,25 +6,28 @@ run. A cluster file is YAML::
     nodes:
       - {device: A100-80GB, count: 4}
       - {device: H800-80GB, count: 2, price_per_hour: 9.5}
-    inter_node_bytes_per_s: 50e9
+    inter_node_bytes_per_s: 400 Gbit/s
     links:
-      - {nodes: [0, 1], bytes_per_s: 12.5e9, latency_s: 20e-6}
+      - {nodes: [0, 1], bytes_per_s: 12.5 GB/s, latency_s: 20 us}
 """
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
 
-from lightning_hetero.core.devices import DeviceSpec, find_device
+from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
-from lightning_hetero.core.parsing import check_fields, load_file
+from lightning_hetero.core.reading import build, load_file, parse_yaml
 from lightning_hetero.core.table import format_table
 
 __all__ = ["Cluster", "Link", "Node"]
+
+_MOST_DEVICES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,11 @@ class Node:
             raise ClusterError(
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
                 "more. Leave a node without devices out."
+            )
+        if self.count > _MOST_DEVICES:
+            raise ClusterError(
+                f"Node of {self.device} has count {self.count}; it must be {_MOST_DEVICES:,} or "
+                "less."
             )
         if self.price_per_hour is not None and not self.price_per_hour >= 0:
             raise ClusterError(
@@ -103,8 +111,15 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise ClusterError("The cluster has no nodes, so 0 devices. Name at least one node.")
-        for node in self.nodes:
-            find_device(node.device, self.devices)
+        names = [device.name for device in self.devices]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ClusterError(f"`devices` describes {twice} twice. Keep one of each.")
+        # A short name is spelt out, so that whoever compares names need not know of it.
+        nodes = tuple(
+            replace(node, device=find_device(node.device, self.devices).name) for node in self.nodes
+        )
+        object.__setattr__(self, "nodes", nodes)
         if not self.inter_node_bytes_per_s > 0:
             raise ClusterError(
                 f"inter_node_bytes_per_s is {self.inter_node_bytes_per_s}; it must be above 0."
@@ -204,43 +219,35 @@ class Cluster:
         return data
 
     @classmethod
-    def from_dict(cls, data: Any) -> Self:
+    def from_dict(cls, data: Any, *, measured: Sequence[DeviceSpec] = ()) -> Self:
         """Build and validate a cluster from what `to_dict` returns.
+
+        Args:
+            data: Nodes, links and devices; numbers may have units: "80 GiB", "400 Gbit/s".
+            measured: Devices that nodes may name besides the known ones and the cluster's own,
+                such as those of a profile.
 
         Raises:
             ClusterError: A key is missing or unknown, a value has the wrong type, or the cluster
                 is invalid.
         """
-        known = _checked(data, cls, "cluster")
-        nodes = tuple(Node(**_checked(node, Node, "node")) for node in _list(known, "nodes"))
-        links = []
-        for entry in _list(known, "links"):
-            values = _checked(entry, Link, "link")
-            if not isinstance(values["nodes"], list | tuple):
-                raise ClusterError(f"A link has nodes {values['nodes']!r}; give a list of two.")
-            links.append(Link(**{**values, "nodes": tuple(values["nodes"])}))
-        devices = tuple(
-            DeviceSpec(**_checked(entry, DeviceSpec, "device")) for entry in _list(known, "devices")
-        )
-        return cls(**{**known, "nodes": nodes, "links": tuple(links), "devices": devices})
+        return build(cls, _with_devices(data, measured), "cluster", ClusterError)
 
     @classmethod
-    def from_yaml(cls, text: str) -> Self:
+    def from_yaml(cls, text: str, *, measured: Sequence[DeviceSpec] = ()) -> Self:
         """Parse a YAML text; ClusterError if it is no YAML or no valid cluster."""
-        try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ClusterError(f"The cluster is not valid YAML: {error}") from error
-        return cls.from_dict(data)
+        data = parse_yaml(text, "cluster", ClusterError)
+        return cls.from_dict(data, measured=measured)
 
     def to_yaml(self) -> str:
         """Return the cluster as a YAML text."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | Path, *, measured: Sequence[DeviceSpec] = ()) -> Self:
         """Read a cluster from a YAML file; ClusterError names the file if it is wrong."""
-        return load_file(path, "cluster", ClusterError, cls.from_yaml)
+        parse = functools.partial(cls.from_yaml, measured=measured)
+        return load_file(path, "cluster", ClusterError, parse)
 
     def save(self, path: str | Path) -> None:
         """Write the cluster as a YAML file."""
@@ -267,29 +274,18 @@ def _without_none(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
-def _list(data: Mapping[str, Any], key: str) -> list[Any]:
-    value = data.get(key, [])
-    if not isinstance(value, list):
-        raise ClusterError(f"`{key}` is {value!r}; it must be a list.")
-    return value
-
-
-def _checked(data: Any, schema: type, where: str) -> dict[str, Any]:
-    """Return `data` with numbers as floats where the schema says so; ClusterError on wrong keys."""
-    types = {item.name: str(item.type) for item in fields(schema)}
-    return {
-        key: _as_typed(value, types[key], f"{key} of the {where}")
-        for key, value in check_fields(data, schema, where, ClusterError).items()
-    }
-
-
-def _as_typed(value: Any, annotation: str, where: str) -> Any:
-    if "float" in annotation and value is not None:
-        # YAML 1.1 reads 50e9 as a string, so take strings that are numbers too.
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise ClusterError(f"{where} is {value!r}; it must be a number.") from None
-    if ("int" in annotation and "tuple" not in annotation) and not isinstance(value, int):
-        raise ClusterError(f"{where} is {value!r}; it must be a whole number.")
-    return value
+def _with_devices(data: Any, measured: Sequence[DeviceSpec]) -> Any:
+    """Return data with the measured devices that its nodes name and nothing else describes."""
+    if not isinstance(data, Mapping):
+        return data
+    nodes, own = (data.get(key) or [] for key in ("nodes", "devices"))
+    if not isinstance(nodes, list) or not isinstance(own, list):
+        return data
+    named = {str(node.get("device")) for node in nodes if isinstance(node, Mapping)}
+    described = {str(device.get("name")) for device in own if isinstance(device, Mapping)}
+    added = [
+        device
+        for device in measured
+        if device.name in named - described and canonical_name(device.name) is None
+    ]
+    return {**data, "devices": [*own, *added]} if added else data

@@ -4,13 +4,18 @@ Figures are the vendors' data sheets' (dense, without sparsity). Peak is the roo
 much of it a kernel reaches is the cost model's business. Where a card has no bf16 units, its fp16
 tensor peak stands in. Prices differ by contract and day, so none is built in: give
 `price_per_hour` in the cluster file.
+
+Short names and those of drivers are understood: `H100`, `a100`, `NVIDIA A100-SXM4-40GB`.
 """
 
+import difflib
+import functools
+import re
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import ClusterError
 
-__all__ = ["KNOWN_DEVICES", "DeviceSpec", "find_device"]
+__all__ = ["KNOWN_DEVICES", "DeviceSpec", "canonical_name", "find_device"]
 
 _GIB = 2**30
 
@@ -31,6 +36,8 @@ class DeviceSpec:
     """Bandwidth to a peer in the same node, one direction, bytes/s."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ClusterError(f"A device has name {self.name!r}; it must be a text.")
         for name in (
             "peak_flops_per_s",
             "memory_bytes",
@@ -62,11 +69,14 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
         _device("A100-80GB", 312, 80, 2039, 300),
         _device("A800-80GB", 312, 80, 2039, 200),
         _device("H100-80GB", 989, 80, 3350, 450),
+        _device("H100-PCIe-80GB", 756, 80, 2039, 300),
+        _device("H100-NVL-94GB", 835, 94, 3938, 300),
         _device("H800-80GB", 989, 80, 3350, 200),
         _device("H200-141GB", 989, 141, 4800, 450),
         _device("GH200-96GB", 989, 96, 4000, 450),
         _device("H20-96GB", 148, 96, 4000, 450),
         _device("B200-180GB", 2250, 180, 7700, 900),
+        _device("MI300X-192GB", 1307, 192, 5300, 64),
         _device("V100-16GB", 125, 16, 900, 150),
         _device("V100-32GB", 125, 32, 900, 150),
         _device("A10", 125, 24, 600, 32),
@@ -79,21 +89,74 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
         _device("RTX-2080", 81, 8, 448, 16),
         _device("RTX-3090", 71, 24, 936, 28),
         _device("RTX-4090", 165, 24, 1008, 32),
+        _device("RTX-5090", 209, 32, 1792, 64),
+        _device("RTX-6000-Ada", 364, 48, 960, 32),
+        _device("RTX-A6000", 155, 48, 768, 56),
         _device("Titan-RTX", 130, 24, 672, 50),
     )
 }
 """Device types that a cluster may name without describing them."""
 
 
+_SHORT_NAMES = {"A100": "A100-80GB", "V100": "V100-16GB"}
+"""What a name without its memory means where devices differ in memory alone."""
+_DECORATION = frozenset({"nvidia", "geforce", "tesla", "graphics", "amd", "instinct", "oam"})
+_FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
+"""Words that drivers and shops put beside a name and that change nothing."""
+
+
+@functools.cache
+def canonical_name(name: str) -> str | None:
+    """Return the known device that a name means, in the table's spelling; None if none.
+
+    Case, separators, the vendor and the form factor may be left out or written; memory may be left
+    out.
+    """
+    words = frozenset(re.findall(r"[a-z0-9]+", name.lower()))
+    compact = re.sub(r"[^a-z0-9]", "", name.lower())
+    short = {key.lower(): value for key, value in _SHORT_NAMES.items()}
+    best: tuple[int, str] | None = None
+    for known in KNOWN_DEVICES:
+        parts = re.findall(r"[a-z0-9]+", known.lower())
+        memory = {part for part in parts if re.fullmatch(r"\d+gb", part)}
+        model = [part for part in parts if part not in memory]
+        named = {word for word in words if re.fullmatch(r"\d+gb", word)}
+        without_rtx = "".join(part for part in model if part != "rtx")
+        if compact in ("".join(parts), "".join(model), without_rtx):
+            extra: frozenset[str] = frozenset()
+        elif words >= set(model):
+            extra = words - set(model) - named - _DECORATION - set(filter(_FORM.fullmatch, words))
+        else:
+            continue
+        means_other_memory = named and memory and not named <= memory
+        if extra or means_other_memory or (not named and short.get("".join(model), known) != known):
+            continue
+        if best is None or len(model) > best[0]:
+            best = (len(model), known)
+    return None if best is None else best[1]
+
+
 def find_device(name: str, custom: tuple[DeviceSpec, ...] = ()) -> DeviceSpec:
-    """Return the device of that name, custom ones first; ClusterError lists the known names."""
+    """Return the device of that name, custom ones first.
+
+    Raises:
+        ClusterError: No device is called so; the message has the nearest names, or all.
+    """
     for device in custom:
         if device.name == name:
             return device
-    try:
-        return KNOWN_DEVICES[name]
-    except KeyError:
-        known = ", ".join(sorted({*KNOWN_DEVICES, *(device.name for device in custom)}))
-        raise ClusterError(
-            f"Unknown device {name!r}. Known: {known}. Describe another one under `devices:`."
-        ) from None
+    known = canonical_name(name)
+    if known is not None:
+        return KNOWN_DEVICES[known]
+    names = sorted({*KNOWN_DEVICES, *(device.name for device in custom)})
+    raise ClusterError(
+        f"Unknown device {name[:80]!r}.{_nearest(name, names)} Known: {', '.join(names)}. Describe "
+        "another one under `devices:`, or measure it with `lightning-hetero profile` and give its "
+        "file."
+    )
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    lower = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name[:80].lower(), lower, n=1)
+    return f" Did you mean {lower[close[0]]}?" if close else ""

@@ -5,17 +5,15 @@ count a multiply and an add as two; attention costs the sum of squared sequence 
 square of their sum, and a causal one half of that.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.parsing import check_fields, load_file
+from lightning_hetero.core.huggingface_cache import cached_config, hub_cache
+from lightning_hetero.core.reading import build, load_file, parse_json, parse_yaml, show
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 
@@ -61,15 +59,19 @@ class ModelSpec:
     """Width of one head; None means `hidden_size / num_heads`."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ModelError(f"A model has name {show(self.name)}; it must be a text.")
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type not in (int, int | None) or value is None:
                 continue
             lowest = 0 if item.name == "max_positions" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            most = _MOST_LAYERS if item.name == "num_layers" else _LARGEST_SIZE
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or not lowest <= value <= most:
                 raise ModelError(
-                    f"Model {self.name!r} has {item.name} {value!r}; it must be a whole number, "
-                    f"{lowest} or more."
+                    f"Model {self.name!r} has {item.name} {show(value)}; it must be a whole "
+                    f"number, {lowest} or more and at most {most:,}."
                 )
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
@@ -165,16 +167,17 @@ class ModelSpec:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """Build a model from what `to_dict` returns; ModelError on wrong keys or sizes."""
-        check_fields(data, cls, "model", ModelError)
-        for name in ("gated_mlp", "tied_embeddings", "biases", "causal"):
-            if name in data and not isinstance(data[name], bool):
-                raise ModelError(f"{name} of the model is {data[name]!r}; say true or false.")
-        return cls(**data)
+        return build(cls, data, "model", ModelError)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, name: str) -> Self:
-        """Build a model from the contents of a Hugging Face `config.json`."""
-        config = config.get("text_config", config)
+        """Build a model from the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ModelError: A size is missing or can't be right.
+        """
+        nested = config.get("text_config")
+        config = nested if isinstance(nested, Mapping) else config
         hidden = _first(config, "hidden_size", "n_embd", "d_model", name=name)
         heads = _first(config, "num_attention_heads", "n_head", "num_heads", name=name)
         family = str(config.get("model_type", ""))
@@ -200,40 +203,55 @@ class ModelSpec:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """Return a known model, or read a YAML of sizes or a Hugging Face config folder.
+        """Return a known model, or read a YAML of sizes or a Hugging Face config.
+
+        Args:
+            name_or_path: A known name; a YAML file of sizes; a Hugging Face folder or its
+                `config.json`; the name of a Hugging Face model in the local cache, such as
+                `Qwen/Qwen3-8B`. Nothing is downloaded.
 
         Raises:
-            ModelError: Neither a known name nor a file or folder that describes a model.
+            ModelError: It is none of these.
         """
         known = KNOWN_MODELS.get(str(name_or_path).lower().replace(" ", "-"))
         if known is not None:
             return cls(**asdict(known))
         path = Path(name_or_path)
+        name = path.resolve().name if path.is_dir() else path.resolve().parent.name
         config = path / "config.json" if path.is_dir() else path
         if not config.is_file():
-            raise ModelError(
-                f"Unknown model {str(name_or_path)!r}: neither a known name "
-                f"({', '.join(sorted(KNOWN_MODELS))}) nor a YAML file of sizes nor a folder with "
-                "a config.json."
-            )
-        return load_file(config, "model", ModelError, partial(cls._parse, path=config))
+            cached = cached_config(str(name_or_path))
+            if cached is None:
+                raise ModelError(_unknown(str(name_or_path)))
+            config, name = cached, str(name_or_path)
+        parse = partial(cls._parse, is_json=config.suffix == ".json", name=name)
+        return load_file(config, "model", ModelError, parse)
 
     @classmethod
-    def _parse(cls, text: str, *, path: Path) -> Self:
-        is_json = path.suffix == ".json"
-        try:
-            data = json.loads(text) if is_json else yaml.safe_load(text)
-        except (yaml.YAMLError, json.JSONDecodeError) as error:
-            raise ModelError(
-                f"The model is not valid {'JSON' if is_json else 'YAML'}: {error}"
-            ) from error
+    def _parse(cls, text: str, *, is_json: bool, name: str) -> Self:
         if not is_json:
-            return cls.from_dict(data)
+            return cls.from_dict(parse_yaml(text, "model", ModelError))
+        data = parse_json(text, "model", ModelError)
         if not isinstance(data, Mapping):
-            raise ModelError(f"The config is {data!r}; it must be a mapping.")
-        return cls.from_config(data, name=path.resolve().parent.name)
+            raise ModelError(f"The config is {show(data)}; it must be a mapping.")
+        return cls.from_config(data, name=name)
 
 
+def _unknown(name: str) -> str:
+    """Return what to say of a model that is nowhere."""
+    text = (
+        f"Unknown model {name[:200]!r}: neither a known name ({', '.join(sorted(KNOWN_MODELS))}) "
+        "nor a YAML file of sizes nor a folder with a config.json"
+    )
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return f"{text}."
+    return (
+        f"{text} nor a model in the Hugging Face cache ({hub_cache()}). If it is on Hugging Face, "
+        f"get its sizes with `hf download {name} config.json`."
+    )
+
+
+_MOST_LAYERS, _LARGEST_SIZE = 100_000, 10**12
 # Families with biases and learned positions, where newer ones have neither.
 _CLASSIC_FAMILIES = frozenset(
     {"bert", "roberta", "distilbert", "gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "gpt_bigcode"}
@@ -243,7 +261,7 @@ _INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 
 def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
     for key in keys:
-        if isinstance(config.get(key), int):
+        if isinstance(config.get(key), int) and not isinstance(config[key], bool):
             return int(config[key])
     raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.parsing import check_keys, load_file
+from lightning_hetero.core.reading import build, load_file, parse_json
 from lightning_hetero.core.table import format_table
 
 __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
@@ -291,13 +291,13 @@ class ParallelPlan:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Build and validate a plan from what `to_dict` returns.
 
+        `layers` may be written as [0, 4] or "range(0, 4)": layers 0 to 3, the end is exclusive.
+
         Raises:
             PlanError: A key is missing or unknown, a value has the wrong type, or the plan is
                 invalid.
         """
-        known = check_keys(data, "plan", PlanError, required={"pipelines"})
-        pipelines = _items(known["pipelines"], "pipelines")
-        return cls(pipelines=tuple(_parse_pipeline(item, i) for i, item in enumerate(pipelines)))
+        return build(cls, data, "plan", PlanError)
 
     def to_json(self) -> str:
         """Return the plan as a JSON text."""
@@ -306,11 +306,7 @@ class ParallelPlan:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Parse what `to_json` returns; PlanError if it is no JSON or no valid plan."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"The plan is not valid JSON: {error}.") from error
-        return cls.from_dict(data)
+        return cls.from_dict(parse_json(text, "plan", PlanError))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a JSON file."""
@@ -340,42 +336,3 @@ class ParallelPlan:
 
 def _join(ranks: Sequence[int]) -> str:
     return ",".join(str(rank) for rank in ranks)
-
-
-def _items(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise PlanError(f"{where} is {value!r}; it must be a list.")
-    return value
-
-
-def _integers(value: Any, where: str) -> tuple[int, ...]:
-    items = _items(value, where)
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise PlanError(f"{where} is {value!r}; it must be a list of integers.")
-    return tuple(items)
-
-
-def _parse_pipeline(data: Any, index: int) -> PipelinePlan:
-    where = f"pipeline {index}"
-    known = check_keys(data, where, PlanError, required={"stages"}, optional={"num_microbatches"})
-    stages = _items(known["stages"], f"stages of {where}")
-    count = known.get("num_microbatches")
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool)):
-        raise PlanError(f"num_microbatches of {where} is {count!r}; it must be an integer.")
-    try:
-        return PipelinePlan(
-            stages=tuple(
-                _parse_stage(item, f"stage {i} of {where}") for i, item in enumerate(stages)
-            ),
-            num_microbatches=count,
-        )
-    except PlanError as error:
-        raise PlanError(f"In {where}: {error}") from error
-
-
-def _parse_stage(data: Any, where: str) -> StagePlan:
-    known = check_keys(data, where, PlanError, required={"ranks", "layers"})
-    layers = _integers(known["layers"], f"layers of {where}")
-    if len(layers) != 2:
-        raise PlanError(f"layers of {where} is {list(layers)}; give [first, last + 1].")
-    return StagePlan(ranks=_integers(known["ranks"], f"ranks of {where}"), layers=range(*layers))

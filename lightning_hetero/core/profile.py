@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_hetero.core.errors import ModelError, ProfileError
+from lightning_hetero.core.devices import DeviceSpec, canonical_name
+from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.parsing import load_file
+from lightning_hetero.core.reading import build, load_file, parse_json, show
 
 __all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "Profile", "binary_blocks"]
 
@@ -114,10 +115,33 @@ class DeviceProfile:
     """Optimizer seconds per parameter that the rank owns; None if it wasn't measured."""
     includes_tp_traffic: bool = True
     """Whether the times hold the traffic inside TP groups; one rank alone can't measure it."""
+    spec: DeviceSpec | None = None
+    """What planners ask of the device besides times (memory, links), by the same name; None if only
+    the table of known devices says it."""
 
     def __post_init__(self) -> None:
         if not self.times:
             raise ProfileError(f"The profile of {self.device} holds no times. Measure it again.")
+        seconds = self.step_s_per_param
+        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0):
+            raise ProfileError(
+                f"The profile of {self.device} has step_s_per_param {seconds}; it must be 0 or "
+                "more, or null. Measure it again."
+            )
+        for what, keys in (
+            ("times", [(entry.tp_degree, entry.lengths) for entry in self.times]),
+            ("memory", [entry.tp_degree for entry in self.memory]),
+        ):
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise ProfileError(
+                    f"The profile of {self.device} has {what} of {twice} twice. Keep one."
+                )
+        if self.spec is not None and self.spec.name != self.device:
+            raise ProfileError(
+                f"The profile of {self.device} describes a device {self.spec.name!r}. Give both "
+                "one name."
+            )
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:
@@ -167,10 +191,19 @@ class Profile:
         for device in self.devices:
             if device.device == name:
                 return device
+        known = canonical_name(name)
+        for device in self.devices:
+            if known is not None and canonical_name(device.device) == known:
+                return device
         raise ProfileError(
             f"The profile has devices {[device.device for device in self.devices]}, not {name!r}. "
             "Run `lightning-hetero profile` on such a device and merge the files."
         )
+
+    @property
+    def device_specs(self) -> tuple[DeviceSpec, ...]:
+        """What the profile says of devices that no table knows."""
+        return tuple(device.spec for device in self.devices if device.spec is not None)
 
     def check(
         self,
@@ -228,27 +261,17 @@ class Profile:
     def from_dict(cls, data: Any) -> Self:
         """Build a profile from what `to_dict` returns; ProfileError if it is broken."""
         if not isinstance(data, Mapping) or data.get("format") != _FORMAT_VERSION:
-            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            found = show(data.get("format")) if isinstance(data, Mapping) else type(data).__name__
             raise ProfileError(
                 f"The profile has format {found}; this version reads {_FORMAT_VERSION}. Measure "
                 "again with `lightning-hetero profile`."
             )
-        try:
-            return cls(
-                model=ModelSpec.from_dict(data["model"]),
-                versions=dict(data["versions"]),
-                date=datetime.datetime.fromisoformat(data["date"]),
-                devices=tuple(_parse_device(entry) for entry in data["devices"]),
-            )
-        except ModelError as error:
-            raise ProfileError(f"The profile's model is broken: {error}") from error
-        except ProfileError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProfileError(
-                f"The profile is broken ({type(error).__name__}: {error}). Measure again with "
-                "`lightning-hetero profile`."
-            ) from error
+        return build(
+            cls,
+            {key: value for key, value in data.items() if key != "format"},
+            "profile",
+            ProfileError,
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the profile as a JSON file."""
@@ -261,36 +284,4 @@ class Profile:
 
     @classmethod
     def _parse(cls, text: str) -> Self:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ProfileError(f"The profile is not valid JSON: {error}.") from error
-        return cls.from_dict(data)
-
-
-def _parse_device(data: Mapping[str, Any]) -> DeviceProfile:
-    times = []
-    for entry in data["times"]:
-        blocks = {int(size): _pair(pair) for size, pair in entry["blocks"].items()}
-        times.append(
-            BlockTimes(
-                tp_degree=entry["tp_degree"],
-                lengths=tuple(entry["lengths"]),
-                blocks=blocks,
-                embedding=_pair(entry["embedding"]),
-                head=_pair(entry["head"]),
-            )
-        )
-    memory = tuple(LayerMemory(**entry) for entry in data["memory"])
-    return DeviceProfile(
-        device=data["device"],
-        times=tuple(times),
-        memory=memory,
-        step_s_per_param=data["step_s_per_param"],
-        includes_tp_traffic=bool(data["includes_tp_traffic"]),
-    )
-
-
-def _pair(value: Any) -> tuple[float, float]:
-    forward, backward = value
-    return float(forward), float(backward)
+        return cls.from_dict(parse_json(text, "profile", ProfileError))

@@ -205,20 +205,20 @@ def test_a_wrong_cluster_is_refused_with_its_values_and_a_remedy(build, said):
         ("", ["None", "mapping"]),
         ("hosts: []", ["hosts", "needed: ['nodes']"]),
         ("nodes: 3", ["`nodes` is 3", "list"]),
-        ("nodes: [A10]", ["The node is 'A10'", "mapping"]),
-        ("nodes: [{device: A10, count: two}]", ["count of the node is 'two'", "whole number"]),
+        ("nodes: [A10]", ["`nodes[0]` is 'A10'", "mapping"]),
+        ("nodes: [{device: A10, count: two}]", ["`nodes[0].count` is 'two'", "whole number"]),
         ("nodes: [{device: A10, count: 1, price: 2}]", ["price", "price_per_hour"]),
         (
             "{nodes: [{device: A10, count: 1}], inter_node_latency_s: fast}",
-            ["inter_node_latency_s of the cluster is 'fast'", "number"],
+            ["`inter_node_latency_s` is 'fast'", "number of seconds", "'20 us'"],
         ),
         (
             "{nodes: [{device: A10, count: 1}], links: [{nodes: 0, bytes_per_s: 1}]}",
-            ["nodes 0", "list of two"],
+            ["`links[0].nodes` is 0", "list of 2"],
         ),
         (
-            "{nodes: [{device: A10, count: 1}], links: [{nodes: [0, x], bytes_per_s: 1}]}",
-            ["[0, 'x']", "index"],
+            "{nodes: [{device: A10, count: 1}], links: [{nodes: [0, x], bytes_per_s: 1GB/s}]}",
+            ["`links[0].nodes[1]` is 'x'", "whole number"],
         ),
     ],
 )

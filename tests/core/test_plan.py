@@ -187,28 +187,28 @@ def test_a_wrong_plan_is_refused_with_its_values_and_a_remedy(build, said):
         ([], ["[]", "mapping", "pipelines"]),
         ({"pipes": []}, ["pipes", "pipelines"]),
         ({"pipelines": [], 3: 0}, ["'3'", "pipelines"]),
-        ({"pipelines": {}}, ["pipelines is {}", "list"]),
-        ({"pipelines": [{"stage": []}]}, ["pipeline 0", "stages"]),
-        ({"pipelines": [{"stages": 3}]}, ["stages of pipeline 0", "3", "list"]),
+        ({"pipelines": {}}, ["`pipelines` is {}", "list"]),
+        ({"pipelines": [{"stage": []}]}, ["pipelines[0]", "stages"]),
+        ({"pipelines": [{"stages": 3}]}, ["`pipelines[0].stages` is 3", "list"]),
         (
             {"pipelines": [{"stages": [], "num_microbatches": True}]},
-            ["num_microbatches of pipeline 0", "True", "integer"],
+            ["`pipelines[0].num_microbatches` is True", "whole number"],
         ),
         (
             {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1], "tp": 1}]}]},
-            ["stage 0 of pipeline 0", "tp"],
+            ["pipelines[0].stages[0]", "tp"],
         ),
         (
             {"pipelines": [{"stages": [{"ranks": ["0"], "layers": [0, 1]}]}]},
-            ["ranks of stage 0 of pipeline 0", "['0']", "integers"],
+            ["`pipelines[0].stages[0].ranks[0]` is '0'", "whole number"],
         ),
         (
             {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1, 2]}]}]},
-            ["layers of stage 0 of pipeline 0", "[0, 1, 2]", "[first, last + 1]"],
+            ["`pipelines[0].stages[0].layers` is [0, 1, 2]", "[first, last + 1]"],
         ),
         (
             {"pipelines": [{"stages": [{"ranks": [0], "layers": [1, 2]}]}]},
-            ["In pipeline 0", "starts at layer 1"],
+            ["In `pipelines[0]`", "starts at layer 1"],
         ),
     ],
 )

@@ -118,12 +118,12 @@ def damaged(**changes):
     [
         ([], "format list"),
         (damaged(format=0), "format 0"),
-        (damaged(date="yesterday"), "broken"),
+        (damaged(date="yesterday"), "`date` is 'yesterday'; it must be a date"),
         (damaged(date="2026-01-31"), "time zone"),
         (damaged(devices=[]), "at least one"),
-        (damaged(devices=[{"device": "A10"}]), "KeyError"),
-        (damaged(model={"name": "x"}), "model is broken"),
-        (damaged(versions=3), "broken"),
+        (damaged(devices=[{"device": "A10"}]), r"`devices\[0\]` has keys.*Add times"),
+        (damaged(model={"name": "x"}), "`model` has keys.*Add.*num_layers"),
+        (damaged(versions=3), "`versions` is 3; it must be a mapping"),
     ],
 )
 def test_broken_profiles_are_refused_with_their_file(tmp_path, data, message):

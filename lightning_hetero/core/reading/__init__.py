@@ -1,0 +1,22 @@
+"""Read what people and other programs write: text, then data, then dataclasses.
+
+`text` turns a file into plain data, `fields` plain data into a dataclass, `quantities` a text such
+as "80 GiB" into a number. Whatever is in a file, what comes out is a valid object or one of our own
+errors, which says where in the file which value is wrong and what to write instead.
+"""
+
+from lightning_hetero.core.reading.fields import build, check_keys
+from lightning_hetero.core.reading.quantities import parse_quantity, unit_of_field
+from lightning_hetero.core.reading.text import load_file, parse_json, parse_yaml, read_text, show
+
+__all__ = [
+    "build",
+    "check_keys",
+    "load_file",
+    "parse_json",
+    "parse_quantity",
+    "parse_yaml",
+    "read_text",
+    "show",
+    "unit_of_field",
+]
