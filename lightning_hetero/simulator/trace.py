@@ -1,6 +1,7 @@
 """Write a simulation as a Chrome trace: open it in https://ui.perfetto.dev or chrome://tracing.
 
-One process per pipeline and, per stage, one thread that computes and one that talks.
+One process per pipeline and, per stage, one row that computes and one for each kind of traffic,
+since these go on at the same time.
 """
 
 import json
@@ -22,7 +23,8 @@ _NAMES = {
     "push": "push gradients",
     "step": "optimizer step",
 }
-_COMPUTE = frozenset({"F", "B", "step"})
+_ROWS = ("", "hidden states", "gradients of hidden states", "pull", "push")
+_ROW_OF = {"SF": 1, "SB": 2, "pull": 3, "push": 4}
 
 
 def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, Any]]:
@@ -41,10 +43,9 @@ def trace_events(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, A
         for stage_index, stage in enumerate(pipeline.stages):
             ranks = ",".join(map(str, stage.ranks))
             label = f"stage {stage_index} (ranks {ranks})"
-            rows.append(_named("thread_name", label, pipeline_index, 2 * stage_index))
-            rows.append(
-                _named("thread_name", f"{label} traffic", pipeline_index, 2 * stage_index + 1)
-            )
+            for row, what in enumerate(_ROWS):
+                name = f"{label} {what}".rstrip()
+                rows.append(_named("thread_name", name, pipeline_index, _row(stage_index, row)))
     return rows + [_as_row(event) for event in simulation.events]
 
 
@@ -68,8 +69,12 @@ def _as_row(event: Event) -> dict[str, Any]:
         "ts": event.start_s * 1e6,
         "dur": (event.end_s - event.start_s) * 1e6,
         "pid": event.pipeline_index,
-        "tid": 2 * event.stage_index + (event.kind not in _COMPUTE),
+        "tid": _row(event.stage_index, _ROW_OF.get(event.kind, 0)),
     }
+
+
+def _row(stage_index: int, row: int) -> int:
+    return len(_ROWS) * stage_index + row
 
 
 def _named(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:

@@ -39,15 +39,23 @@ def test_trace_holds_every_action_once_on_its_lane(tmp_path):
     rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     actions = [row for row in rows if row.get("cat") in ("F", "B")]
     assert len(actions) == 6 * 2 * 2
-    assert {(row["pid"], row["tid"]) for row in actions} == {(0, 0), (0, 2), (1, 0), (1, 2)}
+    assert {(row["pid"], row["tid"]) for row in actions} == {(0, 0), (0, 5), (1, 0), (1, 5)}
     end_us = max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X")
     assert end_us == pytest.approx(simulation.iteration_time_s * 1e6)
 
 
-def test_no_lane_of_a_trace_overlaps_itself():
+@pytest.mark.parametrize("bytes_per_s", [50e9, 1e7])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_no_row_of_a_trace_overlaps_itself(num_stages, bytes_per_s):
+    plan = ParallelPlan.even(world_size=4, num_layers=24, num_stages=num_stages)
+    names = ("T4", "A10", "V100-16GB", "A100-80GB")
+    nodes = tuple(Node(device=name, count=1) for name in names)
+    cost = RooflineCost(Cluster(nodes=nodes, inter_node_bytes_per_s=bytes_per_s), COST.model)
+    batches = split_batch(plan, global_batch_size=16, sequence_length=512)
+    simulation = simulate(plan, cost, batches, record_events=True)
     lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for row in trace_events(PLAN, run()):
-        if row["ph"] == "X" and row["cat"] in ("F", "B", "step"):
+    for row in trace_events(plan, simulation):
+        if row["ph"] == "X":
             lanes.setdefault((row["pid"], row["tid"]), []).append((row["ts"], row["dur"]))
     for spans in lanes.values():
         spans.sort()

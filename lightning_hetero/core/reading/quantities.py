@@ -6,6 +6,7 @@ The unit is the end of the field's name, as everywhere in this package: `memory_
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from enum import StrEnum
 
 __all__ = ["Unit", "parse_quantity", "unit_of_field"]
@@ -95,4 +96,5 @@ def parse_quantity(text: str, unit: Unit | None) -> float:
     factor = None if unit is None else _FACTORS[unit].get(name)
     if factor is None:
         raise ValueError(wanted)
-    return float(number) * factor
+    # In decimals, so that 20 us is 20e-6 to the last digit.
+    return float(Decimal(number) * Decimal(repr(factor)))
