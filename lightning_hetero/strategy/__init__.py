@@ -25,6 +25,9 @@ has to be read for them (here, unless another package is named):
 - what `runtime.results` reads to log inside of a step, which Lightning offers nobody.
 """
 
+from lightning_hetero.strategy.cli_layers import register_layers
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["HeteroStrategy"]
+
+register_layers()

@@ -5,7 +5,7 @@ as "80 GiB" into a number. Whatever is in a file, what comes out is a valid obje
 errors, which says where in the file which value is wrong and what to write instead.
 """
 
-from lightning_hetero.core.reading.fields import build, check_keys
+from lightning_hetero.core.reading.fields import build, check_keys, parse_range
 from lightning_hetero.core.reading.quantities import parse_quantity, unit_of_field
 from lightning_hetero.core.reading.text import load_file, parse_json, parse_yaml, read_text, show
 
@@ -15,6 +15,7 @@ __all__ = [
     "load_file",
     "parse_json",
     "parse_quantity",
+    "parse_range",
     "parse_yaml",
     "read_text",
     "show",

@@ -22,7 +22,7 @@ from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.reading.quantities import Unit, parse_quantity, unit_of_field
 from lightning_hetero.core.reading.text import show
 
-__all__ = ["build", "check_keys"]
+__all__ = ["build", "check_keys", "parse_range"]
 
 _T = TypeVar("_T")
 _LARGEST = 2**63 - 1
@@ -240,14 +240,24 @@ def _date(value: Any, where: str, _name: str) -> datetime.datetime:
         raise _wrong(where, value, "a date, such as 2026-01-31T12:00:00+00:00") from None
 
 
-def _range(value: Any, where: str, _name: str) -> range:
+def parse_range(value: Any) -> range:
+    """Return the range that [0, 4], "range(0, 4)" or "[0, 4]" means; ValueError if it is none."""
     if isinstance(value, range):
         return value
     if isinstance(value, str) and (found := _RANGE.fullmatch(value)):
-        return range(int(found[1]), int(found[2]))
+        value = (int(found[1]), int(found[2]))
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise _wrong(where, value, "[first, last + 1]")
-    return range(*(_int(item, f"{where}[{i}]", "") for i, item in enumerate(value)))
+        raise ValueError(f"{show(value)} is no range; write [first, last + 1].")
+    if any(type(item) is not int or abs(item) > _LARGEST for item in value):
+        raise ValueError(f"{show(value)} is no range of whole numbers.")
+    return range(*value)
+
+
+def _range(value: Any, where: str, _name: str) -> range:
+    try:
+        return parse_range(value)
+    except ValueError:
+        raise _wrong(where, value, "[first, last + 1], whole numbers") from None
 
 
 _PARSERS: Mapping[Any, typing.Callable[[Any, str, str], Any]] = {
