@@ -7,9 +7,12 @@ simulating never load torch.
 
 import argparse
 import importlib
+import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_hetero.core.errors import HeteroError
 
@@ -18,6 +21,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "plan": "plan pipelines, layers and micro-batches for a cluster",
     "simulate": "predict the iteration time of a plan and draw its timeline",
+    "compare": "say where the seconds and bytes of two plans differ",
     "profile": "measure layer times and memory on this machine",
     "checkpoint": "list, verify and convert checkpoints",
     "stragglers": "replay and explain a log of iteration times",
@@ -32,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lightning-hetero",
         description="Plan, simulate and look after training on unequal GPUs.",
     )
+    version = importlib.metadata.version("lightning-hetero")
+    parser.add_argument("--version", action="version", version=f"lightning-hetero {version}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = words[0] if words and words[0] in _COMMANDS else None
     run = None
@@ -44,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(words)
     assert run is not None, "argparse accepts only the chosen command here"
     try:
-        code = int(run(parsed))
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = int(run(parsed))
         sys.stdout.flush()
         return code
     except HeteroError as error:
@@ -57,3 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _show_warning(message: Warning | str, *_: Any) -> None:
+    """Print a warning as one line, without the place in the code, which a user can't mend."""
+    print(f"lightning-hetero: warning: {message}", file=sys.stderr)

@@ -5,6 +5,8 @@ all nodes, or at copies, together.
 """
 
 import argparse
+import shutil
+import time
 from collections.abc import Sequence
 
 from lightning_hetero.checkpoint.inspection import (
@@ -16,7 +18,8 @@ from lightning_hetero.checkpoint.inspection import (
     verify,
 )
 from lightning_hetero.checkpoint.pruning import prune
-from lightning_hetero.checkpoint.retry import open_store
+from lightning_hetero.checkpoint.retry import local_folder, open_store
+from lightning_hetero.checkpoint.shared_memory import memory_places
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
@@ -46,18 +49,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("paths", nargs="+", metavar="PATH")
     export.add_argument("--output", required=True, metavar="FILE", help="such as model.ckpt")
     export.add_argument("--step", type=int, help="this step; else the newest complete one")
-    pruning = actions.add_parser("prune", help="delete all but the newest complete checkpoints")
-    pruning.add_argument("paths", nargs=1, metavar="PATH", help="a place that holds all parts")
-    pruning.add_argument("--keep", type=int, required=True, help="how many to keep, 1 or more")
+    pruning = actions.add_parser(
+        "prune",
+        help="delete old checkpoints",
+        description="Delete all but the newest complete checkpoints of a place; or, with --memory, "
+        "what runs that failed have left in this machine's shared memory.",
+    )
+    pruning.add_argument("paths", nargs="*", metavar="PATH", help="a place that holds all parts")
+    pruning.add_argument("--keep", type=int, help="how many to keep there, 1 or more")
+    pruning.add_argument(
+        "--memory", action="store_true", help="this user's checkpoints in shared memory instead"
+    )
+    pruning.add_argument(
+        "--older-than",
+        type=float,
+        default=24.0,
+        metavar="HOURS",
+        help="with --memory: only runs that have saved nothing for so long (default: 24)",
+    )
 
 
 def run_checkpoint(arguments: argparse.Namespace) -> int:
     """Run one action; 0, or 1 if `verify` finds damage."""
+    if arguments.action == "prune":
+        _check_prune(arguments)
+        if arguments.memory:
+            _prune_memory(arguments.older_than)
+            return 0
     tiers = [
         Tier(kind=TierKind.REMOTE, store=open_store(path), name=path) for path in arguments.paths
     ]
     if arguments.action == "list":
-        print(list_checkpoints(tiers))
+        _list(tiers, arguments.paths)
     elif arguments.action == "inspect":
         _inspect(tiers, arguments.step)
     elif arguments.action == "verify":
@@ -89,9 +112,66 @@ def _verify(tiers: Sequence[Tier], step: int | None) -> int:
     return _EXIT_DAMAGED if damage else 0
 
 
+def _list(tiers: Sequence[Tier], paths: Sequence[str]) -> None:
+    """Print what is in the places that can be read; then refuse the others.
+
+    A place that isn't there or can't be read is no place without checkpoints.
+    """
+    problems = {path: _problem(tier, path) for tier, path in zip(tiers, paths, strict=True)}
+    readable = [tier for tier in tiers if problems[tier.name] is None]
+    if readable:
+        print(list_checkpoints(readable))
+    closed = [f"Can't list {path}: {why}." for path, why in problems.items() if why is not None]
+    if closed:
+        raise CheckpointError(" ".join(closed))
+
+
+def _problem(tier: Tier, path: str) -> str | None:
+    folder = local_folder(path)
+    if folder is not None and not folder.exists():
+        return "there is no such folder"
+    try:
+        tier.store.list()
+    except Exception as error:
+        # Stores raise their client library's own types.
+        return str(error).rstrip(".")
+    return None
+
+
+def _check_prune(arguments: argparse.Namespace) -> None:
+    if arguments.memory:
+        if arguments.paths or arguments.keep is not None:
+            raise ConfigurationError("--memory takes neither PATH nor --keep; give it alone.")
+        if not arguments.older_than >= 0:
+            raise ConfigurationError(f"--older-than is {arguments.older_than}; give 0 or more.")
+    elif len(arguments.paths) != 1 or arguments.keep is None:
+        raise ConfigurationError("prune takes one PATH and --keep, or --memory.")
+    elif arguments.keep < 1:
+        raise ConfigurationError(f"--keep is {arguments.keep}; it must be 1 or more.")
+
+
+def _prune_memory(older_than_hours: float) -> None:
+    """Delete the shared memory of runs that are over, and say what stays."""
+    freed = 0
+    now = time.time()
+    for place in memory_places():
+        age_hours = max(0.0, now - place.last_write_s) / 3600
+        text = (
+            f"{place.folder} ({place.num_bytes / 1e6:.1f} MB, last written {age_hours:.1f} h ago)"
+        )
+        if age_hours < older_than_hours:
+            print(f"kept     {text}")
+            continue
+        try:
+            shutil.rmtree(place.folder)
+        except OSError as error:
+            raise CheckpointError(f"Can't delete {place.folder}: {error}.") from error
+        freed += place.num_bytes
+        print(f"deleted  {text}")
+    print(f"freed {freed / 1e6:.1f} MB of shared memory")
+
+
 def _prune(tier: Tier, keep: int) -> None:
-    if keep < 1:
-        raise ConfigurationError(f"--keep is {keep}; it must be 1 or more.")
     try:
         gone = prune(tier.store, keep=keep, shared=True)
     except OSError as error:

@@ -2,21 +2,36 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lightning_hetero.cli.simulate import (
+from lightning_hetero.cli.arguments import (
+    add_format_arguments,
+    add_plot_argument,
     add_workload_arguments,
-    as_rich,
+    check_folder_of,
+    check_picture,
     cost_of,
+)
+from lightning_hetero.cli.baselines import Baseline, find_baselines
+from lightning_hetero.cli.output import (
+    as_rich,
+    assumptions_line,
+    facts_of,
     output_console,
+    price_line,
+    print_csv,
+    print_json,
     print_plan,
+    stage_rows,
 )
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -29,6 +44,7 @@ from lightning_hetero.planner import (
     plan,
 )
 from lightning_hetero.planner.search import ProgressCallback
+from lightning_hetero.planner.tp_degrees import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,
     bound_line,
@@ -43,6 +59,7 @@ __all__ = ["add_arguments", "run_plan"]
 
 _CANDIDATES_PER_LINE = 8
 """Plans to ask for, since several may differ only in what their line doesn't say."""
+_MOST_LISTED = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,14 +89,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
     parser.add_argument(
-        "--plot", metavar="FILE", help="draw its timeline into this .svg, .png or .pdf file"
+        "--save-top",
+        nargs=2,
+        metavar=("NUMBER", "FOLDER"),
+        help="write the best kinds of plans as plan-1.json, plan-2.json, ... into a folder",
     )
+    add_plot_argument(parser, "its timeline")
+    add_format_arguments(parser)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Plan, print the best plan and the runners-up, write plan and picture."""
-    if arguments.top < 1:
-        raise ConfigurationError(f"--top is {arguments.top}; it must be 1 or more.")
+    """Plan, print the best plan and the runners-up, write plans and picture."""
+    num_saved, folder = _save_top(arguments)
+    most = max(arguments.top, num_saved)
     cost = cost_of(arguments)
     workload = Workload(
         sequence_length=arguments.sequence_length,
@@ -91,20 +113,101 @@ def run_plan(arguments: argparse.Namespace) -> int:
         objective=Objective(arguments.objective),
         equal_microbatches=arguments.equal_microbatches,
         tp_degrees=None if degrees is None else tuple(degrees),
-        num_candidates=_CANDIDATES_PER_LINE * arguments.top,
+        num_candidates=_CANDIDATES_PER_LINE * most,
     )
     with _progress() as progress:
         result = plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
+    kinds = _kinds(result, cost)
+    baselines = find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
+    if arguments.json:
+        print_json(_as_json(result, cost, baselines, arguments))
+    elif arguments.csv:
+        print_csv(
+            [
+                {"place": place, **row}
+                for place, candidate in enumerate(list(kinds.values())[: arguments.top], start=1)
+                for row in stage_rows(candidate.plan, cost, candidate.simulation)
+            ]
+        )
+    else:
+        _print_tables(result, cost, baselines, arguments)
+    _write(arguments, result, cost)
+    for place, candidate in enumerate(list(kinds.values())[:num_saved], start=1):
+        _save(candidate.plan, folder / f"plan-{place}.json")
+    return 0
+
+
+def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
+    """Check what is to be written before planning; return how many plans go into which folder."""
+    if not 1 <= arguments.top <= _MOST_LISTED:
+        raise ConfigurationError(
+            f"--top is {arguments.top}; it must be 1 or more, and at most {_MOST_LISTED}."
+        )
+    check_picture(arguments.plot)
+    check_folder_of(arguments.output, "--output")
+    if arguments.save_top is None:
+        return 0, Path()
+    number, folder = arguments.save_top
+    if not (number.isascii() and number.isdigit() and 1 <= int(number[:9]) <= _MOST_LISTED):
+        raise ConfigurationError(
+            f"--save-top is {number[:20]}; it must be a whole number, 1 to {_MOST_LISTED}."
+        )
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Can't make the folder {folder} of --save-top: {error.strerror}."
+        ) from error
+    return int(number), Path(folder)
+
+
+def _print_tables(
+    result: PlanningResult,
+    cost: CostModel,
+    baselines: Sequence[Baseline],
+    arguments: argparse.Namespace,
+) -> None:
     console = output_console()
     best = result.best
     counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
     table = plan_table(best.plan, simulated_facts(best.plan, cost, best.simulation), counts)
-    print_plan(console, cost, table, _summary(result, cost))
+    lines = _summary(result, cost, baselines)
+    lines.append(assumptions_line(cost, arguments.precision))
+    print_plan(console, cost, table, lines)
     if arguments.top > 1:
         console.print()
         console.print(_candidates_table(result, cost, arguments.top))
-    _write(arguments, result, cost)
-    return 0
+
+
+def _as_json(
+    result: PlanningResult,
+    cost: CostModel,
+    baselines: Sequence[Baseline],
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    num_tokens = result.workload.num_tokens
+    candidates = list(_kinds(result, cost).items())[: arguments.top]
+    return {
+        "model": cost.model.name,
+        "cluster": cost.cluster.num_devices,
+        "precision": arguments.precision,
+        "objective": str(result.objective),
+        **facts_of(result.best.plan, cost, result.best.simulation, num_tokens),
+        "lower_bound_s": result.lower_bound_s,
+        "gap": result.gap,
+        "num_layouts": result.num_estimated,
+        "num_simulated": result.num_simulated,
+        "baselines": [asdict(baseline) for baseline in baselines],
+        "candidates": [
+            {
+                "pipelines": kind,
+                "iteration_time_s": candidate.simulation.iteration_time_s,
+                "tokens_per_s": candidate.simulation.tokens_per_s(num_tokens),
+                "plan": candidate.plan.to_dict(),
+            }
+            for kind, candidate in candidates
+        ],
+    }
 
 
 @contextmanager
@@ -119,16 +222,17 @@ def _progress() -> Iterator[ProgressCallback]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def _summary(result: PlanningResult, cost: CostModel) -> list[str]:
+def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseline]) -> list[str]:
     best = result.best
     lines = [
         *prediction_lines(best.simulation, result.workload.num_tokens),
+        _compared_line(best.simulation.iteration_time_s, baselines),
         _bound_line(result),
         f"limited by      {result.limit}",
     ]
     money = best.money_per_token(result.workload.num_tokens)
     if money is not None:
-        lines.append(f"price           {money * 1e9:,.2f} per 10⁹ tokens")
+        lines.append(price_line(money))
     idle = cost.cluster.num_ranks - len(best.plan.ranks)
     if idle:
         lines.append(f"idle            {idle} of {cost.cluster.num_ranks} devices")
@@ -136,6 +240,14 @@ def _summary(result: PlanningResult, cost: CostModel) -> list[str]:
         f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
     )
     return lines
+
+
+def _compared_line(time_s: float, baselines: Sequence[Baseline]) -> str:
+    """Return what others would take, and how many times as fast as the best of them this is."""
+    others = [b.iteration_time_s for b in baselines if b.iteration_time_s is not None]
+    ratio = f", {min(others) / time_s:.2f}×" if others else ""
+    texts = [*map(str, baselines), f"this plan: {time_s:.4g} s{ratio}"]
+    return "compared with   " + "; ".join(texts)
 
 
 def _bound_line(result: PlanningResult) -> str:
@@ -149,13 +261,10 @@ def _bound_line(result: PlanningResult) -> str:
 
 def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Table:
     """Return one line per kind of plan: how its pipelines are made and what the best takes."""
-    kinds: dict[str, PlannedCandidate] = {}
-    for candidate in result.candidates:
-        kinds.setdefault(_describe(candidate.plan, cost), candidate)
     header = ("place", "pipelines", "devices", "seconds", "tokens/s", "per 10⁹ tokens")
     table = as_rich("Best plans", header)
     num_tokens = result.workload.num_tokens
-    for place, (kind, candidate) in enumerate(islice(kinds.items(), most), start=1):
+    for place, (kind, candidate) in enumerate(islice(_kinds(result, cost).items(), most), start=1):
         money = candidate.money_per_token(num_tokens)
         table.add_row(
             str(place),
@@ -168,8 +277,35 @@ def _candidates_table(result: PlanningResult, cost: CostModel, most: int) -> Tab
     return table
 
 
+def _kinds(result: PlanningResult, cost: CostModel) -> dict[str, PlannedCandidate]:
+    """Return the best plan of each kind in words, the best first.
+
+    Plans that make the same pipelines of the same stages in another order are of one kind.
+    """
+    kinds: dict[str, PlannedCandidate] = {}
+    seen = set()
+    for candidate in result.candidates:
+        words = _describe(candidate.plan, cost)
+        kind = tuple(sorted(_stages_of(candidate.plan, cost)))
+        if kind not in seen:
+            seen.add(kind)
+            kinds[words] = candidate
+    return kinds
+
+
+def _stages_of(found: ParallelPlan, cost: CostModel) -> Iterator[tuple[tuple[str, int], ...]]:
+    """Yield each pipeline's stages, devices and TP degree, in an order of their own."""
+    for pipeline in found.pipelines:
+        yield tuple(
+            sorted((cost.shape_of(stage).device, stage.tp_degree) for stage in pipeline.stages)
+        )
+
+
 def _describe(found: ParallelPlan, cost: CostModel) -> str:
-    """Return the pipelines in a few words, such as `2 × (2·A100-80GB + H800-80GB)`."""
+    """Return the pipelines in a few words, such as `2 × (2·A100-80GB + H800-80GB)`.
+
+    Their order means nothing, so that it is always the same: the most alike first.
+    """
     counts: dict[str, int] = {}
     for pipeline in found.pipelines:
         stages: dict[str, int] = {}
@@ -180,20 +316,25 @@ def _describe(found: ParallelPlan, cost: CostModel) -> str:
         parts = [name if count == 1 else f"{count}·{name}" for name, count in stages.items()]
         text = " + ".join(parts)
         counts[text] = counts.get(text, 0) + 1
-    return ", ".join(f"{count} × ({text})" for text, count in counts.items())
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} × ({text})" for text, count in ordered)
 
 
 def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostModel) -> None:
     found = result.best.plan
     if arguments.output:
-        try:
-            found.save(arguments.output)
-        except OSError as error:
-            raise ConfigurationError(
-                f"Can't write the plan to {arguments.output}: {error.strerror}. Name another file."
-            ) from error
+        _save(found, Path(arguments.output))
     if arguments.plot:
         microbatch = result.workload.microbatch
         batches = [[microbatch] * (p.num_microbatches or 0) for p in found.pipelines]
         simulation = simulate(found, cost, batches, record_events=True)
         plot_timeline(Path(arguments.plot), found, cost, simulation)
+
+
+def _save(found: ParallelPlan, path: Path) -> None:
+    try:
+        found.save(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Can't write the plan to {path}: {error.strerror}. Name another file."
+        ) from error

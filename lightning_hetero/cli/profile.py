@@ -1,17 +1,20 @@
 """Measure this machine: `lightning-hetero profile --model llama-7b --output profile.json`."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.cli.simulate import add_model_argument
+from lightning_hetero.cli.arguments import add_model_argument
+from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.time_fit import TimeFit
+from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 
 __all__ = ["add_arguments", "run_profile"]
@@ -28,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--device-name",
             "NAME",
-            "device type as cluster files name it (default: the name that CUDA reports)",
+            "device type as cluster files name it (default: what CUDA reports, or cpu)",
         ),
         ("--device", "DEVICE", "where to measure (default: cuda if there is one)"),
         ("--merge", "FILE", "a profile of other device types to write together with this one"),
@@ -62,15 +65,19 @@ def run_profile(arguments: argparse.Namespace) -> int:
         max_block=arguments.max_block,
         num_repeats=arguments.repeats,
     )
+    spec = describe_device(device)
+    name = arguments.device_name or (spec.name if device.type == "cuda" else device.type)
     console = Console()
     with console.status("measuring") as status:
         profile = measure_profile(
             model,
             options,
-            device_name=arguments.device_name or _device_name(device),
+            device_name=name,
             device=device,
             report=lambda line: status.update(f"measuring {line}"),
         )
+    measured = dataclasses.replace(profile.devices[0], spec=_spec(spec, name))
+    profile = dataclasses.replace(profile, devices=(measured,))
     console.print(_as_table(profile))
     (profile if merged_with is None else merged_with.merge(profile)).save(output)
     console.print(f"written to {output}", highlight=False)
@@ -87,8 +94,9 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _spec(spec: DeviceSpec, name: str) -> DeviceSpec | None:
+    """Return what planners need besides times; None where the table of known devices has it."""
+    return None if canonical_name(name) is not None else dataclasses.replace(spec, name=name)
 
 
 def _as_table(profile: Profile) -> Table:
@@ -101,13 +109,14 @@ def _as_table(profile: Profile) -> Table:
             cells = (str(times.tp_degree), str(sum(times.lengths)), str(size))
             table.add_row(*cells, f"{forward * 1e3:.3f}", f"{backward * 1e3:.3f}")
     for degree in measured.tp_degrees:
-        samples = [(t.lengths, sum(t.blocks[1])) for t in measured.at(degree)]
-        fit = TimeFit.of(samples)
-        table.add_row(
-            str(degree),
-            "l",
-            "1",
-            f"{fit.a * 1e3:.3g}·l²",
-            f"+ {fit.b * 1e3:.3g}·l + {fit.c * 1e3:.3g}",
-        )
+        fits = [
+            TimeFit.of([(times.lengths, times.blocks[1][way]) for times in measured.at(degree)])
+            for way in (0, 1)
+        ]
+        table.add_row(str(degree), "l", "1", *(_formula(fit) for fit in fits))
     return table
+
+
+def _formula(fit: TimeFit) -> str:
+    """Return a fit of one layer's milliseconds over a sequence of l tokens."""
+    return f"{fit.a * 1e3:.3g}·l² + {fit.b * 1e3:.3g}·l + {fit.c * 1e3:.3g}"

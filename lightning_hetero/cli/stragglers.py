@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lightning_hetero.cli.arguments import add_plot_argument, check_picture
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.table import format_table
 from lightning_hetero.straggler import (
@@ -45,20 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = "Show change points, causes and mitigations of a run."
     parser.add_argument("events", metavar="EVENTS", type=Path, help="event log, JSON lines")
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="also draw the run (.svg, .png or .pdf)"
-    )
+    add_plot_argument(parser, "the run")
 
 
 def run_stragglers(arguments: argparse.Namespace) -> int:
     """Print the table, draw the picture if asked for; return the exit code."""
+    check_picture(arguments.plot)
     events = read_events(arguments.events)
     if not events:
         print(f"{arguments.events} holds no events.")
         return 0
     print(summarise(events))
     if arguments.plot is not None:
-        plot_events(events, arguments.plot)
+        plot_events(events, Path(arguments.plot))
         print(f"Drawn to {arguments.plot}.")
     return 0
 

@@ -271,7 +271,9 @@ class Estimator:
         num_stages = len(nodes)
         if num_stages == 1:
             return forward_s[0] + backward_s[0], 0.0
-        num_bytes = self.cost.model.hidden_bytes(sum(self.workload.microbatch))
+        num_bytes = self.cost.model.hidden_bytes(
+            sum(self.workload.microbatch), self.cost.layout.weight_bytes
+        )
         hops = [
             self.cost.transfer_s(self._rank_of_node[a], self._rank_of_node[b], num_bytes)
             for a, b in itertools.pairwise(nodes)

@@ -21,6 +21,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import StagePlan
 
 __all__ = [
+    "PRECISIONS",
     "CostModel",
     "MicroBatchShape",
     "StageShape",
@@ -31,6 +32,10 @@ __all__ = [
 
 MicroBatchShape = tuple[int, ...]
 """Tokens of each sequence of one micro-batch."""
+
+
+PRECISIONS = {"bf16-mixed": (2, 4, 16), "bf16-true": (2, 4, 8), "32-true": (4, 4, 16)}
+"""Bytes per parameter of weights, of summed gradients, and of what an owner keeps."""
 
 
 class StageShape(NamedTuple):
@@ -70,6 +75,14 @@ class StateLayout:
     blocking_messages: bool = False
     """Whether both stages stand still while an activation travels, as in frameworks that send and
     receive on the stream that computes."""
+
+    @classmethod
+    def of_precision(cls, precision: str) -> Self:
+        """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
+        weight, summed, owned = PRECISIONS[precision]
+        return cls(
+            weight_bytes=weight, gradient_bytes=weight, summed_bytes=summed, owned_bytes=owned
+        )
 
     @classmethod
     def replicated(cls, *, blocking_messages: bool = False) -> Self:
@@ -186,9 +199,7 @@ class CostModel(ABC):
 
         Each rank sends to its counterpart. With unequal TP degrees the smaller group bounds it.
         """
-        return self.transfer_s(
-            sender.ranks[0], receiver.ranks[0], self.model.hidden_bytes(num_tokens)
-        )
+        return self.transfer_s(sender.ranks[0], receiver.ranks[0], self._hidden_bytes(num_tokens))
 
     def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
         """Return the seconds of a ring all-reduce: 2(n-1) messages of 1/n over the slowest link."""
@@ -255,7 +266,7 @@ class CostModel(ABC):
 
     def held_bytes(self, shape: StageShape, num_tokens: int) -> float:
         """Return what one rank keeps of micro-batches in flight: activations, and what it sent."""
-        sent = 0 if shape.has_head else self.model.hidden_bytes(num_tokens)
+        sent = 0 if shape.has_head else self._hidden_bytes(num_tokens)
         return self.activation_bytes(shape, num_tokens) + sent
 
     def passing_bytes(self, shape: StageShape, num_tokens: int) -> float:
@@ -265,12 +276,16 @@ class CostModel(ABC):
         that it may not have received.
         """
         num_messages = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
-        messages = num_messages * self.model.hidden_bytes(num_tokens)
+        messages = num_messages * self._hidden_bytes(num_tokens)
         return self.transient_bytes(shape, num_tokens) + messages
 
     def usable_bytes(self, device: str) -> float:
         """Return the memory of a device that a plan may fill."""
         return usable_bytes(self.device(device).memory_bytes)
+
+    def _hidden_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of a hidden state, whose values are as wide as the weights'."""
+        return self.model.hidden_bytes(num_tokens, self.layout.weight_bytes)
 
     def _find_shape(self, stage: StagePlan) -> StageShape:
         if max(stage.ranks) >= len(self.node_of_rank):

@@ -13,6 +13,8 @@ __all__ = ["RooflineCost"]
 # memory and power for a seventh of the peak and so gets close to it.
 _MATMUL_EFFICIENCY = {
     "H100-80GB": 0.6,
+    "H100-PCIe-80GB": 0.6,
+    "H100-NVL-94GB": 0.6,
     "H800-80GB": 0.6,
     "H200-141GB": 0.6,
     "GH200-96GB": 0.6,
@@ -34,7 +36,11 @@ _STEP_BYTES_PER_PARAM = 34  # Adam: reads 4 and writes 3 fp32 values, then a 16-
 
 
 class RooflineCost(CostModel):
-    """Costs of a transformer in 16 bits on known devices."""
+    """Costs of a transformer on known devices.
+
+    In 32 bits (`layout.weight_bytes` 4) matrix products run at half the 16-bit peak, as with TF32,
+    and all that is read, written and kept is twice as wide.
+    """
 
     def measure_stage_s(
         self, shape: StageShape, microbatch: MicroBatchShape
@@ -47,17 +53,17 @@ class RooflineCost(CostModel):
             rate = self._matmul_flops_per_s(shape)
             head = self.model.head_flops(tokens) / rate
             # Softmax and its gradient pass over the logits, in 16 and 32 bits.
-            softmax = 12 * tokens * self.model.vocab_size / self._memory_rate(shape)
+            softmax = 6 * self._width * tokens * self.model.vocab_size / self._memory_rate(shape)
             times[0] += head + softmax
             times[1] += 2 * head + softmax
         if shape.has_embedding:
-            lookup = 2 * self.model.hidden_bytes(tokens) / self._memory_rate(shape)
+            lookup = 2 * self._hidden_bytes(tokens) / self._memory_rate(shape)
             times[0] += lookup
             times[1] += lookup
         return times[0], times[1]
 
     def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return what fused attention and plain autograd keep, in 16 bits.
+        """Return what fused attention and plain autograd keep.
 
         Around the TP region: input and output of both norms; inside it: query, key, value before
         and after rotation, attention's output, and the MLP's pre- and post-activations.
@@ -67,16 +73,16 @@ class RooflineCost(CostModel):
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size
         inside = 3 * model.query_size + 3 * model.key_size + mlp
         layer = outside + inside / shape.tp_degree
-        kept = 2.0 * shape.num_layers * layer
+        kept = float(self._width * shape.num_layers * layer)
         if shape.has_embedding:
-            kept += 2 * model.hidden_size
+            kept += self._width * model.hidden_size
         return kept * num_tokens
 
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return the logits in 16 bits, their softmax and its gradient in 32."""
+        """Return the logits in the compute dtype, their softmax and its gradient in 32 bits."""
         if not shape.has_head:
             return 0.0
-        return 10.0 * self.model.vocab_size / shape.tp_degree * num_tokens
+        return (8.0 + self._width) * self.model.vocab_size / shape.tp_degree * num_tokens
 
     def step_s(self, shape: StageShape, num_owned: float) -> float:
         """Return Adam's time by the bytes it touches."""
@@ -92,18 +98,18 @@ class RooflineCost(CostModel):
             return 0.0
         own = self.device(shape.device).intra_node_bytes_per_s, self.cluster.intra_node_latency_s
         bytes_per_s, latency_s = shape.link or own
-        message_bytes = self.model.hidden_bytes(num_tokens) / count
+        message_bytes = self._hidden_bytes(num_tokens) / count
         return 4 * (count - 1) * (latency_s + message_bytes / bytes_per_s)
 
     def _layer_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
         model, tokens = self.model, sum(microbatch)
         rate = self._matmul_flops_per_s(shape)
         matmul_s = model.linear_flops_per_layer(tokens) / rate
-        weights = 2 * model.matrix_params_per_layer
+        weights = self._width * model.matrix_params_per_layer
         matmul_s = max(matmul_s, weights / self._memory_rate(shape))
         attention_s = model.attention_flops_per_layer(microbatch) / (rate * _ATTENTION_EFFICIENCY)
         mlp = (4 if model.gated_mlp else 2) * model.intermediate_size / shape.tp_degree
-        touched = 2 * tokens * (_POINTWISE_PASSES * model.hidden_size + mlp)
+        touched = self._width * tokens * (_POINTWISE_PASSES * model.hidden_size + mlp)
         pointwise_s = touched / self.device(shape.device).memory_bytes_per_s
         traffic_s = self.layer_traffic_s(shape, tokens)
         forward = matmul_s + attention_s + pointwise_s + traffic_s
@@ -112,7 +118,13 @@ class RooflineCost(CostModel):
 
     def _matmul_flops_per_s(self, shape: StageShape) -> float:
         efficiency = _MATMUL_EFFICIENCY.get(shape.device, _DEFAULT_MATMUL_EFFICIENCY)
-        return self.device(shape.device).peak_flops_per_s * efficiency * shape.tp_degree
+        peak = self.device(shape.device).peak_flops_per_s * 2 / self._width
+        return peak * efficiency * shape.tp_degree
+
+    @property
+    def _width(self) -> int:
+        """Bytes of a value that is computed with."""
+        return self.layout.weight_bytes
 
     def _memory_rate(self, shape: StageShape) -> float:
         return self.device(shape.device).memory_bytes_per_s * shape.tp_degree

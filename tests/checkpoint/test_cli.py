@@ -1,12 +1,22 @@
 """`lightning-hetero checkpoint` on folders that were really written."""
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_hetero.checkpoint import CheckpointWriter, LocalStore, Tier, TierKind, Transport
+from lightning_hetero.callbacks import places
+from lightning_hetero.checkpoint import (
+    CheckpointWriter,
+    LocalStore,
+    Tier,
+    TierKind,
+    Transport,
+    shared_memory,
+)
 from lightning_hetero.cli import main
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.states import contents, run_ranks
@@ -49,7 +59,9 @@ def test_list_says_what_is_complete(folders: list[str], capsys: pytest.CaptureFi
     assert [row[:4] for row in rows[1:]] == [[str(s), "0", "2/2", "yes"] for s in (3, 2, 1)]
     _, text = run(capsys, "list", folders[0])
     assert [line.split()[2:4] for line in text.splitlines()[1:]] == [["1/2", "no"]] * 3
-    assert "no checkpoints" in run(capsys, "list", folders[0] + "/none")[1]
+    code, text = run(capsys, "list", folders[0] + "/none")
+    assert (code, text.count("\n")) == (2, 1)
+    assert "there is no such folder" in text
 
 
 def test_inspect_prints_the_bitmap_and_where_each_layer_comes_from(
@@ -131,7 +143,8 @@ def test_a_place_that_cannot_be_read_is_said(
     (tmp_path / "file").write_text("")
     closed = str(tmp_path / "file")
     code, text = run(capsys, "list", *folders, closed)
-    assert (code, "Not a directory" in text) == (0, True)
+    assert (code, "Not a directory" in text) == (2, True)
+    assert [row.split()[0] for row in text.splitlines()[1:4]] == ["3", "2", "1"]
     for action in ("inspect", "verify"):
         code, text = run(capsys, action, *folders, closed)
         assert (code, "Leave it out" in text) == (2, True)
@@ -155,3 +168,63 @@ def test_two_runs_in_a_folder_are_told_apart_and_pruned_apart(
     assert [(row[0], row[-1]) for row in rows[1:]] == [("2", "b"), ("9", "a")]
     assert run(capsys, "inspect", str(tmp_path))[1].startswith("step 2,")
     assert run(capsys, "inspect", str(tmp_path), "--step", "9")[1].startswith("step 9,")
+
+
+def test_a_place_that_is_not_there_is_no_place_without_checkpoints(tmp_path, capsys):
+    assert main(["checkpoint", "list", str(tmp_path / "gone")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert main(["checkpoint", "list", str(tmp_path)]) == 0
+    assert "no checkpoints" in capsys.readouterr().out
+
+
+def test_a_store_that_can_not_be_reached_is_an_error(capsys):
+    assert main(["checkpoint", "list", "nowhere://bucket/run"]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere" in error
+    assert error.count("\n") == 1
+
+
+def test_shared_memory_of_old_runs_is_freed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    now = time.time()
+    for name, age_s in (("old", 48 * 3600), ("new", 60)):
+        folder = shared_memory.own_folder() / name / "step_1"
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(b"x" * 1_000_000)
+        for path in (folder / "part", folder, folder.parent):
+            os.utime(path, (now - age_s, now - age_s))
+    assert main(["checkpoint", "prune", "--memory"]) == 0
+    assert "freed 1.0 MB" in capsys.readouterr().out
+    assert [path.name for path in shared_memory.own_folder().iterdir()] == ["new"]
+    assert main(["checkpoint", "prune", "--memory", "--older-than", "0"]) == 0
+    assert list(shared_memory.own_folder().iterdir()) == []
+
+
+def test_runs_keep_their_memory_where_prune_looks():
+    node = places.Places(
+        path_or_url="x",
+        local_dir=None,
+        shared_memory=True,
+        keep=1,
+        storage_options={},
+        retry=None,
+    )
+    assert node.memory_dir is None or node.memory_dir.parent == shared_memory.own_folder()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["."],
+        ["--keep", "1"],
+        ["--memory", "."],
+        ["--memory", "--keep", "1"],
+        ["--memory", "--older-than", "-1"],
+        ["--memory", "--older-than", "nan"],
+        [".", "--keep", "0"],
+    ],
+)
+def test_prune_says_what_it_takes(options, capsys):
+    assert main(["checkpoint", "prune", *options]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

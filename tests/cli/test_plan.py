@@ -1,7 +1,11 @@
 """What a user sees of `lightning-hetero plan`, and what bad input says."""
 
+import csv
+import io
+import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -35,7 +39,9 @@ def test_prints_the_plan_its_bound_and_the_runners_up_and_writes_both_files(word
         "65,536 tokens an iteration",
         "no plan can be faster than",
         "limited by",
-        "per 10⁹ tokens",
+        "per billion tokens (in the currency of price_per_hour)",
+        "compared with   plain data parallel: ",
+        "assumes         bf16-mixed, Adam (2 + 4 bytes a parameter held, 16 owned), data sheets",
         "Best plans",
     ):
         assert text in captured.out
@@ -64,10 +70,114 @@ def test_cost_may_leave_devices_idle(words, capsys):
     assert "idle" in capsys.readouterr().out
 
 
+def test_json_holds_what_the_tables_say(words, capsys):
+    assert main([*words, "--json", "--top", "2", "--precision", "bf16-true"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["precision"] == "bf16-true"
+    assert found["tokens_per_iteration"] == 65536
+    assert found["lower_bound_s"] <= found["iteration_time_s"]
+    assert found["cluster"] == {"A100-80GB": 4, "H800-80GB": 2}
+    assert ParallelPlan.from_dict(found["plan"]).num_layers == 32
+    assert len(found["candidates"]) == 2
+    assert [entry["name"] for entry in found["baselines"]] == [
+        "plain data parallel",
+        "equal pipelines",
+    ]
+
+
+def test_csv_has_a_line_for_each_stage_of_each_plan(words, capsys):
+    assert main([*words, "--csv", "--top", "2"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {row["place"] for row in rows} == {"1", "2"}
+    ranks = [int(r) for row in rows if row["place"] == "1" for r in row["ranks"].split()]
+    assert sorted(ranks) == list(range(6))
+
+
+def test_the_best_kinds_are_saved_into_a_folder(words, tmp_path, capsys):
+    assert main([*words, "--save-top", "3", "plans", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    files = sorted(path.name for path in (tmp_path / "plans").iterdir())
+    assert files == [f"plan-{place}.json" for place in range(1, len(found["candidates"][:3]) + 1)]
+    for file, candidate in zip(files, found["candidates"], strict=False):
+        saved = ParallelPlan.load(tmp_path / "plans" / file)
+        assert saved == ParallelPlan.from_dict(candidate["plan"])
+
+
+def test_plans_that_differ_in_order_alone_are_listed_once(words, capsys):
+    assert main([*words, "--json", "--top", "50"]) == 0
+    candidates = json.loads(capsys.readouterr().out)["candidates"]
+    device = ["A100"] * 4 + ["H800"] * 2
+    kinds = [
+        sorted(
+            sorted((device[stage["ranks"][0]], len(stage["ranks"])) for stage in entry["stages"])
+            for entry in candidate["plan"]["pipelines"]
+        )
+        for candidate in candidates
+    ]
+    assert len(kinds) > 1
+    assert all(kinds.count(kind) == 1 for kind in kinds)
+
+
+def test_what_the_planner_finds_is_never_slower_than_what_it_is_compared_with(words, capsys):
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    times = [entry["iteration_time_s"] for entry in found["baselines"]]
+    assert None not in times
+    assert found["iteration_time_s"] <= min(times)
+
+
+def test_precision_decides_what_fits(words, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("nodes: [{device: A10, count: 3}]")
+    options = ["--tp-degrees", "1", "--json", "--sequence-length", "512"]
+    needed = {}
+    for precision in ("bf16-true", "bf16-mixed", "32-true"):
+        code = main([*words, *options, "--precision", precision])
+        output = capsys.readouterr().out
+        needed[precision] = (
+            max(stage["memory_bytes"] for stage in json.loads(output)["stages"])
+            if code == 0
+            else float("inf")
+        )
+    assert needed["bf16-true"] < needed["bf16-mixed"] < needed["32-true"]
+
+
+def test_what_cannot_be_written_or_drawn_is_said_before_planning(words, monkeypatch, capsys):
+    monkeypatch.setattr("lightning_hetero.cli.plan.plan", None)
+    assert main([*words, "--output", "no/where.json"]) == 2
+    assert "folder doesn't exist" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([*words, "--plot", "plan.svg"]) == 2
+    assert "pip install 'lightning-hetero[plot]'" in capsys.readouterr().err
+
+
+def test_a_wrong_file_is_not_repeated_in_the_error(words, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("nodes: [" + "x, " * 10_000 + "x]")
+    assert main(words) == 2
+    assert len(capsys.readouterr().err) < 300
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_rate_in_the_wrong_unit_is_one_line_of_warning(words, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(CLUSTER + "inter_node_bytes_per_s: 50\n")
+    assert main([*words, "--top", "1", "--tp-degrees", "1"]) == 0
+    error = capsys.readouterr().err
+    assert "warning: `inter_node_bytes_per_s` is 50" in error
+    assert error.count("\n") == 1
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"lightning-hetero {version('lightning-hetero')}\n"
+
+
 @pytest.mark.parametrize(
     ("cluster", "options", "message"),
     [
-        ("nodes: [{device: A100, count: 4}]", "", "Unknown device 'A100'. Known:"),
+        ("nodes: [{device: A1000, count: 4}]", "", "Unknown device 'A1000'. Did you mean A10"),
+        ("nodes: [{device: A1000, count: 4}]", "", "Known: A10, A100-40GB,"),
         ("nodes: []", "", "0 devices"),
         ("nodes: [{device: T4, count: 0}]", "", "Leave a node without devices out"),
         ("nodes: [{device: T4, count: 1}]", "", "fits nowhere"),
@@ -78,6 +188,10 @@ def test_cost_may_leave_devices_idle(words, capsys):
         (CLUSTER, "--global-batch-size 0", "must be 1 or more"),
         (CLUSTER, "--top 0", "--top is 0; it must be 1 or more"),
         (CLUSTER, "--output no/such/folder/plan.json", "Can't write"),
+        (CLUSTER, "--plot plan.jpg", "must end in .svg, .png or .pdf"),
+        (CLUSTER, "--save-top many plans", "--save-top is many; it must be a whole number"),
+        (CLUSTER, "--save-top 2 c.yaml/plans", "Can't make the folder"),
+        (CLUSTER, "--model nobody/knows", "hf download nobody/knows config.json"),
         (
             "nodes: [{device: T4, count: 1}, {device: T4, count: 1}]\n"
             "links: [{nodes: [0, 1], bytes_per_s: 1e9}, {nodes: [1, 0], bytes_per_s: 2e9}]",
@@ -104,7 +218,9 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "profile", "checkpoint", "stragglers"])
+@pytest.mark.parametrize(
+    "command", ["plan", "simulate", "compare", "profile", "checkpoint", "stragglers"]
+)
 def test_help_fits_a_terminal_of_80_columns(monkeypatch, capsys, command):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:

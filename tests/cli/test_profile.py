@@ -47,6 +47,24 @@ def test_a_measured_profile_serves_simulate(words, capsys):
     assert "days old" in capsys.readouterr().err
 
 
+def test_a_profile_brings_what_the_planner_needs_of_its_device(words, capsys):
+    assert main([*words, "--device-name", "mycpu"]) == 0
+    with open("c.yaml", "w", encoding="utf-8") as file:
+        file.write("nodes: [{device: mycpu, count: 2}]")
+    batch = "--sequence-length 16 --global-batch-size 4"
+    assert main(f"plan --cluster c.yaml --model tiny.yaml --profile p.json {batch}".split()) == 0
+    assert "2 × mycpu" in capsys.readouterr().out
+    assert main(f"plan --cluster c.yaml --model tiny.yaml {batch}".split()) == 2
+    assert "Unknown device 'mycpu'" in capsys.readouterr().err
+
+
+def test_the_fit_of_forward_and_backward_have_a_formula_each(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(words) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "l²" in line]
+    assert line.count("·l²") == line.count("·l +") == 2
+
+
 def test_profiles_of_two_device_types_merge_into_one_file(words):
     assert main(words) == 0
     assert main([*words, "--device-name", "other", "--merge", "p.json"]) == 0

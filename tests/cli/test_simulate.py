@@ -1,9 +1,14 @@
+import csv
+import datetime
+import io
 import json
 
 import pytest
 
 from lightning_hetero.cli import main
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 
 CLUSTER = """
 nodes:
@@ -11,12 +16,25 @@ nodes:
   - {device: H800-80GB, count: 4, price_per_hour: 20}
 """
 
+PROFILE = Profile(
+    model=ModelSpec.load("bert-large"),
+    versions={},
+    date=datetime.datetime.now(datetime.UTC),
+    devices=(
+        DeviceProfile(
+            device="A100",
+            times=(BlockTimes(tp_degree=1, lengths=(512,), blocks={1: (1e-3, 2e-3)}),),
+        ),
+    ),
+)
+
 
 @pytest.fixture
 def words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "c.yaml").write_text(CLUSTER)
+    PROFILE.save(tmp_path / "p.json")
     ParallelPlan.even(world_size=8, num_layers=24, num_stages=2, tp_degree=2).save("plan.json")
     sizes = "--model bert-large --sequence-length 512 --global-batch-size 64"
     return f"simulate plan.json --cluster c.yaml {sizes}".split()
@@ -31,7 +49,8 @@ def test_prints_every_stage_and_writes_trace_and_picture(words, tmp_path, capsys
     assert "12-23 (12)" in output
     assert "iteration time" in output
     assert "32,768 tokens an iteration" in output
-    assert "per 10⁹ tokens" in output
+    assert "per billion tokens (in the currency of price_per_hour)" in output
+    assert "assumes         bf16-mixed" in output
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
@@ -51,6 +70,9 @@ def test_a_stage_that_does_not_fit_is_said(words, capsys):
         (["--sequence-length", "0"], "1 or more"),
         (["--micro-batch-size", "3"], "multiple"),
         (["--trace", "no/where.json"], "Can't write"),
+        (["--plot", "p.jpg"], "must end in .svg, .png or .pdf"),
+        (["--max-profile-age-days", "1e300", "--profile", "p.json"], "number of days"),
+        (["--sequence-length", "9" * 30], "no more than"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, change, message, capsys):
@@ -58,3 +80,20 @@ def test_bad_input_is_one_line_and_exit_code_2(words, change, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_json_and_csv_say_the_same(words, capsys):
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens_per_iteration"] == 32768
+    assert found["price_per_billion_tokens"] > 0
+    assert main([*words, "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [float(row["busy"]) for row in rows] == [stage["busy"] for stage in found["stages"]]
+    assert [row["ranks"] for row in rows] == ["0 1", "2 3", "4 5", "6 7"]
+
+
+def test_json_and_csv_exclude_each_other(words, capsys):
+    with pytest.raises(SystemExit):
+        main([*words, "--json", "--csv"])
+    assert "not allowed with" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Options that several subcommands share, and the checks that come before any work."""
+
+import argparse
+import datetime
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StateLayout
+from lightning_hetero.simulator.cost import PRECISIONS
+
+__all__ = [
+    "add_format_arguments",
+    "add_model_argument",
+    "add_plot_argument",
+    "add_workload_arguments",
+    "check_folder_of",
+    "check_picture",
+    "cost_of",
+    "replicated_cost",
+]
+
+_PICTURES = (".svg", ".png", ".pdf")
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Add what `ModelSpec.load` takes."""
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        required=True,
+        help=f"a known name ({', '.join(sorted(KNOWN_MODELS))}), a YAML file of sizes, a Hugging "
+        "Face config folder or the name of a Hugging Face model in the local cache",
+    )
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what planning and simulating both need: cluster, model, batch, precision, profile."""
+    parser.add_argument(
+        "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
+    )
+    add_model_argument(parser)
+    for name, default, what in (
+        ("--sequence-length", None, "tokens of a sample, 1 or more"),
+        ("--global-batch-size", None, "samples of an iteration, 1 or more"),
+        ("--micro-batch-size", 1, "samples of a micro-batch (default: 1)"),
+    ):
+        parser.add_argument(
+            name,
+            metavar="NUMBER",
+            type=int,
+            default=default,
+            required=default is None,
+            help=what,
+        )
+    parser.add_argument(
+        "--precision",
+        choices=list(PRECISIONS),
+        default="bf16-mixed",
+        help="the Trainer's precision, which decides memory and traffic (default: bf16-mixed)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="JSON file that `lightning-hetero profile` wrote (default: data sheets)",
+    )
+    parser.add_argument(
+        "--max-profile-age-days",
+        metavar="DAYS",
+        type=float,
+        default=90.0,
+        help="refuse an older profile (default: 90)",
+    )
+
+
+def add_format_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` and `--csv`."""
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument(
+        "--json", action="store_true", help="print everything as one JSON object instead of tables"
+    )
+    formats.add_argument(
+        "--csv", action="store_true", help="print one line of CSV for each stage instead of tables"
+    )
+
+
+def add_plot_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--plot`, which `check_picture` checks."""
+    parser.add_argument(
+        "--plot", metavar="FILE", help=f"draw {what} into this .svg, .png or .pdf file"
+    )
+
+
+def check_picture(path: str | None) -> None:
+    """Refuse a picture that can't be drawn, before the work that it would show."""
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in _PICTURES:
+        raise ConfigurationError(
+            f"--plot is {path!r}; its name must end in {', '.join(_PICTURES[:-1])} or "
+            f"{_PICTURES[-1]}."
+        )
+    check_folder_of(path, "--plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "--plot needs matplotlib, which isn't installed. Run: "
+            "pip install 'lightning-hetero[plot]'."
+        )
+
+
+def check_folder_of(path: str | None, option: str) -> None:
+    """Refuse a file whose folder doesn't exist, before the work that it would hold."""
+    if path is None:
+        return
+    if not Path(path).resolve().parent.is_dir():
+        raise ConfigurationError(
+            f"Can't write {option} {path}: its folder doesn't exist. Create it first."
+        )
+    if Path(path).is_dir():
+        raise ConfigurationError(f"Can't write {option} {path}: it is a folder. Name a file.")
+
+
+def cost_of(arguments: argparse.Namespace) -> CostModel:
+    """Read cluster, model and profile; without a profile the roofline of known devices serves."""
+    for name in ("sequence_length", "global_batch_size", "micro_batch_size"):
+        if not 1 <= getattr(arguments, name) <= 10**12:
+            option = "--" + name.replace("_", "-")
+            raise ConfigurationError(
+                f"{option} is {getattr(arguments, name)}; it must be 1 or more, and no more than "
+                "10¹²."
+            )
+    layout = StateLayout.of_precision(arguments.precision)
+    if arguments.profile is None:
+        cluster = Cluster.load(arguments.cluster)
+        return RooflineCost(cluster, ModelSpec.load(arguments.model), layout=layout)
+    profile = Profile.load(arguments.profile)
+    cluster = Cluster.load(arguments.cluster, measured=profile.device_specs)
+    model = ModelSpec.load(arguments.model)
+    profile.check(model=model, max_age=_max_age(arguments.max_profile_age_days))
+    return ProfileCost(cluster, model, profile, layout=layout)
+
+
+def replicated_cost(cost: CostModel) -> CostModel:
+    """Return the same costs where every device keeps all states, as plain data parallelism does."""
+    layout = replace(cost.layout, sharded=False)
+    if isinstance(cost, ProfileCost):
+        return ProfileCost(cost.cluster, cost.model, cost.profile, layout=layout)
+    return RooflineCost(cost.cluster, cost.model, layout=layout)
+
+
+def _max_age(days: float) -> datetime.timedelta:
+    try:
+        return datetime.timedelta(days=days)
+    except (OverflowError, ValueError):
+        raise ConfigurationError(
+            f"--max-profile-age-days is {days}; it must be a number of days, at most 999999999."
+        ) from None

@@ -1,0 +1,147 @@
+"""Print plans: tables for people, JSON and CSV for programs."""
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator import (
+    CostModel,
+    PlanTable,
+    ProfileCost,
+    Simulation,
+    devices_line,
+)
+
+__all__ = [
+    "as_rich",
+    "assumptions_line",
+    "facts_of",
+    "output_console",
+    "price_line",
+    "print_csv",
+    "print_json",
+    "print_plan",
+    "stage_rows",
+]
+
+_TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines", "what")
+
+
+def output_console() -> Console:
+    """Return where tables go: in files and pipes they are as wide as they need."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+def print_plan(
+    console: Console,
+    cost: CostModel,
+    table: PlanTable,
+    lines: Sequence[str],
+) -> None:
+    """Print a plan's table and what is said of it, what is wrong in red."""
+    found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
+    for section in table.sections:
+        for index, row in enumerate(section):
+            found.add_row(*row, end_section=index == len(section) - 1)
+    console.print(found)
+    for line in lines:
+        style = "bold red" if line.startswith("does not fit") else None
+        console.print(line, style=style, highlight=False)
+
+
+def as_rich(title: str, header: Sequence[str]) -> Table:
+    """Return an empty table, numbers to the right; what doesn't fit is wrapped, never cut."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in header:
+        table.add_column(
+            column.replace("micro-", "micro-\n"),
+            justify="left" if column in _TEXT_COLUMNS else "right",
+            overflow="fold",
+        )
+    return table
+
+
+def price_line(price_per_token: float) -> str:
+    """Return what a billion tokens cost."""
+    return (
+        f"price           {price_per_token * 1e9:,.2f} per billion tokens (in the currency of "
+        "price_per_hour)"
+    )
+
+
+def assumptions_line(cost: CostModel, precision: str) -> str:
+    """Return what memory and times rest on."""
+    layout = cost.layout
+    times = "measured times" if isinstance(cost, ProfileCost) else "data sheets"
+    return (
+        f"assumes         {precision}, Adam ({layout.weight_bytes} + {layout.summed_bytes} bytes a "
+        f"parameter held, {layout.owned_bytes} owned), {times}, 1 GiB + 4% of memory left free"
+    )
+
+
+def facts_of(
+    plan: ParallelPlan, cost: CostModel, simulation: Simulation, num_tokens: int
+) -> dict[str, Any]:
+    """Return what a simulation says of a plan, for JSON."""
+    price = cost.cluster.price_of(sorted({cost.node_of_rank[rank] for rank in plan.ranks}))
+    per_token = None if price is None else price / 3600 * simulation.iteration_time_s / num_tokens
+    return {
+        "iteration_time_s": simulation.iteration_time_s,
+        "exposed_exchange_s": simulation.exchange_s,
+        "optimizer_step_s": simulation.step_s,
+        "tokens_per_iteration": num_tokens,
+        "tokens_per_s": simulation.tokens_per_s(num_tokens),
+        "price_per_billion_tokens": None if per_token is None else per_token * 1e9,
+        "limited_by": simulation.bottleneck,
+        "stages": stage_rows(plan, cost, simulation),
+        "plan": plan.to_dict(),
+    }
+
+
+def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> list[dict[str, Any]]:
+    """Return one row of plain values for each stage."""
+    rows = []
+    for pipeline, index, stage in plan.iter_stages():
+        device = cost.shape_of(stage).device
+        rows.append(
+            {
+                "pipeline": pipeline,
+                "stage": index,
+                "device": device,
+                "ranks": list(stage.ranks),
+                "tp_degree": stage.tp_degree,
+                "first_layer": stage.layers.start,
+                "end_layer": stage.layers.stop,
+                "num_microbatches": plan.pipelines[pipeline].num_microbatches,
+                "memory_bytes": round(simulation.stage_memory_bytes[pipeline][index]),
+                "usable_bytes": round(cost.usable_bytes(device)),
+                "busy": simulation.stage_busy[pipeline][index],
+            }
+        )
+    return rows
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print one JSON object."""
+    print(json.dumps(facts, indent=1))
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a header and one line a row; lists are joined by blanks."""
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow(
+            {
+                key: " ".join(map(str, value)) if isinstance(value, list) else value
+                for key, value in row.items()
+            }
+        )
