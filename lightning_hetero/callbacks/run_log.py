@@ -126,4 +126,5 @@ class RunLog(Callback):
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log so far; torn lines are left out, with a warning."""
     for _, entry in read_entries(path):
-        yield entry
+        if isinstance(entry, dict):
+            yield entry

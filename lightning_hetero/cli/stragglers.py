@@ -223,9 +223,9 @@ def _draw_iterations(axes: "Axes", events: Sequence[IterationEvent]) -> None:
         )
     if times_s:
         # One stalled iteration must not press the rest of the run flat.
-        ordered = sorted(times_s)
+        ordered = sorted(time_s for time_s in times_s if math.isfinite(time_s)) or [1.0]
         top = ordered[int(0.995 * (len(ordered) - 1))]
-        axes.set_ylim(0.0, 1.1 * top)
+        axes.set_ylim(0.0, 1.1 * top if top > 0 else 1.0)
 
 
 def _draw_detection(axes: "Axes", events: Sequence[ChangeEvent]) -> None:

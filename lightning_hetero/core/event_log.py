@@ -57,7 +57,7 @@ def read_entries(path: str | Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 if number < len(lines):
                     _log.warning("%s, line %d is torn and left out: %.80s", path, number, line)
 

@@ -5,6 +5,7 @@ fields of the dataclass of that event. Events of others in the same log are pass
 a crash has torn are left out, with a warning; anything else is an error with its line number.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event, read_entries
+from lightning_hetero.core.reading import show
 from lightning_hetero.straggler.bocd import ChangeKind, ChangePoint
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.mitigation import Mitigation
@@ -164,9 +166,9 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
     for number, entry in lines:
         try:
             event = _parse(entry)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(
-                f"{path}, line {number}: {str(entry)[:80]} is no event: {error}. Events are "
+                f"{path}, line {number}: {show(entry)} is no event: {error}. Events are "
                 f"{', '.join(_NAMES)}."
             ) from error
         events += [] if event is None else [event]
@@ -195,14 +197,24 @@ def _as(kind: type[Event], key: str, value: Any) -> Any:
     if key == "mitigation":
         return Mitigation(value)
     if key == "ranks":
-        return tuple(int(rank) for rank in value)
+        return tuple(_whole(key, rank) for rank in value)
     if key in ("step", "onset_step"):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{key} is {value!r}, no whole number")
-        return value
+        return _whole(key, value)
     if key in ("reason", "effect", "where", "dry_run"):
+        if not isinstance(value, bool if key == "dry_run" else str):
+            wanted = "truth value" if key == "dry_run" else "text"
+            raise ValueError(f"{key} is {show(value)}, no {wanted}")
         return value
-    return float(value)
+    number = float(value)
+    if math.isnan(number):
+        raise ValueError(f"{key} is {show(value)}, no number")
+    return number
+
+
+def _whole(key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**63:
+        raise ValueError(f"{key} is {show(value)}, no whole number of 64 bits")
+    return value
 
 
 def format_message(

@@ -151,6 +151,9 @@ def test_a_place_that_is_full_costs_no_step(
         patch.setattr(Path, "write_text", full)
         node.note(FinishedStep(step=4, at_s=1.0, run="new"))
     assert node.last_finished() is None
+    for text in ("null", "[1]", "[null, 1, 2]", f"[1, {10**400}, 2]", "[" * 100_000, '{"a": 1}'):
+        node._progress_path.write_text(text)
+        assert node.last_finished() is None
 
 
 def test_shared_memory_that_nobody_may_write_is_done_without(

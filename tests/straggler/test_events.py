@@ -1,10 +1,14 @@
 """Laws of the event log: what is written is read back, bad lines are named, one message."""
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lightning_hetero.cli.stragglers import summarise
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event
 from lightning_hetero.straggler import (
@@ -105,3 +109,45 @@ def test_a_change_point_becomes_an_event_with_the_steps_of_the_run():
     event = ChangeEvent.from_change(change, step=1000 + change.step, onset_step=1050)
     assert (event.step, event.onset_step, event.kind) == (1053, 1050, ChangeKind.SLOWDOWN)
     assert format_message(event) == "step 1053: the run slowed 2.0× (since step 1050)"
+
+
+STRANGE = st.one_of(
+    st.sampled_from([None, True, "", "x", "inf", 10**400, 10**30, -1, [], {}, [None], ["a"], [[]]]),
+    st.floats(),
+    st.integers(),
+    st.text(max_size=4),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_line_is_an_event_or_refused_by_its_number(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(["iteration", "change", "finding", "action", "other", None]))
+    keys = st.sampled_from(
+        "step onset_step iteration_s predicted_s kind ratio before after confidence where ranks "
+        "mitigation reason effect before_s after_s cost_s dry_run at_s".split(" ")
+    )
+    known = {
+        "iteration": {"step": 1, "iteration_s": 1.0},
+        "change": {
+            "step": 2,
+            "onset_step": 1,
+            "kind": "slowdown",
+            "ratio": 2.0,
+            "before": 1.0,
+            "after": 2.0,
+            "confidence": 1.0,
+        },
+        "finding": {"step": 2, "kind": "device", "ranks": [1], "ratio": 2.0},
+    }.get(name, {})
+    changes = data.draw(st.dictionaries(keys, STRANGE, max_size=2))
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    path.write_text(json.dumps({"event": name, **known, **changes}) + "\n[" + "[" * 50_000 + "\n")
+    try:
+        events = read_events(path)
+    except ConfigurationError as error:
+        said = str(error)
+    else:
+        said = f"line 1 {summarise(events)}"
+    assert "line 1" in said
+    assert len(said) < 700

@@ -147,9 +147,9 @@ class Places:
             return None
         try:
             step, at_s, run = json.loads(self._progress_path.read_text())
-        except (OSError, ValueError):
+            return FinishedStep(step=int(step), at_s=float(at_s), run=str(run))
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
             return None
-        return FinishedStep(step=step, at_s=at_s, run=run)
 
     def forget_other_runs(self, run: str) -> None:
         """Free the shared memory of what another run has left: its lasting places are gone."""
