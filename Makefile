@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-fast fuzz check format bench clean
+.PHONY: install train test test-fast fuzz check format bench docs clean
 
 install: $(VENV)/.installed
 
@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf,plot,s3]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,hf,plot,s3]'
 	touch $@
 
 train: install
@@ -43,5 +43,9 @@ format: install
 bench: install
 	$(BIN)/python -m tests.benchmarks --json outputs/benchmarks.json
 
+docs: install
+	$(BIN)/python docs/make.py
+	@echo "open docs/build/site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist docs/build *.egg-info

@@ -1,0 +1,94 @@
+"""The pages hold: links lead somewhere, the reference of files is true, the site builds."""
+
+import pathlib
+import re
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from lightning_hetero.core.cluster import Cluster, Link, Node
+from lightning_hetero.core.devices import DeviceSpec
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import PipelinePlan, StagePlan
+from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "examples").glob("*.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+
+def test_the_reference_of_files_is_what_the_dataclasses_say() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", "from file_reference import reference; print(reference(), end='')"],
+        cwd=ROOT / "docs",
+        env={"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+    )
+    assert (ROOT / "docs" / "files.md").read_text("utf-8") == made.stdout, "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        Cluster,
+        Node,
+        Link,
+        DeviceSpec,
+        ModelSpec,
+        PipelinePlan,
+        StagePlan,
+        Profile,
+        DeviceProfile,
+        BlockTimes,
+    ],
+)
+def test_every_field_of_a_file_is_explained(schema: type) -> None:
+    text = (ROOT / "docs" / "files.md").read_text("utf-8")
+    section = text.split(f"### {schema.__name__}\n")[1].split("\n#")[0]
+    for item in fields(schema):
+        (row,) = [line for line in section.splitlines() if line.startswith(f"| `{item.name}` |")]
+        assert len(row.split(" | ")[-1].strip(" |")) > 10
+
+
+def test_the_cluster_of_the_reference_is_one() -> None:
+    text = (ROOT / "docs" / "files.md").read_text("utf-8")
+    cluster, model = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert Cluster.from_yaml(cluster).num_ranks == 14
+    assert ModelSpec._parse(model, is_json=False, name="").num_layers == 24
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: pathlib.Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file) if file else page
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in slugs, link
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning() -> None:
+    pytest.importorskip("sphinx")
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    done = subprocess.run(
+        [sys.executable, "docs/make.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = ROOT / "docs" / "build" / "site"
+    assert "HeteroStrategy" in (site / "reference" / "lightning_hetero.html").read_text("utf-8")
+    assert (site / "docs" / "files.html").exists()
