@@ -12,6 +12,7 @@ from typing import NamedTuple
 __all__ = ["SHARED_MEMORY", "MemoryPlace", "memory_places", "own_folder"]
 
 SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux keeps shared memory."""
 
 
 class MemoryPlace(NamedTuple):

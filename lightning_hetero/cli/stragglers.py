@@ -1,7 +1,8 @@
-"""`lightning-hetero stragglers EVENTS [--plot FILE]`: what slowed a run, and what was done.
+"""`lightning-hetero stragglers FILE... [--plot FILE]`: what slowed a run, and what was done.
 
-Reads the event log of a run (JSON lines). Without `--plot` it prints a table of changes, findings
-and actions; with it, it also draws iteration time, change points and actions over time.
+Reads the event log of a run under our callbacks, or what others recorded of any job, a file a rank:
+`straggler.records` says which. Without `--plot` it prints a table of changes, findings and actions;
+with it, it also draws iteration time, change points and actions over time.
 """
 
 import argparse
@@ -23,8 +24,11 @@ from lightning_hetero.straggler import (
     Event,
     FindingEvent,
     IterationEvent,
+    find_changes,
     read_events,
+    read_times,
 )
+from lightning_hetero.straggler.records import is_event_log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,23 +48,44 @@ _MAX_ROWS, _MAX_CHARACTERS = 8, 72
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.description = "Show change points, causes and mitigations of a run."
-    parser.add_argument("events", metavar="EVENTS", type=Path, help="event log, JSON lines")
-    add_plot_argument(parser, "the run")
+    parser.description = (
+        "Show change points, causes and mitigations of a run. A FILE is an event log of "
+        "StragglerMonitor, or what was recorded of one rank of any job: a torch profiler's trace, "
+        "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote, or a list "
+        "of iteration times in seconds."
+    )
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what was recorded")
+    add_plot_argument(parser, "the run (of several files: FILE-1, FILE-2, ...)")
 
 
 def run_stragglers(arguments: argparse.Namespace) -> int:
     """Print the table, draw the picture if asked for; return the exit code."""
     check_picture(arguments.plot)
-    events = read_events(arguments.events)
-    if not events:
-        print(f"{arguments.events} holds no events.")
-        return 0
-    print(summarise(events))
-    if arguments.plot is not None:
-        plot_events(events, Path(arguments.plot))
-        print(f"Drawn to {arguments.plot}.")
+    several = len(arguments.files) > 1
+    for number, path in enumerate(arguments.files, start=1):
+        if several:
+            print(f"{path}:" if number == 1 else f"\n{path}:")
+        events = _read(path)
+        if not events:
+            print(f"{path} holds no events.")
+            continue
+        print(summarise(events))
+        if arguments.plot is not None:
+            picture = Path(arguments.plot)
+            if several:
+                picture = picture.with_stem(f"{picture.stem}-{number}")
+            plot_events(events, picture)
+            print(f"Drawn to {picture}.")
     return 0
+
+
+def _read(path: Path) -> Sequence[Event]:
+    """Return the events of a log, or those that the detector finds in what others recorded."""
+    if is_event_log(path):
+        return read_events(path)
+    found = read_times(path)
+    print(f"Found {found.source}.")
+    return find_changes(found.times_s)
 
 
 def summarise(events: Sequence[Event]) -> str:

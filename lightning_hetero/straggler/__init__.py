@@ -1,7 +1,12 @@
-"""Find stragglers and decide what to do about them (Greyhound)."""
+"""Find stragglers and decide what to do about them (Greyhound).
+
+`record()` watches any job, and `lightning-hetero stragglers` reads what it wrote. It imports torch,
+which the rest does without, so it loads when it is first used.
+"""
 
 import warnings
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.straggler.balance import balance_microbatches
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
@@ -41,6 +46,7 @@ from lightning_hetero.straggler.policy import (
     MitigationPolicy,
     PolicyConfig,
 )
+from lightning_hetero.straggler.records import IterationTimes, find_changes, read_times
 from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
 from lightning_hetero.straggler.swap import (
     SwapConfig,
@@ -52,6 +58,9 @@ from lightning_hetero.straggler.swap import (
 )
 from lightning_hetero.straggler.traces import read_flight_recorder, read_profiler_trace
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
+
+if TYPE_CHECKING:
+    from lightning_hetero.straggler.recording import Recording, record
 
 __all__ = [
     "ActionEvent",
@@ -69,6 +78,7 @@ __all__ = [
     "FindingEvent",
     "FindingKind",
     "IterationEvent",
+    "IterationTimes",
     "LevelWatch",
     "MeasuredRun",
     "Mitigation",
@@ -83,6 +93,7 @@ __all__ = [
     "RankHistory",
     "RankNote",
     "RankReport",
+    "Recording",
     "RunModel",
     "RunWatch",
     "Slowness",
@@ -95,6 +106,7 @@ __all__ = [
     "balance_microbatches",
     "diagnose",
     "diagnose_links",
+    "find_changes",
     "find_mitigations",
     "find_suspects",
     "format_message",
@@ -106,6 +118,8 @@ __all__ = [
     "read_events",
     "read_flight_recorder",
     "read_profiler_trace",
+    "read_times",
+    "record",
     "restart_mitigation",
     "ring_rounds",
     "suspect",
@@ -123,6 +137,8 @@ _RENAMED = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("Recording", "record"):
+        return getattr(import_module("lightning_hetero.straggler.recording"), name)
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     text = f"{__name__}.{name} is called {_RENAMED[name]} now; the old name goes with this release."

@@ -3,7 +3,7 @@
 Greyhound hooks NCCL from outside; this hooks the public functions of `torch.distributed` from
 inside, so it needs no preloaded library and works with any backend. FSDP, tensor and pipeline
 parallelism call these functions. DistributedDataParallel's gradient buckets are reduced in C++ and
-pass by unseen: watch its iteration time directly, or read a profiler trace (`traces`).
+pass by unseen: `recording` watches its optimizer instead, a profiler trace (`traces`) has them.
 """
 
 import functools
@@ -63,6 +63,17 @@ class CommunicationRecorder:
     def ops(self) -> tuple[CommunicationOp, ...]:
         """The operations noted so far, oldest first."""
         return tuple(self._ops)
+
+    def note(self, op: CommunicationOp) -> None:
+        """Add an operation that was seen in another way."""
+        self._ops.append(op)
+
+    def take(self) -> list[CommunicationOp]:
+        """Return the operations noted so far, oldest first, and forget them."""
+        taken = []
+        while self._ops:
+            taken.append(self._ops.popleft())
+        return taken
 
     def __enter__(self) -> Self:
         if self._originals or hasattr(dist.all_reduce, "_lightning_hetero_recorder"):

@@ -13,17 +13,18 @@
 
 import gzip
 import io
-import json
 import math
 import pickle
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.reading import parse_json, show
 from lightning_hetero.straggler.period import CommunicationOp
 
-__all__ = ["read_flight_recorder", "read_profiler_trace"]
+__all__ = ["read_content", "read_flight_recorder", "read_profiler_trace"]
 
 _FAMILIES = (("nccl:", "gloo:", "mpi:", "ucc:"), ("record_param_comms",), ("c10d::",))
 _ITEM_BYTES = {
@@ -53,7 +54,7 @@ def read_profiler_trace(path: str | Path) -> tuple[CommunicationOp, ...]:
     Raises:
         ConfigurationError: The file is no Chrome trace, or holds no communication.
     """
-    data = _parse_json(_read(path), path)
+    data = _parse(read_content(path), path)
     events = data.get("traceEvents") if isinstance(data, Mapping) else data
     if not isinstance(events, list):
         raise ConfigurationError(f"{path} has no traceEvents; give a torch profiler's JSON trace.")
@@ -74,8 +75,8 @@ def read_flight_recorder(path: str | Path) -> tuple[CommunicationOp, ...]:
     Raises:
         ConfigurationError: The file is neither, or the pickle names anything but plain data.
     """
-    content = _read(path)
-    data = _parse_json(content, path) if content[:1] in b"{[" else _unpickle(content, path)
+    content = read_content(path)
+    data = _parse(content, path) if content[:1] in b"{[" else _unpickle(content, path)
     entries = data.get("entries") if isinstance(data, Mapping) else None
     if not isinstance(entries, list | tuple):
         raise ConfigurationError(f"{path} has no list of entries; give a flight-recorder dump.")
@@ -86,19 +87,18 @@ def _sorted(ops: Iterable[CommunicationOp]) -> tuple[CommunicationOp, ...]:
     return tuple(sorted(ops, key=lambda op: op.start_s))
 
 
-def _read(path: str | Path) -> bytes:
+def read_content(path: str | Path) -> bytes:
+    """Return a file's bytes, decompressed; ConfigurationError if it can't be read."""
     try:
         content = Path(path).read_bytes()
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-    except (OSError, EOFError) as error:
-        raise ConfigurationError(f"Can't read {path}: {error}.") from error
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"Can't read {path}: {reason}.") from error
 
 
-def _parse_json(content: bytes, path: str | Path) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is no JSON: {error}.") from error
+def _parse(content: bytes, path: str | Path) -> Any:
+    return parse_json(content, f"file {path}", ConfigurationError, is_ours=False)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -111,18 +111,21 @@ class _PlainUnpickler(pickle.Unpickler):
 def _unpickle(content: bytes, path: str | Path) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError) as error:
+    except Exception as error:
+        # Bytes that are no pickle lead the unpickler into any exception.
         raise ConfigurationError(
-            f"{path} can't be read as a flight-recorder pickle: {error}. Dump it as JSON instead."
+            f"{path} can't be read as a flight-recorder pickle: {str(error)[:200]}. Dump it as "
+            "JSON instead."
         ) from error
 
 
 def _from_trace_event(event: Mapping[str, Any], path: str | Path) -> CommunicationOp:
-    args = event.get("args") or {}
     try:
-        start_s = float(event["ts"]) / 1e6
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{path}: event {event.get('name')!r} has no ts.") from error
+        start_s = _finite(event["ts"]) / 1e6
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(f"{path}: event {show(event.get('name'))} has no ts.") from error
+    args = event.get("args")
+    args = args if isinstance(args, Mapping) else {}
     num_items = args.get("In msg nelems")
     if not isinstance(num_items, int):
         num_items = _count_items(args.get("Input Dims"))
@@ -136,16 +139,26 @@ def _from_trace_event(event: Mapping[str, Any], path: str | Path) -> Communicati
 
 def _from_entry(entry: Any, path: str | Path) -> CommunicationOp:
     if not isinstance(entry, Mapping) or "profiling_name" not in entry:
-        raise ConfigurationError(f"{path}: an entry has no profiling_name: {str(entry)[:80]}.")
-    dtypes = [str(name).lower() for name in entry.get("input_dtypes", ())]
-    sizes = entry.get("input_sizes", ())
+        raise ConfigurationError(f"{path}: an entry has no profiling_name: {show(entry)}.")
     group = entry.get("process_group", "")
-    return CommunicationOp(
-        name=str(entry["profiling_name"]),
-        num_bytes=_count_items(sizes) * (_ITEM_BYTES.get(dtypes[0], 1) if dtypes else 1),
-        start_s=float(entry.get("time_created_ns", 0)) / 1e9,
-        group=str(group[0]) if isinstance(group, list | tuple) and group else str(group),
-    )
+    try:
+        dtypes = [str(name).lower() for name in entry.get("input_dtypes") or ()]
+        return CommunicationOp(
+            name=str(entry["profiling_name"]),
+            num_bytes=_count_items(entry.get("input_sizes"))
+            * (_ITEM_BYTES.get(dtypes[0], 1) if dtypes else 1),
+            start_s=_finite(entry.get("time_created_ns", 0)) / 1e9,
+            group=str(group[0]) if isinstance(group, list | tuple) and group else str(group),
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(f"{path}: an entry is broken: {show(entry)}: {error}.") from error
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no time")
+    return number
 
 
 def _count_items(sizes: Any) -> int:

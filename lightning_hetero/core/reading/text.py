@@ -58,9 +58,16 @@ def load_file(
         raise error(f"{path}: {problem}") from problem
 
 
-def parse_json(text: str | bytes, what: str, error: type[HeteroError]) -> Any:
-    """Return a JSON text's data; an `error` if it is none, or says something twice."""
+def parse_json(
+    text: str | bytes, what: str, error: type[HeteroError], *, is_ours: bool = True
+) -> Any:
+    """Return a JSON text's data; an `error` if it is none, or says something twice.
+
+    What other programs write (`is_ours=False`) may say things twice, and NaN.
+    """
     try:
+        if not is_ours:
+            return json.loads(text)
         return json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse_constant)
     except RecursionError as problem:
         raise error(f"The {what} is nested too deeply to be read.") from problem

@@ -1,0 +1,132 @@
+"""Record any job in the background: one line in its script, no Lightning, no plan.
+
+Communication is seen where the job calls `torch.distributed` (`recorder`), iterations where its
+optimizer steps: DistributedDataParallel reduces its gradients in C++, unseen from Python, but its
+optimizer steps as every other. A thread appends what was seen to a file, once a second.
+"""
+
+import atexit
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler.period import CommunicationOp
+from lightning_hetero.straggler.recorder import CommunicationRecorder
+from lightning_hetero.straggler.records import OPTIMIZER_STEP, as_line
+
+__all__ = ["Recording", "record"]
+
+_EVERY_S = 1.0
+
+
+class Recording:
+    """A recording that is under way; it ends with `stop`, its `with` block or the process."""
+
+    def __init__(self, folder: str | Path, *, every_s: float = _EVERY_S) -> None:
+        self._folder = Path(folder).absolute()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Can't make the folder {folder} for recordings: {error.strerror}."
+            ) from error
+        self._every_s = every_s
+        self._path: Path | None = None
+        self._rank = os.environ.get("RANK")
+        self._recorder = CommunicationRecorder()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._recorder.__enter__()
+        self._hook = register_optimizer_step_post_hook(self._note_step)
+        self._thread = threading.Thread(target=self._write_on, name="recording", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    @property
+    def path(self) -> Path:
+        """The file of this rank: `rank<global rank>.jsonl`, begun anew by each recording."""
+        if self._path is None:
+            self._find_rank()
+            self._path = self._folder / f"rank{self._rank or 0}.jsonl"
+            self._path.write_text("", encoding="utf-8")
+        return self._path
+
+    def stop(self) -> None:
+        """Write what is left and let the job alone; a second call does nothing."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._thread.join()
+        self._hook.remove()
+        self._recorder.__exit__(None, None, None)
+        self._write()
+        atexit.unregister(self.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _find_rank(self) -> None:
+        """Remember the rank while there is a process group; it may be gone at the end."""
+        if dist.is_available() and dist.is_initialized():
+            self._rank = str(dist.get_rank())
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._rank is None:
+            self._find_rank()
+        size = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        now_s = time.perf_counter()
+        self._recorder.note(CommunicationOp(name=OPTIMIZER_STEP, num_bytes=size, start_s=now_s))
+
+    def _write_on(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self._write()
+            except OSError:
+                # A full disk costs the recording, not the job.
+                return
+
+    def _write(self) -> None:
+        with self._lock:
+            lines = [as_line(op) + "\n" for op in self._recorder.take()]
+            if lines:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write("".join(lines))
+
+
+def record(folder: str | Path = "stragglers") -> Recording:
+    """Record this process's communication and steps in the background, from now on.
+
+    Call it once in each process, after or before `init_process_group`; then look at the files:
+
+    ```
+    lightning_hetero.straggler.record()
+    $ lightning-hetero stragglers stragglers/rank*.jsonl --plot run.svg
+    ```
+
+    It communicates with nobody and waits for no device: a Python call and a clock for each
+    operation, and a thread that writes once a second. Where kernels run asynchronously, times are
+    those at which the host got there, whose differences are the iterations' all the same.
+
+    Args:
+        folder: Where each rank writes `rank<global rank>.jsonl`.
+
+    Raises:
+        ConfigurationError: This process is being recorded already, or the folder can't be made.
+    """
+    return Recording(folder)
