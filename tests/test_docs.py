@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -78,6 +79,17 @@ def test_links_lead_somewhere(page: pathlib.Path) -> None:
             headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), flags=re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in slugs, link
+
+
+def test_the_wheels_description_has_no_link_that_leads_nowhere(tmp_path: pathlib.Path) -> None:
+    for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    build = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    text = metadata.read_text("utf-8")
+    assert "# lightning_hetero" in text
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert run is not None, "argparse accepts only the chosen command here"
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
             code = int(run(parsed))
         sys.stdout.flush()
         return code

@@ -18,7 +18,7 @@ from lightning_hetero.checkpoint.inspection import (
     verify,
 )
 from lightning_hetero.checkpoint.pruning import prune
-from lightning_hetero.checkpoint.retry import local_folder, open_store
+from lightning_hetero.checkpoint.retry import RetryPolicy, local_folder, open_store
 from lightning_hetero.checkpoint.shared_memory import memory_places
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
@@ -26,6 +26,8 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 __all__ = ["add_arguments", "run_checkpoint"]
 
 _EXIT_DAMAGED = 1
+_RETRY = RetryPolicy(attempts=2)
+"""Somebody waits for the answer, and can ask again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +79,8 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
             _prune_memory(arguments.older_than)
             return 0
     tiers = [
-        Tier(kind=TierKind.REMOTE, store=open_store(path), name=path) for path in arguments.paths
+        Tier(kind=TierKind.REMOTE, store=open_store(path, retry=_RETRY), name=path)
+        for path in arguments.paths
     ]
     if arguments.action == "list":
         _list(tiers, arguments.paths)

@@ -42,8 +42,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
         console.print(f"{letter}  {path}", highlight=False)
     title = f"{cost.model.name} on {devices_line(cost.cluster)}"
     table = as_rich(title, ("what", "A", "B", "B - A"))
-    for row in _rows(facts[0], facts[1]):
-        table.add_row(*row)
+    for total in _rows(facts[0], facts[1]):
+        table.add_row(*total)
     console.print(table)
     ranks = _rank_rows(cost, facts[0], facts[1])
     if ranks:

@@ -125,7 +125,13 @@ def canonical_name(name: str) -> str | None:
         if compact in ("".join(parts), "".join(model), without_rtx):
             extra: frozenset[str] = frozenset()
         elif words >= set(model):
-            extra = words - set(model) - named - _DECORATION - set(filter(_FORM.fullmatch, words))
+            extra = (
+                words
+                - set(model)
+                - named
+                - _DECORATION
+                - {word for word in words if _FORM.fullmatch(word)}
+            )
         else:
             continue
         means_other_memory = named and memory and not named <= memory

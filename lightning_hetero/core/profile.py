@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,15 +129,16 @@ class DeviceProfile:
                 f"The profile of {self.device} has step_s_per_param {seconds}; it must be 0 or "
                 "more, or null. Measure it again."
             )
-        for what, keys in (
-            ("times", [(entry.tp_degree, entry.lengths) for entry in self.times]),
-            ("memory", [entry.tp_degree for entry in self.memory]),
-        ):
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise ProfileError(
-                    f"The profile of {self.device} has {what} of {twice} twice. Keep one."
-                )
+        measured = Counter(
+            [
+                f"times at TP {entry.tp_degree}, lengths {list(entry.lengths)}"
+                for entry in self.times
+            ]
+            + [f"memory at TP {entry.tp_degree}" for entry in self.memory]
+        )
+        twice = next((what for what, count in measured.items() if count > 1), None)
+        if twice is not None:
+            raise ProfileError(f"The profile of {self.device} has {twice} twice. Keep one.")
         if self.spec is not None and self.spec.name != self.device:
             raise ProfileError(
                 f"The profile of {self.device} describes a device {self.spec.name!r}. Give both "

@@ -45,13 +45,14 @@ def build(schema: type[_T], data: Any, what: str, error: type[HeteroError]) -> _
         error: What to raise. Errors of other types that nested dataclasses raise become it, too.
     """
     try:
-        return _dataclass(schema, data, "", what)
+        built: _T = _dataclass(schema, data, "", what)
     except _WrongError as problem:
         raise error(str(problem)) from None
     except error:
         raise
     except HeteroError as problem:
         raise error(str(problem)) from problem
+    return built
 
 
 def check_keys(

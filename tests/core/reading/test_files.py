@@ -228,7 +228,7 @@ def test_merged_keys_of_yaml_are_no_duplicates():
         ({"step_s_per_param": -1}, "step_s_per_param -1.0; it must be 0 or more"),
         ({"step_s_per_param": "fast"}, "`devices[0].step_s_per_param` is 'fast'"),
         ({"times": [PROFILE["devices"][0]["times"][0]] * 2}, "twice"),
-        ({"memory": [PROFILE["devices"][0]["memory"][0]] * 2}, "memory of 1 twice"),
+        ({"memory": [PROFILE["devices"][0]["memory"][0]] * 2}, "memory at TP 1 twice"),
         ({"times": [PROFILE["devices"][0]["times"][0] | {"tp_degree": 1.5}]}, "tp_degree` is 1.5"),
         ({"times": [PROFILE["devices"][0]["times"][0] | {"lengths": [1.5]}]}, "lengths[0]` is 1.5"),
         (
