@@ -44,7 +44,7 @@ from lightning_hetero.planner import (
     plan,
 )
 from lightning_hetero.planner.search import ProgressCallback
-from lightning_hetero.planner.tp_degrees import valid_tp_degrees
+from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,
     bound_line,
