@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hetero.callbacks import places
+from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
