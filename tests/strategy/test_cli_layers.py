@@ -5,6 +5,9 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from lightning_hetero import HeteroStrategy
 
+# jsonargparse looks for the shortest import path of each type, also at names that move.
+pytestmark = pytest.mark.filterwarnings("ignore:Import .* from:DeprecationWarning")
+
 
 def parse(layers):
     parser = ArgumentParser(exit_on_error=False)
