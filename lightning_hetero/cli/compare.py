@@ -8,6 +8,7 @@ from lightning_hetero.cli.arguments import add_workload_arguments, cost_of
 from lightning_hetero.cli.output import (
     as_rich,
     assumptions_line,
+    check_finite,
     facts_of,
     output_console,
     print_json,
@@ -68,6 +69,7 @@ def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -
         microbatch_size=arguments.micro_batch_size,
     )
     simulation = simulate(plan, cost, batches)
+    check_finite(simulation)
     num_tokens = sum(sum(batch) for batches_of_one in batches for batch in batches_of_one)
     hidden = sum(
         2 * (pipeline.num_stages - 1) * sum(map(sum, batches[index]))

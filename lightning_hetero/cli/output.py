@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
@@ -23,6 +25,7 @@ from lightning_hetero.simulator import (
 __all__ = [
     "as_rich",
     "assumptions_line",
+    "check_finite",
     "facts_of",
     "output_console",
     "price_line",
@@ -85,6 +88,15 @@ def assumptions_line(cost: CostModel, precision: str) -> str:
         f"assumes         {precision}, Adam ({layout.weight_bytes} + {layout.summed_bytes} bytes a "
         f"parameter held, {layout.owned_bytes} owned), {times}, 1 GiB + 4% of memory left free"
     )
+
+
+def check_finite(simulation: Simulation) -> None:
+    """Refuse figures that say nothing, such as a device of 1e-300 FLOP/s leads to."""
+    if not math.isfinite(simulation.iteration_time_s):
+        raise ConfigurationError(
+            "An iteration would take for ever. Check the rates of devices and links in the cluster "
+            "file and the times of the profile."
+        )
 
 
 def facts_of(

@@ -12,6 +12,7 @@ from lightning_hetero.cli.arguments import (
 )
 from lightning_hetero.cli.output import (
     assumptions_line,
+    check_finite,
     facts_of,
     output_console,
     price_line,
@@ -68,6 +69,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     simulation = simulate(
         plan, cost, microbatches, record_events=bool(arguments.trace or arguments.plot)
     )
+    check_finite(simulation)
     counts = [len(batches) for batches in microbatches]
     num_tokens = sum(sum(batch) for batches in microbatches for batch in batches)
     facts = facts_of(plan, cost, simulation, num_tokens)

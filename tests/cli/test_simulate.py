@@ -97,3 +97,13 @@ def test_json_and_csv_exclude_each_other(words, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--json", "--csv"])
     assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate plan.json", "compare plan.json plan.json"])
+def test_rates_at_which_nothing_ever_ends_are_refused(words, tmp_path, capsys, command):
+    rates = "memory_bytes_per_s: 1e-300 B/s, intra_node_bytes_per_s: 1e-300 B/s"
+    device = f"{{name: d, peak_flops_per_s: 1e-300, memory_bytes: 80 GiB, {rates}}}"
+    nodes = "[{device: d, count: 8, price_per_hour: 1}]"
+    (tmp_path / "c.yaml").write_text(f"nodes: {nodes}\ndevices: [{device}]\n")
+    assert main([*command.split(), *words[2:]]) == 2
+    assert "take for ever" in capsys.readouterr().err
