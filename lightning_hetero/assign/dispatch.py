@@ -19,7 +19,7 @@ from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable, PipelineCo
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Dispatch", "check_fit", "dispatch", "fast_lower_bound_s", "place_greedily"]
+__all__ = ["Dispatch", "Placement", "check_fit", "dispatch", "fast_lower_bound_s", "place_greedily"]
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
