@@ -78,6 +78,19 @@ class PlanRequest:
             plan = ParallelPlan.load(plan)
         return cls(plan=plan, num_stages=num_stages or 1, num_candidate_plans=num_candidate_plans)
 
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse what can't run on so many processes, before they are started.
+
+        Raises:
+            PlanError: The given plan names other ranks, or equal pipelines don't take all of them.
+        """
+        if isinstance(self.plan, ParallelPlan):
+            self.plan.check_world_size(world_size)
+        elif self.plan is None:
+            ParallelPlan.even(
+                world_size=world_size, num_layers=self.num_stages, num_stages=self.num_stages
+            )
+
     def answer(self, facts: RunFacts) -> RunPlans:
         """Return the plans to run; collective over all ranks where they have to be made.
 

@@ -72,6 +72,21 @@ class StartUp:
             num_microbatches=engine.config.num_microbatches,
         )
 
+    @property
+    def idle_warning(self) -> str | None:
+        """What ranks without work cost, None where there are none."""
+        num_ranks = self.facts.comms.world_size
+        idle = sorted(set(range(num_ranks)) - set(self.plan.ranks))
+        if not idle:
+            return None
+        speeds = [self.cluster.device_of(rank).peak_flops_per_s for rank in range(num_ranks)]
+        share = sum(speeds[rank] for rank in idle) / sum(speeds)
+        return (
+            f"The plan gives ranks {idle} no layers: {len(idle)} of {num_ranks} devices stand "
+            f"idle, {share:.0%} of what all could compute. Give them a place in the plan, let "
+            f"plan='auto' make one, or start {num_ranks - len(idle)} processes."
+        )
+
     def __str__(self) -> str:
         known, lines = self._expect()
         num_idle = self.facts.comms.world_size - len(self.plan.ranks)

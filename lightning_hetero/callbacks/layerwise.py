@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join, probe
 from lightning_hetero.callbacks.checkpointing.report import (
     StartTimes,
     last_finished,
+    refuse_under_torchrun,
+    report_complete,
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
@@ -98,6 +100,8 @@ class LayerwiseCheckpoint(Checkpoint):
         retry: When to try a failed remote operation again.
         skip_unreadable: Go on without a place that can't be read when fitting starts, even if it
             may hold the newest checkpoint.
+        resume: Whether to go on from the newest checkpoint. If not, every start of the script
+            begins anew: what is there stays, and no later start goes on from it.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -120,6 +124,7 @@ class LayerwiseCheckpoint(Checkpoint):
         storage_options: Mapping[str, Any] | None = None,
         retry: RetryPolicy | None = None,
         skip_unreadable: bool = False,
+        resume: bool = True,
     ) -> None:
         if every_n_train_steps < 1:
             raise ConfigurationError(
@@ -149,6 +154,7 @@ class LayerwiseCheckpoint(Checkpoint):
         )
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
+        self._resume = resume
         self._writer: CheckpointWriter | None = None
         self._transport: Transport = SoloTransport()
         self._start = CheckpointId(0)
@@ -176,12 +182,18 @@ class LayerwiseCheckpoint(Checkpoint):
         run = run_of(trainer)
         run.join(run.checkpoints, self)
         self._set_up_at_s = time.time()
+        if not self._resume:
+            refuse_under_torchrun()
+        if stage == "fit":
+            if trainer.world_size > 1:
+                self._transport = GroupTransport(self._timeout)
+            if not self._skip_unreadable:
+                # Before anything is planned or measured.
+                probe(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        if trainer.world_size > 1:
-            self._transport = GroupTransport(self._timeout)
         owned = OwnedState(trainer)
         is_first = trainer.local_rank == 0
         joined = join(self.places, self._transport, is_first_of_node=is_first)
@@ -191,8 +203,8 @@ class LayerwiseCheckpoint(Checkpoint):
             "transport": self._transport,
             "skip_unreadable": self._skip_unreadable,
         }
-        recovered = recover(owned.needs(), joined.tiers, **seen)
-        self._start = begin_run(joined.tiers, recovered=recovered, **seen)
+        recovered = recover(owned.needs(), joined.tiers, **seen) if self._resume else None
+        self._start = begin_run(joined.tiers, recovered=recovered, anew=not self._resume, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step
             self._trial.begin(recovered, joined.tiers, self._transport, is_first_of_node=is_first)
@@ -206,6 +218,8 @@ class LayerwiseCheckpoint(Checkpoint):
             )
             finished = last_finished(self.places, self._transport, run=self._start.run)
             report_recovery(trainer, recovered, finished, times, self._transport, self.node_of_rank)
+            if trainer.fit_loop.done:
+                report_complete(self.places, recovered.id.step)
         if is_first:
             self.places.forget_other_runs(self._start.run)
         self._recovered = recovered

@@ -27,6 +27,7 @@ from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader
 from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
+from lightning_hetero.data.packed_models import let_models_attend_packed
 from lightning_hetero.data.samples import OnOverlong, TokenSamples, cached_lengths
 from lightning_hetero.data.streaming import StreamOrder, is_stream
 from lightning_hetero.data.tickets import TicketDealer
@@ -54,13 +55,16 @@ class HeteroDataModule(pl.LightningDataModule):
         lengths_file: The file for training; None takes one in the user's cache folder.
         seed: Seed of the shuffle, the same on every rank.
         num_workers: Processes that read samples and collate; a stream uses one at most.
-        collate: Makes a micro-batch of a list of samples; None packs them end to end.
+        collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
+            Hugging Face models in the module see where they end (`use_packed_attention`).
         shuffle_buffer: Samples of a stream among which the next is drawn; 1 keeps its order.
         ahead: How far ahead iterations are planned, and by how many processes.
 
     Raises:
         ConfigurationError: Numbers that don't go together.
         BatchError: In `setup`: a sample is too long and is refused.
+        ModelError: In `setup`: samples are packed, and a Hugging Face model can't see where they
+            end. A model that `configure_model` makes is refused when the loader is made.
     """
 
     def __init__(  # noqa: PLR0913 - what a user may say of the data
@@ -127,9 +131,11 @@ class HeteroDataModule(pl.LightningDataModule):
                     on_overlong=self._on_overlong,
                 )
         self._progress = self._new_progress()
+        self._prepare_models()
 
     @override
     def train_dataloader(self) -> AssignedLoader:
+        self._prepare_models()
         candidates = self._find_candidates()
         assert self._progress is not None, "setup comes before train_dataloader"
         if self._train_loader is not None:
@@ -143,6 +149,7 @@ class HeteroDataModule(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> AssignedLoader:
+        self._prepare_models()
         first = self._find_candidates().first()
         self._val_loader = self._make_loader("val", first, Progress(), restarts=True)
         return self._val_loader
@@ -248,6 +255,11 @@ class HeteroDataModule(pl.LightningDataModule):
         return np.concatenate([item.lengths for item in islice(drawn, _NUM_STREAMED)])
 
     # -- parts ----------------------------------------------------------------------------------
+
+    def _prepare_models(self) -> None:
+        """Let models see where samples end; again for those that `configure_model` has made."""
+        if self.trainer is not None and isinstance(self._collate, PackedCollate):
+            let_models_attend_packed(self.trainer.lightning_module)
 
     def _sized(self) -> list[str]:
         """Return the splits whose datasets have an index."""

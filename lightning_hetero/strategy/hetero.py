@@ -14,6 +14,7 @@ samples) and `Steps` (an iteration of the engine for each step). In order:
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
@@ -49,6 +50,11 @@ from lightning_hetero.strategy.steps import Steps
 from lightning_hetero.strategy.trainable import check_trainable
 
 __all__ = ["HeteroStrategy"]
+
+_MOVED = (
+    "`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
+    "`HeteroStrategy.emulation.{name}`."
+)
 
 
 class HeteroStrategy(HookedStrategy):
@@ -234,7 +240,36 @@ class HeteroStrategy(HookedStrategy):
         found = self._trainer.datamodule
         return found if isinstance(found, HeteroDataModule) else None
 
+    @property
+    def slowdown(self) -> float:
+        """Deprecated: `emulation.slowdown`."""
+        rank_zero_deprecation(_MOVED.format(name="slowdown"))
+        return self.emulation.slowdown
+
+    @slowdown.setter
+    def slowdown(self, slowdown: float) -> None:
+        rank_zero_deprecation(_MOVED.format(name="slowdown"))
+        self.emulation = replace(self.emulation, slowdown=slowdown)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Deprecated: `emulation.memory_bytes`."""
+        rank_zero_deprecation(_MOVED.format(name="memory_bytes"))
+        return self.emulation.memory_bytes
+
+    @memory_bytes.setter
+    def memory_bytes(self, memory_bytes: int | None) -> None:
+        rank_zero_deprecation(_MOVED.format(name="memory_bytes"))
+        self.emulation = replace(self.emulation, memory_bytes=memory_bytes)
+
     # -- set-up ---------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        if environment is not None and not environment.creates_processes_externally:
+            self._request.check_world_size(self.num_nodes * self.num_processes)
+        super()._configure_launcher()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -250,6 +285,7 @@ class HeteroStrategy(HookedStrategy):
         self._set_up_engine(trains=trains)
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
+        self._slices.show_whole_in_summaries(self._trainer.callbacks)
         self._attach_logs()
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
@@ -285,6 +321,8 @@ class HeteroStrategy(HookedStrategy):
             self._announced = self.plan
             start = StartUp.gather(facts, engine, plans.auto, num_batches=num_batches)
             rank_zero_info("%s", start)
+            if plans.auto is None and start.idle_warning is not None:
+                rank_zero_warn(start.idle_warning)
 
     def _attach_logs(self) -> None:
         """Let callbacks log as the module does now; Lightning gave them what was there before."""

@@ -4,9 +4,11 @@ World size and ranks come from the cluster environment, so nodes may run differe
 processes. Every wait for another rank can end in `PeerError`, which names the rank and why.
 """
 
+import sys
 import uuid
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector
 from lightning_hetero.runtime.ranks.meeting import connect_store
@@ -30,6 +33,8 @@ __all__ = ["Processes", "StartMethod", "device_of", "launcher_of"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
+_NO_SCRIPT = ("-c", "-", "")
+"""What `sys.argv` begins with where Python runs no file."""
 
 
 class Processes:
@@ -142,6 +147,10 @@ class Processes:
             self.stop_watching()
         elif self._detector is not None:
             self._detector.report(error)
+            assert self._environment is not None
+            rank = self._environment.global_rank()
+            if self._detector.failed_rank not in (None, rank):
+                _print_in_one_line(error, rank)
 
     # -- collectives ----------------------------------------------------------------------------
 
@@ -203,6 +212,13 @@ def launcher_of(
         return _MultiProcessingLauncher(strategy, start_method=start_method)
     if environment.creates_processes_externally:
         return None
+    num_processes = len(strategy.parallel_devices or ()) * num_nodes
+    if hasattr(sys, "ps1") or (num_processes > 1 and sys.argv[0] in _NO_SCRIPT):
+        raise ConfigurationError(
+            "HeteroStrategy starts its other processes by running the script again, and here is "
+            "none (python -c, standard input, a notebook). Give HeteroStrategy("
+            'start_method="fork"), or write the code into a file and run that.'
+        )
     return _SubprocessScriptLauncher(environment, len(strategy.parallel_devices or ()), num_nodes)
 
 
@@ -213,3 +229,19 @@ def device_of(devices: list[torch.device], local_rank: int) -> torch.device:
     # More processes run on this node than `devices=` says: the launcher knows better.
     device = devices[0]
     return device if device.type == "cpu" else torch.device(device.type, local_rank)
+
+
+def _print_in_one_line(error: BaseException, global_rank: int) -> None:
+    """Print an error without its traceback if it ends this process: another rank prints one."""
+    usual = sys.excepthook
+
+    def print_in_one_line(
+        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
+    ) -> None:
+        if raised is error:
+            text = " ".join(str(raised).split())
+            print(f"[rank{global_rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
+        else:
+            usual(kind, raised, trace)
+
+    sys.excepthook = print_in_one_line

@@ -5,6 +5,7 @@ Files are those that plain Lightning reads, whatever plan cut the parameters.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
+    ModelSummary,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -155,6 +157,22 @@ class SlicedState:
     def whole_shapes(self) -> AbstractContextManager[None]:
         """Show whole parameters' shapes to whoever makes optimizers."""
         return with_whole_shapes(self._running.store) if self._several else nullcontext()
+
+    def show_whole_in_summaries(self, callbacks: Iterable[Callback]) -> None:
+        """Let Lightning's summaries count whole parameters, not this rank's slices."""
+        for callback in callbacks:
+            if isinstance(callback, ModelSummary):
+                callback.on_fit_start = self._in_whole_shapes(  # type: ignore[method-assign]
+                    partial(type(callback).on_fit_start, callback)
+                )
+
+    def _in_whole_shapes(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            # The callback may go to another Trainer after this run.
+            with nullcontext() if self.engine is None else self.whole_shapes():
+                hook(*args)
+
+        return run
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers that need more of a parameter than its slices."""

@@ -21,6 +21,7 @@ from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, cl
 from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import Leg, export, fit
+from tests.callbacks.servers import S3Server
 from tests.processes import ProcessPool
 from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
@@ -95,6 +96,8 @@ def train(
     shared_memory: bool = False,
     retry: RetryPolicy | None = None,
     skip_unreadable: bool = False,
+    resume: bool = True,
+    storage_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[float]:
     torch.manual_seed(0)
@@ -104,6 +107,8 @@ def train(
         shared_memory=shared_memory,
         retry=retry,
         skip_unreadable=skip_unreadable,
+        resume=resume,
+        storage_options=storage_options,
     )
     module = Drops(ToyOptions())
     settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
@@ -290,9 +295,51 @@ def test_a_second_living_job_in_a_folder_is_refused(
 def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:
     assert len(train(tmp_path, 4)) == 4
     before = set(tmp_path.rglob("*"))
-    assert train(tmp_path, 4) == []
+    with pytest.warns(UserWarning, match=rf"complete at step 4.* {tmp_path} .*resume=False"):
+        assert train(tmp_path, 4) == []
     # Nor does it keep others from the folder, as long as its process goes on.
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_run_may_begin_anew_and_is_gone_on_from_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = train(tmp_path, 4)
+    assert train(tmp_path, 2, resume=False) == losses[:2]
+    assert train(tmp_path, 4) == losses[2:]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with pytest.raises(ConfigurationError, match="begin anew with every restart"):
+        train(tmp_path, 2, resume=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "bucket", "endpoint", "why"),
+    [
+        (None, "bucket", None, "no credentials"),
+        ("test", "absent", None, "no such bucket"),
+        ("test", "bucket", "http://127.0.0.1:9", "the endpoint doesn't answer"),
+    ],
+)
+def test_a_store_that_takes_no_checkpoints_is_refused_before_training(
+    key: str | None,
+    bucket: str,
+    endpoint: str | None,
+    why: str,
+    s3: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = S3Server.options(s3.port) | {"key": key, "secret": key}
+    options["endpoint_url"] = endpoint or options["endpoint_url"]
+    # As a user has it, who names no number of tries.
+    del options["config_kwargs"]
+    start_s = time.monotonic()
+    with pytest.raises(CheckpointError, match=f"Can't write to s3://{bucket}/run: .*{why}"):
+        train(f"s3://{bucket}/run", 2, storage_options=options)
+    assert time.monotonic() - start_s < 10
 
 
 def test_a_file_to_resume_from_is_taken_only_while_there_is_no_checkpoint(tmp_path: Path) -> None:

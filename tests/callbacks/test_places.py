@@ -4,6 +4,7 @@ import itertools
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join
-from lightning_hetero.checkpoint import CheckpointId, LocalStore, TierKind, Transport
+from lightning_hetero.checkpoint import CheckpointId, LocalStore, SoloTransport, TierKind, Transport
 from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
@@ -61,6 +62,19 @@ def test_what_another_run_left_in_memory_is_forgotten(tmp_path: Path) -> None:
     node.forget_other_runs("new")
     assert set(store.list()) == {f"{CheckpointId(4, 0, 'new').folder}/layer", "progress.json"}
     assert node.last_finished() == FinishedStep(step=4, at_s=1.0, run="new")
+
+
+def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -> None:
+    left, other, own = at("s3://bucket/left"), at("s3://bucket/other"), at("s3://bucket/own")
+    for node in (left, other, own):
+        node.tiers()[0].store.write("step-1/layer", [b"x"])
+    eight_days_ago_s = time.time() - 8 * 86400
+    for node in (left, own):
+        assert node.memory_dir is not None
+        for path in (node.memory_dir, *node.memory_dir.rglob("*")):
+            os.utime(path, (eight_days_ago_s, eight_days_ago_s))
+    join(own, SoloTransport(), is_first_of_node=True)
+    assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
 
 
 def test_nobody_else_reads_or_makes_what_is_in_shared_memory(tmp_path: Path) -> None:

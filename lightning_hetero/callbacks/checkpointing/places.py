@@ -6,10 +6,12 @@ The ranks of a job come together at these places all, or none of them does.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
 import stat
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,15 +29,19 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.claims import Lease, machine_id
 from lightning_hetero.checkpoint.deadlines import Deadline, Progress
+from lightning_hetero.checkpoint.probing import probe_store
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["FinishedStep", "Joined", "Places", "join"]
+__all__ = ["FinishedStep", "Joined", "Places", "join", "probe"]
 
+_log = logging.getLogger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_NOTE_S = 1.0
+_KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
+"""How long shared memory keeps what a failed run has left, from its last step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +165,28 @@ class Places:
             others = {item.folder for item in checkpoints_in(files) if item.run != run}
             store.remove([name for name in files if name.partition("/")[0] in others])
 
+    def forget_old_memory(self) -> None:
+        """Free the shared memory of this user's runs that nobody has gone on with for a week.
+
+        Runs that still train note every step there, so theirs is never so old.
+        """
+        own = self.memory_dir
+        if own is None:
+            return
+        for folder in own.parent.glob("*/"):
+            with contextlib.suppress(OSError):
+                files = [item.stat() for item in (folder, *folder.rglob("*"))]
+                age_s = time.time() - max(item.st_mtime for item in files)
+                if folder != own and age_s > _KEPT_IN_MEMORY_S:
+                    freed = sum(item.st_size for item in files)
+                    _log.warning(
+                        "Freeing %.1f MB of shared memory in %s, which a run left %.0f days ago.",
+                        freed / 1e6,
+                        folder,
+                        age_s / 86400,
+                    )
+                    shutil.rmtree(folder, ignore_errors=True)
+
     def forget_memory(self) -> None:
         """Free the shared memory: the run has ended, and the other places have all."""
         if self.memory_dir is not None:
@@ -228,6 +256,8 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
     leases: list[Lease] = []
 
     def enter(_: Progress) -> tuple[list[Tier], str, str]:
+        if is_first_of_node:
+            places.forget_old_memory()
         tiers = places.tiers()
         node, disk = places.identify_node()
         for tier in tiers:
@@ -251,6 +281,25 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
     tiers, node, _ = entering.result()
     names = tuple(answer["names"][0] for answer in answers)
     return Joined(tiers=tiers, node=node, node_of_rank=names, leases=tuple(leases))
+
+
+def probe(places: Places, transport: Transport, *, is_first_of_node: bool) -> None:
+    """Ask the remote store, if there is one, whether it takes checkpoints; every rank calls it.
+
+    Communicates. A store that doesn't answer is waited for where this run has been before.
+
+    Raises:
+        CheckpointError: It won't; all ranks raise it.
+    """
+
+    def ask(_: Progress) -> None:
+        if places.path_or_url is not None and is_first_of_node:
+            has_served = places.last_finished() is not None
+            probe_store(places.path_or_url, has_served=has_served, **places.storage_options)
+
+    _, answers = finish_together(ask, transport, lambda _: {})
+    if errors := [answer["error"] for answer in answers if "error" in answer]:
+        raise CheckpointError(" ".join(errors))
 
 
 def _refuse_shared_disks(nodes: list[tuple[str, str]]) -> None:

@@ -1,19 +1,27 @@
 """Say where a recovered state was found, what was lost, and how long each part of a start took."""
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import Recovered, Source, Transport
+from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["StartTimes", "last_finished", "report_recovery"]
+__all__ = [
+    "StartTimes",
+    "last_finished",
+    "refuse_under_torchrun",
+    "report_complete",
+    "report_recovery",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +86,27 @@ def report_recovery(
         world_size=trainer.world_size,
         saved_by=recovered.world_size,
     )
+
+
+def report_complete(places: Places, step: int) -> None:
+    """Say on rank 0 that nothing is left to train, and how to train all the same."""
+    folders = " and ".join(item for item in (places.path_or_url, places.local_dir) if item)
+    rank_zero_warn(
+        f"LayerwiseCheckpoint: this run is already complete at step {step}, so nothing is trained. "
+        "To go on, raise the Trainer's max_steps or max_epochs; to train it anew, delete "
+        f"{folders} (on all nodes) or pass LayerwiseCheckpoint(resume=False)."
+    )
+
+
+def refuse_under_torchrun() -> None:
+    """Refuse to begin anew where a restart looks like a first start.
+
+    Raises:
+        ConfigurationError: torchrun started this process.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigurationError(
+            "Under torchrun LayerwiseCheckpoint(resume=False) would begin anew with every restart, "
+            "and lose what was trained. Give each run a folder or URL of its own, or delete the "
+            "old one."
+        )

@@ -100,9 +100,9 @@ def _refuse_unreadable(reasons: Iterable[str]) -> None:
     text = "; ".join(reasons)
     if text:
         raise ChoiceError(
-            f"Can't look for checkpoints: {text}. What can't be read may be newer than the rest, "
-            "so nothing is started. Make it readable. To go on from the other places alone, give "
-            "LayerwiseCheckpoint skip_unreadable=True."
+            f"Can't read {text}; refusing to start from step 0 or from older checkpoints, since "
+            "what can't be read may be the newest. Make it readable. To go on from the other "
+            "places alone, give LayerwiseCheckpoint skip_unreadable=True."
         )
 
 

@@ -118,12 +118,21 @@ def begin_run(
     node: str = "node",
     transport: Transport | None = None,
     skip_unreadable: bool = False,
+    anew: bool = False,
 ) -> CheckpointId:
     """Return the run's identity, and an attempt number for what this start of it saves.
 
     Every rank calls it, after `recover`, with what that returned. Communicates. The identity is the
     one that the lasting places know, else a new one, and is written down in all of them now. Parts
     that another start, or another run, has left are never taken for this one's.
+
+    Args:
+        tiers: This node's tiers and the remote one.
+        recovered: What `recover` returned.
+        node: Name of this rank's node.
+        transport: The other ranks; None if there are none.
+        skip_unreadable: Go on without tiers that can't be read.
+        anew: Whether a new run begins, whatever the places know.
 
     Returns:
         Step 0 of the attempt.
@@ -132,7 +141,9 @@ def begin_run(
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
     """
     session = Session.open(tiers, node, transport)
-    if recovered is None:
+    if anew:
+        run, attempt = session.transport.all_gather(new_run().encode())[0].decode(), 0
+    elif recovered is None:
         session.look()
         choice = choose(session.inventory, skip_unreadable=skip_unreadable)
         proposals = session.transport.all_gather(new_run().encode())

@@ -20,7 +20,9 @@ from lightning_hetero.core.errors import BatchError, ModelError
 from lightning_hetero.models.attention import check_backend, varlen_attention
 from lightning_hetero.models.packing import PackedBatch
 
-__all__ = ["packed_inputs", "use_packed_attention"]
+__all__ = ["attends_packed", "packed_inputs", "use_packed_attention"]
+
+_NAME = "lightning_hetero_"
 
 _ADDED_TO_SCORES = ("softcap", "s_aux", "position_bias")
 """What some families do to the scores and no varlen backend does."""
@@ -59,6 +61,13 @@ def use_packed_attention(module: nn.Module, *, backend: str = "auto") -> None:
             model.register_forward_hook(attention.leave)
 
 
+def attends_packed(model: PreTrainedModel) -> bool:
+    """Whether a model knows where the samples of a packed batch end."""
+    name = str(model.config._attn_implementation)
+    # Transformers' own flash attention takes `cu_seq_lens_q` as ours does.
+    return name.startswith(_NAME) or "flash_attention" in name
+
+
 def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]:
     """Return the arguments with which a Hugging Face model takes a packed batch as one row.
 
@@ -85,7 +94,7 @@ class _PackedAttention:
 
     def __init__(self, backend: str) -> None:
         # Transformers reads a meaning into names with "flash" or "sdpa" in them.
-        self.name = f"lightning_hetero_{backend.encode().hex()}"
+        self.name = f"{_NAME}{backend.encode().hex()}"
         self._backend = backend
         self._is_packed = False
 

@@ -121,6 +121,12 @@ class FailureDetector:
             self._wait(lambda: self._reason is not None, 8 * self._interval_s)
             self._wait_until_read()
 
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that failed first, None while none has said so."""
+        heartbeat = self._heartbeat
+        return None if heartbeat is None or heartbeat.failed_rank < 0 else heartbeat.failed_rank
+
     def explain(self) -> str:
         """Return why a connection broke: waits until a failure is reported or a rank is silent."""
         if self._heartbeat is not None:

@@ -3,7 +3,9 @@
 import copy
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 import transformers
@@ -11,10 +13,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
+from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import pack_samples, register_attention
 from lightning_hetero.models.attention import attention_backends
 from lightning_hetero.models.huggingface import packed_inputs, use_packed_attention
 from tests.runtime.huggingface_runs import CONFIGS, VOCABULARY, auto_class, make_model
+from tests.toy import quiet
 
 LENGTHS = [7, 1, 10, 3]
 NUM_LAYERS = 4
@@ -169,6 +173,54 @@ def tiny(name, **config):
 def test_models_whose_packed_samples_would_see_each_other_are_refused(name, config, why):
     with pytest.raises(ModelError, match=f"{why}.* padded batches"):
         use_packed_attention(tiny(name, **config))
+
+
+class Trained(L.LightningModule):
+    """A Hugging Face model as users hold it; made when Lightning asks for it if `late`."""
+
+    def __init__(self, make, *, late):
+        super().__init__()
+        self.make, self.model = make, None if late else make()
+        self.losses = []
+
+    def configure_model(self):
+        self.model = self.model or self.make()
+
+    def training_step(self, batch):
+        loss = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit_packed(module):
+    data = HeteroDataModule(samples(), tokens_per_step=30, context_length=30)
+    L.Trainer(max_epochs=1, **quiet()).fit(module, data)
+
+
+@pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning")
+@pytest.mark.parametrize("late", [False, True])
+def test_under_a_data_module_samples_do_not_see_each_other(llama, late):
+    module = Trained(lambda: copy.deepcopy(llama), late=late)
+    fit_packed(module)
+    rows = samples()
+    alone = [llama(input_ids=row[None]).logits[0, :-1] for row in rows]
+    targets = torch.cat([row[1:] for row in rows])
+    expected = F.cross_entropy(torch.cat(alone), targets).item()
+    assert module.losses == pytest.approx([expected], rel=1e-5)
+
+
+def test_a_data_module_refuses_models_whose_samples_would_see_each_other():
+    model = tiny("phimoe", num_hidden_layers=2, sliding_window=8)
+    data = HeteroDataModule(samples(), tokens_per_step=30, context_length=30)
+    data.trainer = SimpleNamespace(lightning_module=Trained(lambda: model, late=False))
+    with pytest.raises(ModelError, match=r"HeteroDataModule packs .* `collate` that pads"):
+        data.setup("fit")
+    padded = HeteroDataModule(samples(), tokens_per_step=30, context_length=30, collate=list)
+    padded.trainer = data.trainer
+    padded.setup("fit")
 
 
 def test_a_module_without_a_hugging_face_model_is_refused():

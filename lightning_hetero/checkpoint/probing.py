@@ -1,0 +1,101 @@
+"""Ask a remote store once, before anything is computed, whether it will take checkpoints.
+
+Its own operations are tried again for minutes, which is right in the middle of a run and wrong at
+its start, where a missing bucket or key is the usual reason. Reasons that may pass by themselves
+are left to those tries.
+"""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_hetero.checkpoint.deadlines import Deadline
+from lightning_hetero.checkpoint.retry import local_folder
+from lightning_hetero.checkpoint.store import FsspecStore
+from lightning_hetero.core.errors import CheckpointError
+
+__all__ = ["probe_store"]
+
+_PATIENCE_S = 7.0
+_REFUSED_KEYS = (
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+    "security token",
+    "401",
+)
+_UNREACHED = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionRefused", "ClientConn")
+
+
+def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
+    """Write a small file to a remote store and delete it; what is there is listed afterwards.
+
+    Args:
+        url: Of the run; local folders aren't asked.
+        has_served: Whether this run has used the store before: then one that doesn't answer now is
+            left to the patience of its operations.
+        **options: For fsspec's filesystem.
+
+    Raises:
+        CheckpointError: It won't take checkpoints; the message says whether credentials, their
+            rights, the bucket or the endpoint are the reason. Within 10 seconds.
+    """
+    if local_folder(url) is not None:
+        return
+    store = FsspecStore(url, **options)
+    name = f".tmp-probe-{uuid.uuid4().hex}"
+
+    def ask(_: Any) -> None:
+        store.write(name, [b"probe"])
+        store.remove([name])
+
+    try:
+        Deadline(_PATIENCE_S, max_hanging=1).run(ask)
+    except Exception as error:
+        # Stores raise their client library's own types.
+        reason = _reason(error, has_served=has_served)
+        if reason is not None:
+            raise CheckpointError(
+                f"Can't write to {url}: {reason} Refusing to start from step 0 without a place for "
+                f"checkpoints. ({_innermost(error)})"
+            ) from error
+
+
+def _reason(error: BaseException, *, has_served: bool) -> str | None:
+    """Return what a user must mend, None where trying again may help."""
+    text = " ".join(f"{type(item).__name__}: {item}" for item in _chain(error))
+    if any(word in text for word in _REFUSED_KEYS):
+        return "the store refuses the credentials. Check the key, the secret and their region."
+    if "credential" in text.lower():
+        return (
+            "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or what the store's "
+            "own client reads), or give LayerwiseCheckpoint storage_options."
+        )
+    if "NoSuchBucket" in text or "bucket does not exist" in text.lower():
+        return "there is no such bucket. Create it, or correct its name."
+    if isinstance(error, PermissionError):
+        return "the credentials have no right to write there. Allow putting, reading and deleting."
+    if isinstance(error, FileNotFoundError):
+        return "there is no such bucket or folder. Create it, or correct its name."
+    is_silent = isinstance(error, TimeoutError | ConnectionError) or any(
+        word in text for word in _UNREACHED
+    )
+    if is_silent and not has_served:
+        return (
+            "the endpoint doesn't answer. Check endpoint_url (or AWS_ENDPOINT_URL), the network "
+            "and the proxy of this machine."
+        )
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    following: BaseException | None = error
+    while following is not None:
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _innermost(error: BaseException) -> str:
+    *_, last = _chain(error)
+    return f"{type(last).__name__}: {last}"

@@ -1,0 +1,87 @@
+"""Mistakes of the first hour: refused early, and in words that say what to do."""
+
+import sys
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelSummary
+
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import BatchError, ConfigurationError, PlanError
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
+
+
+class UnknownTokens(ToyModule):
+    """Its tokenizer knows more tokens than its model."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        return super().training_step((ids + 5 * (ids == ids.max()), labels), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_that_an_embedding_does_not_have_are_named() -> None:
+    trainer = L.Trainer(**quiet(max_steps=4, devices=1, strategy=HeteroStrategy(plan=None)))
+    with pytest.raises(BatchError, match=rf"'model.wte' has {VOCABULARY} rows .* at least 2\d"):
+        trainer.fit(UnknownTokens(ToyOptions()), loader(8, 4))
+
+
+def test_what_cannot_run_on_the_devices_is_refused_before_processes_start() -> None:
+    plan = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
+    with pytest.raises(PlanError, match="names rank 2 but 2 processes run"):
+        L.Trainer(**quiet(devices=2, strategy=HeteroStrategy(ParallelPlan.from_dict(plan))))
+    with pytest.raises(PlanError, match="3 processes can't be split"):
+        L.Trainer(**quiet(devices=3, strategy=HeteroStrategy(num_stages=2)))
+
+
+def test_no_script_to_run_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    with pytest.raises(ConfigurationError, match='start_method="fork"'):
+        L.Trainer(**quiet(devices=2, strategy=HeteroStrategy()))
+    L.Trainer(**quiet(devices=2, strategy=HeteroStrategy(start_method="fork")))
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(ConfigurationError, match="a notebook"):
+        L.Trainer(**quiet(devices=1, strategy=HeteroStrategy()))
+
+
+def test_attributes_that_have_moved_work_for_one_more_release() -> None:
+    strategy = HeteroStrategy()
+    for name, value in {"slowdown": 2.0, "memory_bytes": 1 << 30}.items():
+        with pytest.warns(DeprecationWarning, match=rf"HeteroStrategy.emulation.{name}"):
+            setattr(strategy, name, value)
+        assert getattr(strategy.emulation, name) == value
+        with pytest.warns(DeprecationWarning, match=name):
+            assert getattr(strategy, name) == value
+
+
+class Counts(ModelSummary):
+    """Keeps what it would print."""
+
+    def summarize(self, summary_data: Any, total_parameters: int, *_: Any, **__: Any) -> None:
+        self.total = total_parameters
+
+
+def summarize(rank: int, plan: dict[str, Any]) -> tuple[int, list[str]]:
+    counts = Counts()
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan))
+    options = quiet(max_steps=1, devices=2, strategy=strategy, callbacks=[counts])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        L.Trainer(**options | {"enable_model_summary": True}).fit(
+            ToyModule(ToyOptions()), loader(8, 4)
+        )
+    return getattr(counts, "total", 0), [str(item.message) for item in caught]
+
+
+@pytest.mark.dist
+def test_the_summary_is_whole_and_an_idle_rank_is_warned_of(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(1, 0, 3)))
+    (total, caught), _ = pool.run(summarize, 2, plan)
+    module = ToyModule(ToyOptions())
+    assert total == sum(item.numel() for item in torch.nn.ModuleList([module]).parameters())
+    assert any("ranks [0] no layers: 1 of 2 devices stand idle, 50%" in text for text in caught)
