@@ -23,10 +23,12 @@ __all__ = ["Dispatch", "Placement", "check_fit", "dispatch", "fast_lower_bound_s
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
-_MAX_IMPROVE_CELLS = 2e6  # Most sequences x pipelines improved: about 0.1 s.
+_MAX_IMPROVE_CELLS = 2e6  # Most rows x sequences x pipelines improved.
+_IMPROVE_BUDGET = 30_000_000  # Moves and swaps looked at: about a second.
 _NUM_IMPROVED = 8
 _NUM_TARGETS = 24
 _NUM_PRICE_STEPS = 40
+_MAX_PRICED_CELLS = 1e8  # Most price steps x sequences x kinds.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +70,18 @@ def dispatch(
     check_fit(sizes, table)
     if not len(sizes):
         return Dispatch(pipeline_of=(), latency_s=0.0, lower_bound_s=0.0)
-    times_s = table.fitting_times_s(sizes)
-    bound_s = fast_lower_bound_s(sizes, times_s, table)
+    # Equal pipelines share a column: K kinds instead of D pipelines.
+    kinds = list(dict.fromkeys(pipelines))
+    kind_of = np.array([kinds.index(pipeline) for pipeline in pipelines])
+    kind_times_s = CostTable.of(kinds).fitting_times_s(sizes)
+    times_s = kind_times_s[:, kind_of]
+    bound_s = _lower_bound_s(sizes, kind_times_s, CostTable.of(kinds), np.bincount(kind_of))
     cells = len(sizes) * len(pipelines)
     num_rows = max(1, min(num_trials, int(_MAX_CELLS / cells)))
     orders = _orders(sizes, num_rows, seed)
     placement = place_greedily(sizes, times_s, table, orders[:1], np.zeros(1))
     # One long sequence often decides the iteration, and longest first is optimal already.
-    if placement.latencies_s[0] > bound_s * (1 + 1e-9):
+    if num_rows > 1 and placement.latencies_s[0] > bound_s * (1 + 1e-9):
         placement = place_greedily(sizes, times_s, table, orders, np.zeros(num_rows))
         placement = _with_targets(sizes, times_s, table, placement, bound_s)
     ranking = np.argsort(placement.latencies_s, kind="stable")
@@ -85,7 +91,12 @@ def dispatch(
         if best_s <= bound_s * (1 + 1e-9):
             break
         improved_of, improved_s = improve_dispatch(
-            sizes, times_s, table, placement.pipeline_of[row], stop_at_s=bound_s
+            sizes,
+            times_s,
+            table,
+            placement.pipeline_of[row],
+            stop_at_s=bound_s,
+            budget=_IMPROVE_BUDGET // num_improved,
         )
         if improved_s < best_s:
             best_of, best_s = improved_of, improved_s
@@ -207,21 +218,26 @@ def fast_lower_bound_s(lengths: IntArray, times_s: FloatArray, table: CostTable)
     """
     if not len(lengths):
         return 0.0
+    return _lower_bound_s(lengths, times_s, table, np.ones(len(table.c), dtype=np.int64))
+
+
+def _lower_bound_s(
+    lengths: IntArray, times_s: FloatArray, table: CostTable, counts: IntArray
+) -> float:
+    """Return `fast_lower_bound_s` for so many pipelines of each kind in the table."""
     alone_s = np.where(times_s < UNFIT_S, table.alone_s(lengths), np.inf)
     single_s = float(alone_s.min(axis=1).max())
     shortest = int(lengths.min())
-    return max(single_s, _area_bound_s(times_s, table.lost_s(np.array(shortest))))
+    return max(single_s, _area_bound_s(times_s, table.lost_s(np.array(shortest)), counts))
 
 
-def _area_bound_s(times_s: FloatArray, lost_s: FloatArray) -> float:
+def _area_bound_s(kind_times_s: FloatArray, kind_lost_s: FloatArray, counts: IntArray) -> float:
     """Return the best area bound met while prices move towards overloaded kinds of pipeline."""
-    # Equal pipelines share a column: K kinds instead of D pipelines.
-    columns, counts = np.unique(np.vstack([times_s, lost_s]), axis=1, return_counts=True)
-    kind_times_s, kind_lost_s = columns[:-1], columns[-1]
     # Start from equal prices for what all kinds can hold.
     prices = 1.0 / np.where(kind_times_s < UNFIT_S, kind_times_s, 0.0).sum(axis=0).clip(1e-30)
     best_s = 0.0
-    for step in range(_NUM_PRICE_STEPS):
+    num_steps = max(1, min(_NUM_PRICE_STEPS, int(_MAX_PRICED_CELLS / kind_times_s.size)))
+    for step in range(num_steps):
         prices = prices / (prices * counts).sum()
         priced = prices * kind_times_s
         cheapest = priced.argmin(axis=1)

@@ -1,9 +1,10 @@
 """Improve a dispatch by moves and swaps that shorten the pipeline that ends last.
 
 A step looks at every way to give one of its sequences to another pipeline, or to exchange one with
-a sequence elsewhere, and takes the one after which the later of the two ends earliest. It stops
-when no step helps, so the result is never worse than its start. With U sequences on the last
-pipeline and B in all, a step costs about 40 NumPy calls on [U, B] and [U, D] arrays.
+a sequence elsewhere, and takes the one after which the later of the two ends earliest. Where there
+are very many exchanges, those with the pipelines that end first are tried first. It stops when no
+step helps or the budget is spent, so the result is never worse than its start. With U sequences on
+the last pipeline and B in all, a step costs about 40 NumPy calls on [U, B] and [U, D] arrays.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ __all__ = ["improve_dispatch"]
 
 _GAIN = 1e-9  # Relative gain below which a step counts as none.
 _MAX_STEPS = 1000
+_MAX_SWAPS = 50_000  # Exchanges that one step looks at.
 
 
 @dataclass(kw_only=True)
@@ -34,6 +36,8 @@ class _State:
     """[B] longest time on a sequence's pipeline if the sequence left it."""
     own_s: FloatArray
     """[B] time of a sequence where it is."""
+    num_tried: int = 0
+    """Moves and swaps looked at so far."""
 
     @classmethod
     def of(
@@ -95,6 +99,7 @@ def improve_dispatch(
     pipeline_of: IntArray,
     *,
     stop_at_s: float = 0.0,
+    budget: int = 20_000_000,
 ) -> tuple[IntArray, float]:
     """Return a dispatch [B] at least as good as `pipeline_of`, and its largest Eq. 2 with c.
 
@@ -104,6 +109,7 @@ def improve_dispatch(
         table: The D pipelines.
         pipeline_of: [B] where each sequence is now.
         stop_at_s: A lower bound; nothing is tried once it is met.
+        budget: Moves and swaps to look at; the step that exceeds it is the last.
     """
     state = _State.of(lengths, times_s, table, pipeline_of)
     totals_s = state.all_totals_s()
@@ -112,7 +118,11 @@ def improve_dispatch(
         goal_s = float(totals_s[last]) * (1 - _GAIN)
         if goal_s <= stop_at_s:
             break
-        touched = _best_step(state, last, goal_s)
+        if state.num_tried > budget:
+            break
+        touched = _best_step(state, last, goal_s, _MAX_SWAPS)
+        if touched is None and state.num_tried <= budget:
+            touched = _best_step(state, last, goal_s, 10 * _MAX_SWAPS)
         if touched is None:
             break
         for pipeline in (last, touched):
@@ -121,11 +131,12 @@ def improve_dispatch(
     return state.pipeline_of, float(totals_s.max())
 
 
-def _best_step(state: _State, last: int, goal_s: float) -> int | None:
+def _best_step(state: _State, last: int, goal_s: float, most_swaps: int) -> int | None:
     """Apply the best move or swap out of pipeline `last`; return the other pipeline, or None."""
     inside = np.flatnonzero(state.pipeline_of == last)
-    swap_s, partners = _swap_ends_s(state, last, inside)
+    swap_s, partners = _swap_ends_s(state, last, inside, most_swaps)
     move_s = _move_ends_s(state, last, inside)
+    state.num_tried += swap_s.size + move_s.size
     best_swap = int(swap_s.argmin()) if swap_s.size else -1
     best_move = int(move_s.argmin())
     swap_best_s = float(swap_s.flat[best_swap]) if swap_s.size else UNFIT_S
@@ -143,9 +154,11 @@ def _best_step(state: _State, last: int, goal_s: float) -> int | None:
     return other
 
 
-def _swap_ends_s(state: _State, last: int, inside: IntArray) -> tuple[FloatArray, IntArray]:
+def _swap_ends_s(
+    state: _State, last: int, inside: IntArray, most_swaps: int
+) -> tuple[FloatArray, IntArray]:
     """Return the later end [U, B'] after exchanging U sequences inside with the B' outside."""
-    outside = np.flatnonzero(state.pipeline_of != last).astype(np.int64)
+    outside = _partners(state, last, most_swaps // max(1, len(inside)))
     there = state.pipeline_of[outside]
     own_s = state.own_s[inside, None]
     incoming_s = state.times_s[outside, last]
@@ -164,6 +177,20 @@ def _swap_ends_s(state: _State, last: int, inside: IntArray) -> tuple[FloatArray
         there,
     )
     return np.maximum(here_s, there_s), outside
+
+
+def _partners(state: _State, last: int, most: int) -> IntArray:
+    """Return sequences [B'] outside pipeline `last`: about `most`, where pipelines end first."""
+    outside = np.flatnonzero(state.pipeline_of != last).astype(np.int64)
+    if len(outside) <= most:
+        return outside
+    order = np.argsort(state.all_totals_s(), kind="stable")
+    sizes = np.bincount(state.pipeline_of, minlength=len(order))[order]
+    num_kept = int(np.searchsorted(np.cumsum(sizes), most)) + 1
+    is_kept = np.zeros(len(order), dtype=np.bool_)
+    is_kept[order[:num_kept]] = True
+    kept: IntArray = outside[is_kept[state.pipeline_of[outside]]]
+    return kept
 
 
 def _move_ends_s(state: _State, last: int, inside: IntArray) -> FloatArray:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from lightning_hetero.assign import dispatch
+from lightning_hetero.assign import dispatch, dispatch_moves
 from lightning_hetero.assign.dispatch import place_greedily
 from lightning_hetero.assign.dispatch_moves import improve_dispatch
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
@@ -116,3 +116,22 @@ def test_a_sequence_that_fits_nowhere_is_named() -> None:
 
 def test_nothing_to_dispatch_takes_no_time() -> None:
     assert dispatch([], [cost()]).latency_s == 0
+
+
+def test_improving_thousands_of_sequences_has_a_budget(monkeypatch) -> None:
+    tried: dict[int, int] = {}
+    step = dispatch_moves._best_step
+
+    def counted(state, *arguments):
+        touched = step(state, *arguments)
+        tried[id(state)] = state.num_tried
+        return touched
+
+    monkeypatch.setattr(dispatch_moves, "_best_step", counted)
+    lengths = np.random.default_rng(0).integers(100, 6000, 3000)
+    pipelines = [cost(num_stages=1 + index % 4) for index in range(32)]
+    sizes, table = as_lengths(lengths), CostTable.of(pipelines)
+    start = np.arange(3000) % 32
+    improve_dispatch(sizes, table.fitting_times_s(sizes), table, start, budget=1_000_000)
+    # The step that exceeds the budget is the last.
+    assert 1_000_000 < sum(tried.values()) < 1_700_000
