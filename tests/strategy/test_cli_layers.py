@@ -6,7 +6,6 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning_hetero import HeteroStrategy
 
 # jsonargparse looks for the shortest import path of each type, also at names that move.
-pytestmark = pytest.mark.filterwarnings("ignore:Import .* from:DeprecationWarning")
 
 
 def parse(layers):
