@@ -23,4 +23,5 @@ autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
-suppress_warnings = ["myst.header"]
+# Names of the package are also names of its rooms.
+suppress_warnings = ["myst.header", "ref.python"]
