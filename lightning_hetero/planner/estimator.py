@@ -15,6 +15,7 @@ import numpy as np
 
 from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
 from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, classify_nodes
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.workload import Workload
@@ -252,7 +253,7 @@ class Estimator:
         ]
         forward_s = [float(f[n]) for (f, _), n in zip(times_s, layers, strict=True)]
         backward_s = [float(b[n]) for (_, b), n in zip(times_s, layers, strict=True)]
-        slope, fill = self._linear(forward_s, backward_s, nodes)
+        slope, fill = self._linear(forward_s, backward_s, self._stages(pipeline, layers))
         shape = self.shape(nodes[0], tp_degree, layers[0], first=True, last=num_stages == 1)
         return PipelineEstimate(
             layers=layers,
@@ -264,19 +265,32 @@ class Estimator:
             most_microbatches=most_microbatches,
         )
 
+    def _stages(self, pipeline: PipelineNodes, layers: Sequence[int]) -> list[StagePlan]:
+        """Return stages on any ranks of their nodes, for what messages between them cost."""
+        firsts = [self._rank_of_node[node] for node in pipeline.nodes]
+        stops = list(itertools.accumulate(layers))
+        return [
+            StagePlan(
+                ranks=tuple(range(first, first + pipeline.tp_degree)),
+                layers=range(stop - count, stop),
+            )
+            for first, stop, count in zip(firsts, stops, layers, strict=True)
+        ]
+
     def _linear(
-        self, forward_s: Sequence[float], backward_s: Sequence[float], nodes: Sequence[int]
+        self,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        stages: Sequence[StagePlan],
     ) -> tuple[float, float]:
         """Return slope and fill of the makespan over the number of micro-batches."""
-        num_stages = len(nodes)
+        num_stages = len(stages)
         if num_stages == 1:
             return forward_s[0] + backward_s[0], 0.0
-        num_bytes = self.cost.model.hidden_bytes(
-            sum(self.workload.microbatch), self.cost.layout.weight_bytes
-        )
+        tokens = sum(self.workload.microbatch)
         hops = [
-            self.cost.transfer_s(self._rank_of_node[a], self._rank_of_node[b], num_bytes)
-            for a, b in itertools.pairwise(nodes)
+            (self.cost.activation_s(a, b, tokens), self.cost.activation_s(b, a, tokens))
+            for a, b in itertools.pairwise(stages)
         ]
         few, many = 2 * num_stages, 3 * num_stages
         blocking = self.cost.layout.blocking_messages
@@ -322,7 +336,7 @@ class Estimator:
 def _makespan_s(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
-    hops_s: Sequence[float],
+    hops_s: Sequence[tuple[float, float]],
     count: int,
     *,
     blocking: bool,
@@ -331,8 +345,8 @@ def _makespan_s(
     times = PipelineTimes(
         forward_s=[[seconds] * count for seconds in forward_s],
         backward_s=[[seconds] * count for seconds in backward_s],
-        forward_message_s=[[seconds] * count for seconds in hops_s],
-        backward_message_s=[[seconds] * count for seconds in hops_s],
+        forward_message_s=[[there] * count for there, _ in hops_s],
+        backward_message_s=[[back] * count for _, back in hops_s],
     )
     starts = [0.0] * len(forward_s)
     return max(propagate(times, starts, blocking=blocking).end_s)

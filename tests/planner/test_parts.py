@@ -9,6 +9,9 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.planner.allowances import smaller_allowances
+from lightning_hetero.planner.arrangement import PipelineNodes
+from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.simulator import RooflineCost
 from tests.simulator.sailor import ROOT, SailorCost, load_profile, sailor_cluster
 
 BERT = ModelSpec.load("bert-large")
@@ -93,3 +96,16 @@ def test_unequal_shares_are_never_slower_than_equal_ones_with_measured_costs(siz
         for only_equal in (False, True)
     )
     assert free <= equal
+
+
+def test_estimates_price_messages_as_the_cost_model_does():
+    class SlowMessages(RooflineCost):
+        def activation_s(self, sender, receiver, num_tokens):
+            return 10.0
+
+    cluster = Cluster(nodes=(Node(device="T4", count=2),))
+    workload = Workload(sequence_length=512, global_batch_size=8)
+    estimator = Estimator(SlowMessages(cluster, BERT), workload, equal_microbatches=False)
+    estimate = estimator.estimate((PipelineNodes(1, (0, 0)),))
+    assert estimate is not None
+    assert estimate.time_s > 20.0
