@@ -23,13 +23,7 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.simulator import (
-    CostModel,
-    ProfileCost,
-    RooflineCost,
-    Simulation,
-    StateLayout,
-)
+from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, Simulation, StateLayout
 
 __all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "PlanBasis", "RunFacts"]
 

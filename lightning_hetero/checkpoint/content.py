@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.manifest import (
-    CheckpointId,
-    Scalar,
-)
+from lightning_hetero.checkpoint.manifest import CheckpointId, Scalar
 from lightning_hetero.checkpoint.tiers import Source
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan

@@ -11,12 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.checkpoint.deadlines import (
-    BackgroundThread,
-    HangingError,
-    Patience,
-    Progress,
-)
+from lightning_hetero.checkpoint.deadlines import BackgroundThread, HangingError, Patience, Progress
 from lightning_hetero.checkpoint.transport import Rounds, Transport, take_turns
 
 if TYPE_CHECKING:

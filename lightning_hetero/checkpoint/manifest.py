@@ -183,7 +183,7 @@ class PartManifest:
 
     def encode(self) -> bytes:
         """Return the manifest as JSON text that carries its own checksum."""
-        body = _canonical(
+        body = json.dumps(
             {
                 "format": _FORMAT,
                 "step": self.id.step,
@@ -200,8 +200,10 @@ class PartManifest:
                 "slices": [_slice_to_json(item) for item in self.slices],
                 "plan": self.plan,
                 "versions": dict(self.versions),
-            }
-        )
+            },
+            sort_keys=True,
+            separators=(",", ":"),
+        ).encode()
         return _HEAD % zlib.crc32(body) + body + _TAIL
 
     @classmethod
@@ -259,10 +261,6 @@ class PartManifest:
         for tensor in (tensor for item in self.slices for tensor in item.tensors):
             if not 0 <= tensor.begin <= tensor.end <= sizes[tensor.file]:
                 raise ValueError(f"{tensor.key} lies outside of {tensor.file}")
-
-
-def _canonical(body: Any) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _checksums(text: str) -> tuple[int, ...]:

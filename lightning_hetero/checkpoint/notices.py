@@ -248,7 +248,7 @@ class NoticeWatcher:
 
     def _ask(self, index: int, notice: PreemptionNotice) -> Notice | None:
         try:
-            found = notice.pending()
+            return notice.pending()
         except Exception as error:
             # Whatever a broken server or somebody's own notice raises: the next answer may be good.
             # Once is enough: off the cloud this would fill the log.
@@ -256,7 +256,6 @@ class NoticeWatcher:
                 _log.warning("%s doesn't answer: %r", type(notice).__name__, error)
                 self._silent.add(index)
             return None
-        return found
 
 
 def _parse_http(text: Any) -> datetime | None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Patience, Progress
 
-__all__ = ["Rounds", "SoloTransport", "Transport", "finish_together", "take_turns"]
+__all__ = ["Rounds", "SoloTransport", "Transport", "finish_together", "gather_json", "take_turns"]
 
 
 class Transport(Protocol):
@@ -61,6 +61,11 @@ class SoloTransport:
         raise AssertionError(f"a single rank receives from rank {source}")
 
 
+def gather_json(transport: Transport, value: Any) -> list[Any]:
+    """Return what each rank gives, by rank; it must fit into JSON. All ranks call it."""
+    return [json.loads(data) for data in transport.all_gather(json.dumps(value).encode())]
+
+
 def take_turns(pairs: Sequence[tuple[int, int]]) -> list[int]:
     """Return an order of (sender, receiver) pairs in which many of them run side by side.
 
@@ -99,9 +104,9 @@ class Rounds:
 
     def gather(self, status: Any) -> list[Any]:
         """Return what each rank says, by rank; it must fit into JSON."""
-        data = self._transport.all_gather(json.dumps(status).encode())
+        statuses = gather_json(self._transport, status)
         self._progress.tick()
-        return [json.loads(item) for item in data]
+        return statuses
 
     def finish(
         self,

@@ -35,10 +35,9 @@ class BatchMaker:
         self._collate = collate
 
     def __getitem__(self, microbatches: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-        return tuple(self._collate(self._read(batch)) for batch in microbatches)
-
-    def _read(self, batch: tuple[Any, ...]) -> list[Any]:
-        return list(batch) if self._samples is None else [self._samples[key] for key in batch]
+        if self._samples is None:
+            return tuple(self._collate(list(batch)) for batch in microbatches)
+        return tuple(self._collate([self._samples[key] for key in b]) for b in microbatches)
 
 
 class AssignedLoader:

@@ -40,12 +40,7 @@ from lightning_hetero.straggler.mitigation import (
     restart_mitigation,
 )
 from lightning_hetero.straggler.period import CommunicationOp, Period, infer_period
-from lightning_hetero.straggler.policy import (
-    Decision,
-    DecisionKind,
-    MitigationPolicy,
-    PolicyConfig,
-)
+from lightning_hetero.straggler.policy import Decision, DecisionKind, MitigationPolicy, PolicyConfig
 from lightning_hetero.straggler.records import IterationTimes, find_changes, read_times
 from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
 from lightning_hetero.straggler.swap import (

@@ -235,8 +235,9 @@ class BocdDetector:
         too_early = self._in_first_regime and (
             num_before < config.min_run or self._num_values - run < config.min_history
         )
+        # Then the present level begins at the run, without a report.
         if too_early or self._is_still_unfolding(shift, num_before):
-            self._settle(run)
+            self._num_in_regime = run
             return None
         return self._report(run, step, confidence, before)
 
@@ -291,10 +292,6 @@ class BocdDetector:
         center, reach = median(after), _AGREEING * self._scale
         num_agreeing = sum(abs(value - center) <= reach for value in after)
         return len(after) < 2 * least and num_agreeing < least
-
-    def _settle(self, run: int) -> None:
-        """Let the present level begin at its last `run` values, without a report."""
-        self._num_in_regime = run
 
     def _report(self, run: int, step: int, confidence: float, before: list[float]) -> ChangePoint:
         after = self._logs[-run:]

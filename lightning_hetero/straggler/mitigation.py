@@ -68,7 +68,8 @@ class WatchedPlans:
     def predict_s(self, taken_by: Mapping[int, int]) -> float:
         """Return the seconds of an iteration with ranks in others' places."""
         return sum(
-            model.share * model.iteration_s(model.balanced(move_ranks(model.plan, taken_by)))
+            model.facts.share
+            * model.iteration_s(model.balanced(move_ranks(model.facts.plan, taken_by)))
             for model in self.models
         )
 
@@ -78,8 +79,8 @@ class WatchedPlans:
         """Return the step that puts ranks in others' places, in all plans alike."""
         model = self.models[0]
         place_of = {taker: rank for rank, taker in taken_by.items()}
-        before = model.paces(model.plan)
-        after = model.paces(move_ranks(model.plan, taken_by))
+        before = model.paces(model.facts.plan)
+        after = model.paces(move_ranks(model.facts.plan, taken_by))
         return PossibleMitigation(
             mitigation=step,
             iteration_s=self.predict_s(taken_by),
@@ -102,20 +103,20 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
     micro-batches too, so it is never worse than S2 by prediction.
     """
     model, found = run.models[0], []
-    balancing = _balancing(model, slowness, model.plan)
+    balancing = _balancing(model, slowness, model.facts.plan)
     if balancing:
         found.append(run.mitigation(Mitigation.REBALANCE, {}, balancing))
     proposal = propose_swap(
-        model.plan,
+        model.facts.plan,
         slow_ranks=slowness.ranks,
         slow_links=list(slowness.links),
-        predict_s=lambda plan: run.predict_s(ranks_moved(model.plan, plan)),
+        predict_s=lambda plan: run.predict_s(ranks_moved(model.facts.plan, plan)),
         config=_SEARCH,
     )
     if proposal is not None:
         balancing = _balancing(model, slowness, proposal.plan)
         effect = f"{proposal} and {balancing}" if balancing else str(proposal)
-        taken_by = ranks_moved(model.plan, proposal.plan)
+        taken_by = ranks_moved(model.facts.plan, proposal.plan)
         found.append(run.mitigation(Mitigation.SWAP, taken_by, effect))
     return tuple(found)
 
@@ -151,7 +152,7 @@ def restart_mitigation(
 
 def _balancing(model: RunModel, slowness: Slowness, plan: ParallelPlan) -> str:
     """Say how a plan's pipelines are balanced, "" if nothing changes."""
-    if model.is_assigned:
+    if model.facts.is_assigned:
         return f"assigned less to {_ranks(slowness.ranks)}" if slowness.ranks else ""
     counts = model.counts(plan), model.counts(model.balanced(plan))
     num_moved = sum(max(0, a - b) for a, b in zip(*counts, strict=True))

@@ -84,7 +84,7 @@ def probe_links(
             just waits.
     """
     own = dist.get_rank()
-    wait = _just_wait if wait_for is None else wait_for
+    wait = wait_for or (lambda work, *_: work.wait())
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     times_s: dict[Pair, float] = {}
     for pairs in rounds:
@@ -127,10 +127,6 @@ def _ping_pong(
     else:
         receive()
         dist.send(payload, peer)
-
-
-def _just_wait(work: dist.Work, peer: int, num_bytes: int) -> None:
-    work.wait()
 
 
 def _repeat_s(action: Callable[[], object], *, device: torch.device, repeats: int) -> list[float]:

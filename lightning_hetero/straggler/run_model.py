@@ -98,25 +98,10 @@ class RunModel:
     """
 
     def __init__(self, facts: MeasuredRun, slowness: Slowness) -> None:
-        self._facts = facts
+        self.facts = facts
         self._slow = slowness
         self._exchange_s: dict[tuple[ParallelPlan, bool], float] = {}
         self._rest_s = facts.iteration_s - self._moving_s(facts.plan, healthy=True)
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan that ran."""
-        return self._facts.plan
-
-    @property
-    def is_assigned(self) -> bool:
-        """Whether samples are dealt by what each rank takes."""
-        return self._facts.is_assigned
-
-    @property
-    def share(self) -> float:
-        """Share of the iterations that ran it."""
-        return self._facts.share
 
     def iteration_s(self, plan: ParallelPlan) -> float:
         """Return the seconds of an iteration of a plan."""
@@ -124,11 +109,11 @@ class RunModel:
 
     def counts(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Return the numbers of micro-batches of a plan's pipelines, measured where not named."""
-        if self._facts.is_assigned:
-            return self._facts.counts
+        if self.facts.is_assigned:
+            return self.facts.counts
         return tuple(
             measured if pipeline.num_microbatches is None else pipeline.num_microbatches
-            for measured, pipeline in zip(self._facts.counts, plan.pipelines, strict=True)
+            for measured, pipeline in zip(self.facts.counts, plan.pipelines, strict=True)
         )
 
     def with_counts(self, plan: ParallelPlan, counts: Sequence[int]) -> ParallelPlan:
@@ -146,7 +131,7 @@ class RunModel:
 
         Where samples are assigned it is the plan as it is: every iteration is balanced anyway.
         """
-        if self._facts.is_assigned:
+        if self.facts.is_assigned:
             return plan
         times = [self._pipeline_times(index, plan, 1) for index in range(plan.num_pipelines)]
         stages_s = [
@@ -161,7 +146,7 @@ class RunModel:
                 max(*stage_s, *link_s, 0.0)
                 for stage_s, link_s in zip(stages_s, links_s, strict=True)
             ],
-            sum(self._facts.counts),
+            sum(self.facts.counts),
             fixed_s=[
                 sum(stage_s) + sum(link_s) - max(*stage_s, *link_s, 0.0)
                 for stage_s, link_s in zip(stages_s, links_s, strict=True)
@@ -186,7 +171,7 @@ class RunModel:
     def slowdown(self, rank: int, other: int, *, healthy: bool = False) -> float:
         """Return how many times longer a rank takes in another's place than that one did there."""
         factor = 1.0 if healthy else self._slow.ranks.get(rank, 1.0)
-        probe_s = self._facts.probe_s
+        probe_s = self.facts.probe_s
         return factor * probe_s[rank] / probe_s[other] if probe_s else factor
 
     def _moving_s(self, plan: ParallelPlan, *, healthy: bool) -> float:
@@ -198,11 +183,11 @@ class RunModel:
             if count
         }
         moving_s = max(ends_s.values())
-        if self._facts.is_assigned:
+        if self.facts.is_assigned:
             # All end together: in a second each does what it did in a second alone.
-            first = [pipeline.stages[0].ranks[0] for pipeline in self.plan.pipelines]
+            first = [pipeline.stages[0].ranks[0] for pipeline in self.facts.plan.pipelines]
             works = {
-                index: counts[index] * self._facts.places[first[index]].work for index in ends_s
+                index: counts[index] * self.facts.places[first[index]].work for index in ends_s
             }
             moving_s = sum(works.values()) / sum(works[index] / ends_s[index] for index in works)
         return moving_s + self._exchange(plan, healthy=healthy)
@@ -225,7 +210,7 @@ class RunModel:
             for s, stage in enumerate(pipeline.stages)
         ]
         messages_s = [
-            self._facts.hidden_bytes * self._boundary_s_per_byte(pipeline, s, healthy=healthy)
+            self.facts.hidden_bytes * self._boundary_s_per_byte(pipeline, s, healthy=healthy)
             for s in range(pipeline.num_stages - 1)
         ]
         return PipelineTimes(
@@ -237,9 +222,9 @@ class RunModel:
 
     def _place(self, pipeline: int, stage: int, rank: int, *, healthy: bool) -> PlaceTimes:
         """Return what a micro-batch takes a rank in a place of the plan that ran."""
-        measured = self.plan.pipelines[pipeline].stages[stage].ranks[0]
+        measured = self.facts.plan.pipelines[pipeline].stages[stage].ranks[0]
         factor = self.slowdown(rank, measured, healthy=healthy)
-        times = self._facts.places[measured]
+        times = self.facts.places[measured]
         return replace(
             times, forward_s=times.forward_s * factor, backward_s=times.backward_s * factor
         )
@@ -250,7 +235,7 @@ class RunModel:
 
     def _s_per_byte(self, rank_a: int, rank_b: int, *, healthy: bool) -> float:
         ratio = 1.0 if healthy else self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)
-        return ratio * self._facts.link_s_per_byte
+        return ratio * self.facts.link_s_per_byte
 
     def _exchange(self, plan: ParallelPlan, *, healthy: bool) -> float:
         """Return the seconds of pull and push: the slowest rank's, its messages one by one."""
@@ -258,7 +243,7 @@ class RunModel:
         key = self.with_counts(plan, [1] * plan.num_pipelines), healthy
         found = self._exchange_s.get(key)
         if found is None:
-            table = self._facts.table_of(key[0])
+            table = self.facts.table_of(key[0])
             phases: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
             for rank in self._counted_ranks(plan):
                 pulled = table.pull(rank, trainable_only=True)
@@ -269,7 +254,7 @@ class RunModel:
         return found
 
     def _counted_ranks(self, plan: ParallelPlan) -> list[int]:
-        base = self._facts.plan
+        base = self.facts.plan
         everyone = sorted({*base.ranks, *plan.ranks})
         if len(everyone) <= _FEW_RANKS:
             return everyone
@@ -284,6 +269,6 @@ class RunModel:
         for message in messages:
             if message.source != message.destination:
                 rate = self._s_per_byte(message.source, message.destination, healthy=healthy)
-                num_bytes = table.numel(message) * self._facts.value_bytes
+                num_bytes = table.numel(message) * self.facts.value_bytes
                 seconds[message.source == rank] += num_bytes * rate
         return max(seconds.values(), default=0.0)

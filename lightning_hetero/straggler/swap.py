@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler.locate import Pair
 
 __all__ = [
@@ -157,12 +157,11 @@ def _carries_gradients(plan: ParallelPlan, pair: Pair) -> bool:
     place_a, place_b = plan.place(pair[0]), plan.place(pair[1])
     if place_a is None or place_b is None or place_a.pipeline_index == place_b.pipeline_index:
         return False
-    layers_a, layers_b = (_layers(plan, place) for place in (place_a, place_b))
+    layers_a, layers_b = (
+        plan.pipelines[place.pipeline_index].stages[place.stage_index].layers
+        for place in (place_a, place_b)
+    )
     return max(layers_a.start, layers_b.start) < min(layers_a.stop, layers_b.stop)
-
-
-def _layers(plan: ParallelPlan, place: RankPlace) -> range:
-    return plan.pipelines[place.pipeline_index].stages[place.stage_index].layers
 
 
 def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -> Iterator[_Swap]:

@@ -29,12 +29,7 @@ from lightning_hetero.straggler.levels import LevelWatch, RankNote
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.look import are_alike
 from lightning_hetero.straggler.mitigation import Mitigation, PossibleMitigation
-from lightning_hetero.straggler.policy import (
-    Decision,
-    DecisionKind,
-    MitigationPolicy,
-    PolicyConfig,
-)
+from lightning_hetero.straggler.policy import Decision, DecisionKind, MitigationPolicy, PolicyConfig
 
 __all__ = ["Order", "RunWatch", "WatchConfig"]
 

@@ -48,7 +48,7 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
 
 def mitigations_of(ran, slowness, plans=()):
     models = tuple(RunModel(facts, slowness) for facts in ran)
-    plans = plans or tuple(model.plan for model in models)
+    plans = plans or tuple(model.facts.plan for model in models)
     return find_mitigations(WatchedPlans(plans=plans, models=models), slowness)
 
 
@@ -160,7 +160,7 @@ def test_all_plans_of_a_data_module_leave_a_slow_link_alike():
     models = [RunModel(facts, slowness) for facts in ran]
     assert found.iteration_s == pytest.approx(
         sum(
-            model.share * model.iteration_s(plan)
+            model.facts.share * model.iteration_s(plan)
             for model, plan in zip(models, found.plans, strict=False)
         )
     )

@@ -1,11 +1,10 @@
 """Say where a recovered state was found, what was lost, and how long each part of a start took."""
 
-import json
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -13,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import Recovered, Source, Transport
+from lightning_hetero.checkpoint.transport import gather_json
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = [
@@ -41,9 +41,8 @@ class StartTimes:
 def last_finished(places: Places, transport: Transport, *, run: str) -> FinishedStep | None:
     """Return how far any node that is left saw a run's training come; collective."""
     own = places.last_finished()
-    text = "" if own is None else json.dumps([own.step, own.at_s, own.run])
-    found = [json.loads(data) for data in transport.all_gather(text.encode()) if data]
-    known = [FinishedStep(step=step, at_s=at_s, run=name) for step, at_s, name in found]
+    found = gather_json(transport, None if own is None else asdict(own))
+    known = [FinishedStep(**item) for item in found if item is not None]
     return max((item for item in known if item.run == run), key=lambda i: i.at_s, default=None)
 
 
@@ -64,8 +63,8 @@ def report_recovery(
     }
     found: Counter[Source] = Counter()
     own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
-    for data in transport.all_gather(json.dumps(own).encode()):
-        found.update({Source(source): count for source, count in json.loads(data)})
+    for counts in gather_json(transport, own):
+        found.update({Source(source): count for source, count in counts})
     lost, lost_steps = "", None
     if finished is not None:
         lost_steps = finished.step - recovered.id.step

@@ -137,7 +137,7 @@ class HeteroRun(PlainRun):
         plans = self._plans_without_fault()
         measured = self._measure(plans, reports, healthy_s, probes)
         models = sorted(
-            (RunModel(facts, slowness) for facts in measured), key=lambda model: -model.share
+            (RunModel(facts, slowness) for facts in measured), key=lambda model: -model.facts.share
         )
         if not models:
             return restarts

@@ -1,7 +1,7 @@
 """The layer bitmap: which valid files of which checkpoint each node's tiers hold (AutoHet §IV-C).
 
 Every rank reports its node's own tiers, rank 0 also the remote one. What is complete is decided by
-`completeness`; checksums of files are compared when they are read.
+`tiers`; checksums of files are compared when they are read.
 """
 
 import json

@@ -12,7 +12,6 @@
 Floor: each needed byte is read once, at the bandwidth of its source, the sources side by side.
 """
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +32,7 @@ from lightning_hetero.checkpoint.recovering.inventory import (
 from lightning_hetero.checkpoint.recovering.session import ExhaustedError, Session
 from lightning_hetero.checkpoint.recovering.sources import FileRange, assign_sources
 from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind
-from lightning_hetero.checkpoint.transport import Transport, finish_together
+from lightning_hetero.checkpoint.transport import Transport, finish_together, gather_json
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
@@ -220,8 +219,7 @@ def _share_needs(
     except CheckpointError as error:
         message = {"error": str(error)}
     ranges: dict[int, list[FileRange]] = {}
-    for rank, data in enumerate(transport.all_gather(json.dumps(message).encode())):
-        answer = json.loads(data)
+    for rank, answer in enumerate(gather_json(transport, message)):
         if "error" in answer:
             raise CheckpointError(f"Rank {rank}: {answer['error']}")
         ranges[rank] = [FileRange(*item) for item in answer["ranges"]]
@@ -263,9 +261,9 @@ def _share_failures(
     """Strike off the sources that failed anywhere; return what is still missing."""
     message = [[*astuple(f.range), *astuple(f.holder), f.why] for f in failures]
     missing: dict[int, list[FileRange]] = {}
-    for rank, data in enumerate(session.transport.all_gather(json.dumps(message).encode())):
+    for rank, failed in enumerate(gather_json(session.transport, message)):
         missing[rank] = []
-        for part, file, start, stop, node, kind, why in json.loads(data):
+        for part, file, start, stop, node, kind, why in failed:
             missing[rank].append(FileRange(part, file, start, stop))
             holder = Holder(node, TierKind(kind))
             if holder in holders[part, file]:

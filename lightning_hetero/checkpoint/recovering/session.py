@@ -15,7 +15,12 @@ from lightning_hetero.checkpoint.deadlines import Progress
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.recovering.inventory import Inventory, take_inventory
 from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind, read_manifest
-from lightning_hetero.checkpoint.transport import SoloTransport, Transport, finish_together
+from lightning_hetero.checkpoint.transport import (
+    SoloTransport,
+    Transport,
+    finish_together,
+    gather_json,
+)
 from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["ExhaustedError", "Session"]
@@ -43,8 +48,7 @@ class Session:
     def open(cls, tiers: Sequence[Tier], node: str, transport: Transport | None) -> Self:
         """Tell each other the nodes; every rank calls it. Communicates."""
         transport = transport or SoloTransport()
-        names = [name.decode() for name in transport.all_gather(node.encode())]
-        return cls(tiers, transport, names)
+        return cls(tiers, transport, gather_json(transport, node))
 
     @property
     def node(self) -> str:

@@ -141,7 +141,8 @@ def _interleave(
         rank: [
             FileRange(item.part, item.file, start, min(start + step, item.stop))
             for item in ranges
-            for step in (_step(manifests[item.part].block_bytes, chunk_bytes),)
+            for block_bytes in (manifests[item.part].block_bytes,)
+            for step in (max(1, chunk_bytes // block_bytes) * block_bytes,)
             for start in range(item.start, item.stop, step)
         ]
         for rank, ranges in sorted(needs.items())
@@ -153,10 +154,6 @@ def _interleave(
         for rank, chunks in queues.items()
         if turn < len(chunks)
     ]
-
-
-def _step(block_bytes: int, chunk_bytes: int) -> int:
-    return max(1, chunk_bytes // block_bytes) * block_bytes
 
 
 def _cheapest(

@@ -18,12 +18,7 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES
 from lightning_hetero.checkpoint.saving.replicas import exchange_parts, place_replicas
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
-from lightning_hetero.checkpoint.saving.storing import (
-    LastingCopies,
-    OwnTiers,
-    Part,
-    Uploads,
-)
+from lightning_hetero.checkpoint.saving.storing import LastingCopies, OwnTiers, Part, Uploads
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import Rounds, Transport
 from lightning_hetero.core.errors import CheckpointError

@@ -2,18 +2,18 @@
 
 `save` copies the rank's state to host memory (`snapshot`) and returns. Behind it, in order:
 
-1. A thread writes the part into the node's own tiers: files first, manifest last (`own_tiers`).
+1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
 2. All ranks tell each other what each tier has taken, wait for those whose storage is slow
    (`meeting`), and send each other's nodes their copies (`replicas`).
 3. A tier in which all ranks' parts are, copies included, is *sound*: there the checkpoint is noted
    as confirmed, and what is old is deleted. A tier that failed anywhere keeps what it has.
 4. The host memory is free for the next snapshot.
 5. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint
-   (`uploads`).
+   (`storing`).
 
 Memory: one copy of the rank's slices and a few chunks, whatever the tiers' speed. What fails is
 logged and tried anew with the next checkpoint. Only when no lasting tier, disk or remote, has taken
-any for longer than `lasting_within_s` is it an error, on all ranks alike (`lasting`).
+any for longer than `lasting_within_s` is it an error, on all ranks alike.
 """
 
 import logging

@@ -147,14 +147,11 @@ class NonfiniteGradients(StrEnum):
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1.0 if any element is NaN or infinite, else 0.0, without waiting for the device."""
     # A sum keeps what isn't finite, and reads each tensor once, writing nothing.
-    sums = [_real(tensor).sum(dtype=torch.float32) for tensor in tensors]
+    real = (torch.view_as_real(item) if item.is_complex() else item for item in tensors)
+    sums = [item.sum(dtype=torch.float32) for item in real]
     if not sums:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.isfinite(torch.stack(sums)).all().logical_not().double()
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def answer_nonfinite(found: str, answer: NonfiniteGradients) -> None:

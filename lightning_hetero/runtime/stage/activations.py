@@ -243,7 +243,7 @@ def _frame(data: bytes) -> list[Tensor]:
 
 def _payload(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the bytes of the first tensor, and those of the others end to end."""
-    parts = [_bytes_of(tensor) for tensor in tensors]
+    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
     if len(parts) < 2:
         return parts
     first, *others = parts
@@ -267,7 +267,3 @@ def _offsets(forms: Sequence[_Form]) -> list[int]:
     for form in forms:
         offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
     return offsets
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -237,11 +237,11 @@ def find_regions(root: nn.Module, layout: ModelLayout, cuts: ModelCuts) -> dict[
         ModelError: A sharded module of a layer lies in no region, or a region has whole weights
             whose gradients would be counted once for each rank.
     """
-    inner = [item for item in cuts.modules if _is_in_layer(layout, item)]
+    name = layout.layers_name
+    inner = [i for i in cuts.modules if name is not None and i.name.startswith(f"{name}.")]
     experts = {item.name for item in inner if item.style is TPStyle.EXPERTS}
-    regions = experts | {
-        _parent(item) for item in inner if item.style in _ENDS and _begins(inner, _parent(item))
-    }
+    beginnings = {_parent(item) for item in inner if item.style in _BEGINNINGS}
+    regions = experts | beginnings & {_parent(item) for item in inner if item.style in _ENDS}
     for item in inner:
         if item.style in (*_ENDS, *_BEGINNINGS) and _parent(item) not in regions:
             raise _impossible(
@@ -269,16 +269,8 @@ def with_partial_gradients(layout: ModelLayout, regions: Mapping[str, nn.Module]
     return replace(layout, specs=specs)
 
 
-def _is_in_layer(layout: ModelLayout, item: ShardedModule) -> bool:
-    return layout.layers_name is not None and item.name.startswith(f"{layout.layers_name}.")
-
-
 def _parent(item: ShardedModule) -> str:
     return item.name.rpartition(".")[0]
-
-
-def _begins(items: list[ShardedModule], parent: str) -> bool:
-    return any(item.style in _BEGINNINGS and _parent(item) == parent for item in items)
 
 
 def _impossible(reason: str) -> ModelError:

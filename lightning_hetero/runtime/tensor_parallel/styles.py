@@ -33,9 +33,33 @@ from enum import StrEnum
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.models.tp_plans import KNOWN_TP_PLANS
 
 __all__ = ["Rule", "TPStyle", "rule_of_module", "rules_of"]
+
+_BERT = {
+    "word_embeddings": "embedding_rowwise",
+    "layer.*.attention.self.query": "colwise",
+    "layer.*.attention.self.key": "colwise",
+    "layer.*.attention.self.value": "colwise",
+    "layer.*.attention.output.dense": "rowwise",
+    "layer.*.intermediate.dense": "colwise",
+    "layer.*.output.dense": "rowwise",
+}
+
+_KNOWN_PLANS: Mapping[str, Mapping[str, str]] = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "gpt2": {
+        "wte": "embedding_rowwise",
+        # Query, key and value are three blocks of one weight, each sharded by heads.
+        "h.*.attn.c_attn": "packed_colwise:3",
+        "h.*.attn": "local_sizes:split_size",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+    },
+}
+"""By `config.model_type`, whatever the head: families to which transformers gives no plan."""
 
 
 class TPStyle(StrEnum):
@@ -156,7 +180,7 @@ def _own_plan(module: nn.Module) -> Mapping[str, str] | None:
         # A head's plan alone says nothing of the layers: then the family has none.
         if isinstance(plan, Mapping) and any("*" in str(pattern) for pattern in plan):
             return plan
-    return None if family is None else KNOWN_TP_PLANS.get(family)
+    return None if family is None else _KNOWN_PLANS.get(family)
 
 
 def _no_plan(root: nn.Module) -> ModelError:
@@ -164,7 +188,7 @@ def _no_plan(root: nn.Module) -> ModelError:
         f"The plan uses tensor parallelism but nothing says how {type(root).__name__} is sharded. "
         'Give HeteroStrategy(tp_plan={"layers.*.mlp.up": "colwise", ...}), an attribute tp_plan of '
         "the module, or a Hugging Face model whose family has a plan (most decoders, and "
-        f"{', '.join(sorted(KNOWN_TP_PLANS))}); or use pipelines of tensor-parallel degree 1."
+        f"{', '.join(sorted(_KNOWN_PLANS))}); or use pipelines of tensor-parallel degree 1."
     )
 
 
