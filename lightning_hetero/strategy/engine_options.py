@@ -1,7 +1,7 @@
 """What the user chose for the engine, and the engine that it gives for the ranks that run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
@@ -10,12 +10,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_hetero.autoplan.data_facts import find_data, find_sizes
 from lightning_hetero.autoplan.facts import Emulation, RunFacts
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.slices import Ownership
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
-from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 if TYPE_CHECKING:
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
     from lightning_hetero.autoplan.request import RunPlans
     from lightning_hetero.runtime.ranks.communicators import Communicators
-    from lightning_hetero.runtime.results.targets import LossReduction
     from lightning_hetero.strategy.precision import HeteroPrecision
 
 __all__ = ["EngineOptions"]
@@ -45,15 +41,10 @@ class EngineOptions:
 
     num_microbatches: int | None
     layers: str | None
-    ownership: Ownership
     tp_plan: Mapping[str, str] | None
     sequence_parallel: bool
-    layer_options: LayerOptions = field(default_factory=LayerOptions)
-    fp32_gradients: bool
-    loss_reduction: "LossReduction | None"
-    share_outputs: bool
-    nonfinite_gradients: NonfiniteGradients
-    local_buffers: bool
+    config: EngineConfig
+    """The engine's own options, as far as they are known before there are ranks and a plan."""
 
     def __post_init__(self) -> None:
         if self.num_microbatches is not None and self.num_microbatches < 1:
@@ -79,7 +70,7 @@ class EngineOptions:
             sizes=lambda: find_sizes(trainer),
             emulation=emulation,
             compute_bytes=precision.compute_dtype.itemsize,
-            summed_bytes=4 if self.fp32_gradients else 2,
+            summed_bytes=4 if self.config.fp32_gradients else 2,
             master_bytes=master.itemsize,
             data=find_data(trainer),
         )
@@ -90,21 +81,15 @@ class EngineOptions:
         """Cut the module into slices and return what runs it; collective."""
         layout = facts.layout
         if not layout.layers:
-            self.layer_options.refuse_without_layers()
+            self.config.layer_options.refuse_without_layers()
             rank_zero_warn(_WITHOUT_LAYERS)
-        config = EngineConfig(
+        config = replace(
+            self.config,
             num_microbatches=self.num_microbatches
             or max(item.usual_num_microbatches for item in plans.first.pipelines),
-            ownership=self.ownership,
             compute_dtype=precision.compute_dtype,
             master_dtype=precision.master_dtype,
             seed=seed,
-            layer_options=self.layer_options,
-            fp32_gradients=self.fp32_gradients,
-            loss_reduction=self.loss_reduction,
-            share_outputs=self.share_outputs,
-            nonfinite_gradients=self.nonfinite_gradients,
-            local_buffers=self.local_buffers,
         )
         tensor_parallel = None
         if self.tp_plan is not None or plans.may_use_tensor_parallelism:

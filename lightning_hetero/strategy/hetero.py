@@ -38,6 +38,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointing, LayerOptions
@@ -158,17 +159,19 @@ class HeteroStrategy(HookedStrategy):
         self._options = EngineOptions(
             num_microbatches=num_microbatches,
             layers=layers,
-            ownership=Ownership(ownership),
             tp_plan=tp_plan,
             sequence_parallel=sequence_parallel,
-            layer_options=LayerOptions(
-                activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
+            config=EngineConfig(
+                ownership=Ownership(ownership),
+                layer_options=LayerOptions(
+                    activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
+                ),
+                fp32_gradients=fp32_gradients,
+                loss_reduction=loss_reduction and LossReduction(loss_reduction),
+                share_outputs=share_outputs,
+                nonfinite_gradients=NonfiniteGradients(nonfinite_gradients),
+                local_buffers=local_buffers,
             ),
-            fp32_gradients=fp32_gradients,
-            loss_reduction=loss_reduction and LossReduction(loss_reduction),
-            share_outputs=share_outputs,
-            nonfinite_gradients=NonfiniteGradients(nonfinite_gradients),
-            local_buffers=local_buffers,
         )
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
         """Plans among which a data module may choose; there from `setup` on."""

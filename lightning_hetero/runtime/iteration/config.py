@@ -40,11 +40,9 @@ class IterationKey:
 class EngineConfig:
     """How an engine runs its plans."""
 
-    num_microbatches: int
+    num_microbatches: int = 1
     """Micro-batches of a pipeline for which the plan names no number."""
     ownership: Ownership = Ownership.AUTO
-    owner_weights: tuple[float, ...] | None = None
-    """Share of slices of each rank; equal if None."""
     compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""
@@ -77,6 +75,4 @@ class EngineConfig:
         if ownership is Ownership.AUTO:
             is_idle = len(plan.ranks) < world_size
             ownership = Ownership.EVEN if is_idle else Ownership.HOLDERS
-        return assign_owners(
-            specs, plan, world_size=world_size, ownership=ownership, weights=self.owner_weights
-        )
+        return assign_owners(specs, plan, world_size=world_size, ownership=ownership)
