@@ -8,6 +8,9 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.straggler.any_job.period import CommunicationOp, Period, infer_period
+from lightning_hetero.straggler.any_job.records import IterationTimes, find_changes, read_times
+from lightning_hetero.straggler.any_job.traces import read_flight_recorder, read_profiler_trace
 from lightning_hetero.straggler.balance import balance_microbatches
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import (
@@ -39,9 +42,7 @@ from lightning_hetero.straggler.mitigation import (
     find_mitigations,
     restart_mitigation,
 )
-from lightning_hetero.straggler.period import CommunicationOp, Period, infer_period
 from lightning_hetero.straggler.policy import Decision, DecisionKind, MitigationPolicy, PolicyConfig
-from lightning_hetero.straggler.records import IterationTimes, find_changes, read_times
 from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
 from lightning_hetero.straggler.swap import (
     SwapConfig,
@@ -51,11 +52,10 @@ from lightning_hetero.straggler.swap import (
     propose_swap,
     swap_ranks,
 )
-from lightning_hetero.straggler.traces import read_flight_recorder, read_profiler_trace
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 if TYPE_CHECKING:
-    from lightning_hetero.straggler.recording import Recording, record
+    from lightning_hetero.straggler.any_job.recording import Recording, record
 
 __all__ = [
     "ActionEvent",
@@ -133,7 +133,7 @@ _RENAMED = {
 
 def __getattr__(name: str) -> Any:
     if name in ("Recording", "record"):
-        return getattr(import_module("lightning_hetero.straggler.recording"), name)
+        return getattr(import_module("lightning_hetero.straggler.any_job.recording"), name)
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     text = f"{__name__}.{name} is called {_RENAMED[name]} now; the old name goes with this release."

@@ -13,6 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.callbacks import LayerwiseCheckpoint
+from lightning_hetero.checkpoint import RetryPolicy
 from lightning_hetero.models import (
     HeteroLM,
     LMConfig,
@@ -21,7 +22,7 @@ from lightning_hetero.models import (
     packed_cross_entropy,
 )
 from tests.data.rows import VOCABULARY, Rows, lengths_of
-from tests.toy import ADAM_EPS, quiet
+from tests.toy import ADAM_EPS, TokenRows, ToyModule, ToyOptions, quiet
 
 # Two iterations an epoch; inside one torchdata finds its place only with the sampler that saved.
 LENGTHS = lengths_of(12)
@@ -102,3 +103,40 @@ def export(folder: Path, file: Path) -> None:
     from lightning_hetero.cli import main
 
     assert main(["checkpoint", "export", str(folder), "--output", str(file)]) == 0
+
+
+class Drops(ToyModule):
+    """Draws random numbers in each step."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * torch.nn.functional.dropout(torch.ones(8)).mean()
+
+
+def train(
+    folder: Path | str,
+    num_steps: int,
+    *callbacks: L.Callback,
+    every: int = 2,
+    shared_memory: bool = False,
+    retry: RetryPolicy | None = None,
+    skip_unreadable: bool = False,
+    resume: bool = True,
+    storage_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[float]:
+    torch.manual_seed(0)
+    checkpoint = LayerwiseCheckpoint(
+        folder,
+        every_n_train_steps=every,
+        shared_memory=shared_memory,
+        retry=retry,
+        skip_unreadable=skip_unreadable,
+        resume=resume,
+        storage_options=storage_options,
+    )
+    module = Drops(ToyOptions())
+    settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
+    trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
+    torch.manual_seed(1)
+    trainer.fit(module, StatefulDataLoader(TokenRows(8), batch_size=4), **options)
+    return module.losses

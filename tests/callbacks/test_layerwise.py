@@ -12,18 +12,16 @@ import fsspec
 import lightning as L
 import numpy as np
 import pytest
-import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
+from lightning_hetero.callbacks import LayerwiseCheckpoint
 from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, claims
 from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from tests.callbacks.layerwise_runs import Leg, export, fit
-from tests.callbacks.servers import S3Server
+from lightning_hetero.core.errors import CheckpointError
+from tests.callbacks.layerwise_runs import Leg, export, fit, train
 from tests.processes import ProcessPool
-from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
+from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -79,43 +77,6 @@ def test_an_exported_checkpoint_of_slices_goes_on_in_plain_lightning(
     export(tmp_path / "run", tmp_path / "whole.ckpt")
     gone_on = fit(0, Leg(until=10), None, str(tmp_path / "whole.ckpt"))["losses"]
     np.testing.assert_allclose(begun + gone_on, fit(0, Leg(until=10))["losses"], rtol=1e-5)
-
-
-class Drops(ToyModule):
-    """Draws random numbers in each step."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) * torch.nn.functional.dropout(torch.ones(8)).mean()
-
-
-def train(
-    folder: Path | str,
-    num_steps: int,
-    *callbacks: L.Callback,
-    every: int = 2,
-    shared_memory: bool = False,
-    retry: RetryPolicy | None = None,
-    skip_unreadable: bool = False,
-    resume: bool = True,
-    storage_options: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[float]:
-    torch.manual_seed(0)
-    checkpoint = LayerwiseCheckpoint(
-        folder,
-        every_n_train_steps=every,
-        shared_memory=shared_memory,
-        retry=retry,
-        skip_unreadable=skip_unreadable,
-        resume=resume,
-        storage_options=storage_options,
-    )
-    module = Drops(ToyOptions())
-    settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
-    trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
-    torch.manual_seed(1)
-    trainer.fit(module, StatefulDataLoader(TokenRows(8), batch_size=4), **options)
-    return module.losses
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4])
@@ -290,88 +251,6 @@ def test_a_second_living_job_in_a_folder_is_refused(
     assert "Another job writes its checkpoints" in joins.refused
     assert not (tmp_path / OWNER_FILE).exists()
     assert train(tmp_path, 6)
-
-
-def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:
-    assert len(train(tmp_path, 4)) == 4
-    before = set(tmp_path.rglob("*"))
-    with pytest.warns(UserWarning, match=rf"complete at step 4.* {tmp_path} .*resume=False"):
-        assert train(tmp_path, 4) == []
-    # Nor does it keep others from the folder, as long as its process goes on.
-    assert set(tmp_path.rglob("*")) == before
-
-
-def test_a_run_may_begin_anew_and_is_gone_on_from_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = train(tmp_path, 4)
-    assert train(tmp_path, 2, resume=False) == losses[:2]
-    assert train(tmp_path, 4) == losses[2:]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with pytest.raises(ConfigurationError, match="begin anew with every restart"):
-        train(tmp_path, 2, resume=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("key", "bucket", "endpoint", "why"),
-    [
-        (None, "bucket", None, "no credentials"),
-        ("test", "absent", None, "no such bucket"),
-        ("test", "bucket", "http://127.0.0.1:9", "the endpoint doesn't answer"),
-    ],
-)
-def test_a_store_that_takes_no_checkpoints_is_refused_before_training(
-    key: str | None,
-    bucket: str,
-    endpoint: str | None,
-    why: str,
-    s3: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    options = S3Server.options(s3.port) | {"key": key, "secret": key}
-    options["endpoint_url"] = endpoint or options["endpoint_url"]
-    # As a user has it, who names no number of tries.
-    del options["config_kwargs"]
-    start_s = time.monotonic()
-    with pytest.raises(CheckpointError, match=f"Can't write to s3://{bucket}/run: .*{why}"):
-        train(f"s3://{bucket}/run", 2, storage_options=options)
-    assert time.monotonic() - start_s < 10
-
-
-def test_a_file_to_resume_from_is_taken_only_while_there_is_no_checkpoint(tmp_path: Path) -> None:
-    train(tmp_path / "run", 4)
-    export(tmp_path / "run", tmp_path / "whole.ckpt")
-    options = {"ckpt_path": tmp_path / "whole.ckpt", "weights_only": True}
-    gone_on = train(tmp_path / "other", 6, **options)
-    assert len(gone_on) == 2
-    assert len(train(tmp_path / "other", 8, **options)) == 2
-
-
-def test_the_only_lasting_place_must_be_writable(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        train(tmp_path / "file", 8)
-
-
-def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="every_n_train_steps is 0"):
-        LayerwiseCheckpoint(tmp_path, every_n_train_steps=0)
-    with pytest.raises(ConfigurationError, match="outlives"):
-        LayerwiseCheckpoint()
-    with pytest.raises(ConfigurationError, match="drain_timeout_s is 0"):
-        ElasticRestart(drain_timeout_s=0)
-    trainer = L.Trainer(callbacks=[ElasticRestart()], **quiet(max_steps=1, devices=1))
-    with pytest.raises(ConfigurationError, match="needs one LayerwiseCheckpoint"):
-        trainer.fit(ToyModule(ToyOptions()), loader(8, 4))
-    checkpoint = LayerwiseCheckpoint(tmp_path)
-    settings = {**quiet(max_steps=1, devices=1), "enable_checkpointing": True}
-    trainer = L.Trainer(strategy="ddp", callbacks=[checkpoint], **settings)
-    with pytest.raises(ConfigurationError, match="how DDPStrategy spreads a model"):
-        trainer.fit(ToyModule(ToyOptions()), loader(8, 4))
 
 
 class Ends(L.Callback):

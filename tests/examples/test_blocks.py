@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import fsspec
 import pytest
 import torch
 
-from tests.processes import clean_environment
+from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
@@ -85,16 +84,8 @@ def test_a_block_runs_as_it_stands(block, tmp_path, s3):
     script = tmp_path / "block.py"
     # The one folder that is no test's to write.
     script.write_text(STAND_INS + block.replace('"/nvme/', f'"{tmp_path}/nvme/'))
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env=clean_environment(**options),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    code, output = run_python([script], folder=tmp_path, **options)
+    assert code == 0, output
     if "LayerwiseCheckpoint(" in block and ".fit(" in block:
         saved = fsspec.filesystem("s3", **s3.options(s3.port)).find("bucket/run")
         assert any("/step-" in name for name in saved), saved

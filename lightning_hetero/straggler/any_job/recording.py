@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.period import CommunicationOp
-from lightning_hetero.straggler.recorder import CommunicationRecorder
-from lightning_hetero.straggler.records import OPTIMIZER_STEP, as_line
+from lightning_hetero.straggler.any_job.period import CommunicationOp
+from lightning_hetero.straggler.any_job.recorder import CommunicationRecorder
+from lightning_hetero.straggler.any_job.records import OPTIMIZER_STEP, as_line
 
 __all__ = ["Recording", "record"]
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.reading import parse_json, show
-from lightning_hetero.straggler.period import CommunicationOp
+from lightning_hetero.straggler.any_job.period import CommunicationOp
 
 __all__ = ["read_content", "read_flight_recorder", "read_profiler_trace"]
 

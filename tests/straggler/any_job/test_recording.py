@@ -13,7 +13,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import read_times
 from tests.processes import clean_environment, free_port
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 NUM_STEPS = 24
 SLOW = range(12, 16)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler.period import CommunicationOp
+from lightning_hetero.straggler.any_job.period import CommunicationOp
 
 __all__ = ["CommunicationRecorder"]
 

@@ -16,14 +16,14 @@ from typing import Any
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.reading import parse_json, show
-from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector
-from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
-from lightning_hetero.straggler.period import CommunicationOp, infer_period
-from lightning_hetero.straggler.traces import (
+from lightning_hetero.straggler.any_job.period import CommunicationOp, infer_period
+from lightning_hetero.straggler.any_job.traces import (
     read_content,
     read_flight_recorder,
     read_profiler_trace,
 )
+from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector
+from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
 
 __all__ = [
     "OPTIMIZER_STEP",
