@@ -141,11 +141,3 @@ def test_no_name_has_two_meanings_within_a_package_or_among_what_packages_re_exp
 
 def test_the_top_level_exports_what_a_script_needs():
     assert {"HeteroStrategy", "ParallelPlan"} <= set(exports(lightning_hetero))
-
-
-def test_a_name_asked_of_core_itself_is_found_in_its_module_with_a_warning():
-    core = load(f"{PACKAGE}.core")
-    with pytest.warns(DeprecationWarning, match=r"Import Cluster from lightning_hetero\.core\.clu"):
-        assert core.Cluster is load(f"{PACKAGE}.core.cluster").Cluster
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = core.Nothing

@@ -1,5 +1,6 @@
 """Checkpointed and compiled layers train alike; checkpointing keeps less."""
 
+import os
 import pickle
 import shutil
 from dataclasses import replace
@@ -169,6 +170,10 @@ def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
 
 
 @needs_compiler
+@pytest.mark.skipif(
+    os.environ.get("ATEN_CPU_CAPABILITY") == "default",
+    reason="inductor asks the processor, not ATen, and writes vectors that ATen then lacks",
+)
 @pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
 def test_layers_compiled_by_inductor_compute_the_same() -> None:
     torch.manual_seed(0)
