@@ -230,6 +230,9 @@ class Joins(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
+            before = (self.folder / OWNER_FILE).read_text()
+            while (self.folder / OWNER_FILE).read_text() in (before, ""):
+                time.sleep(0.01)  # Until a beat, so that the next one is far.
             owner = json.loads((self.folder / OWNER_FILE).read_text())
             # As if another process had written it: the test runner, which lives.
             owner["process"] = _process(os.getppid())
@@ -244,8 +247,8 @@ class Joins(L.Callback):
 def test_a_second_living_job_in_a_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No beat of the first job comes between, which would write its own name again.
-    monkeypatch.setattr(claims.Lease.__init__, "__kwdefaults__", {"beat_s": 60.0})
+    # Long enough that no beat of the first job, which writes its own name, comes too early.
+    monkeypatch.setattr(claims.Lease.__init__, "__kwdefaults__", {"beat_s": 4.0})
     joins = Joins(tmp_path)
     train(tmp_path, 4, joins)
     assert "Another job writes its checkpoints" in joins.refused
