@@ -17,6 +17,8 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 __all__ = ["RetryPolicy", "RetryingStore", "local_folder", "open_store"]
 
 _log = logging.getLogger(__name__)
+# Of its own: waiting for a store must not change the numbers that a seeded run draws.
+_jitter = random.Random()
 _T = TypeVar("_T")
 
 _HOPELESS = (
@@ -51,7 +53,7 @@ class RetryPolicy:
     def pause_s(self, failures: int) -> float:
         """Return the pause after that many failures."""
         pause = min(self.longest_pause_s, self.first_pause_s * 2.0 ** (failures - 1))
-        return pause * random.uniform(0.5, 1.5)
+        return pause * _jitter.uniform(0.5, 1.5)
 
 
 class RetryingStore:

@@ -12,7 +12,14 @@ import pytest
 
 from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join
-from lightning_hetero.checkpoint import CheckpointId, LocalStore, SoloTransport, TierKind, Transport
+from lightning_hetero.checkpoint import (
+    CheckpointId,
+    LocalStore,
+    RetryPolicy,
+    SoloTransport,
+    TierKind,
+    Transport,
+)
 from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.states import run_ranks
@@ -31,7 +38,7 @@ def at(path: str | None, local_dir: str | None = None, **options: Any) -> Places
         shared_memory=True,
         keep=1,
         storage_options=options,
-        retry=None,
+        retry=RetryPolicy(attempts=1),
     )
 
 
@@ -73,7 +80,8 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
         assert node.memory_dir is not None
         for path in (node.memory_dir, *node.memory_dir.rglob("*")):
             os.utime(path, (eight_days_ago_s, eight_days_ago_s))
-    join(own, SoloTransport(), is_first_of_node=True)
+    for lease in join(own, SoloTransport(), is_first_of_node=True).leases:
+        lease.release()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
 
 

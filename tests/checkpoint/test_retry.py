@@ -1,4 +1,5 @@
 import errno
+import random
 import threading
 
 import pytest
@@ -112,3 +113,10 @@ def test_what_never_answers_is_an_error_in_the_end() -> None:
     with pytest.raises(CheckpointError, match=r"in 2 attempts.*Nothing has moved"):
         store.read("x")
     hangs.let_go.set()
+
+
+def test_pauses_leave_the_users_random_numbers_alone() -> None:
+    """A thread that waits for a store must not change which samples a seeded run draws."""
+    before = random.getstate()
+    assert RetryPolicy().pause_s(1) != RetryPolicy().pause_s(1)
+    assert random.getstate() == before
