@@ -67,8 +67,11 @@ class RunLog(Callback):
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, whichever rank this is."""
-        path = Path(trainer.default_root_dir) / self.path
-        append_event(path, event, **{"step": trainer.global_step, **fields})
+        append_event(self.file(trainer), event, **{"step": trainer.global_step, **fields})
+
+    def file(self, trainer: pl.Trainer) -> Path:
+        """Return where the log of a Trainer's run is."""
+        return Path(trainer.default_root_dir) / self.path
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

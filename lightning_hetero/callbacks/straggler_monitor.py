@@ -55,7 +55,8 @@ class StragglerMonitor(Callback):
     Args:
         dry_run: Only report what would be done.
         events: File for everything seen and done, JSON lines, for `lightning-hetero stragglers`;
-            a relative path lies in the Trainer's `default_root_dir`. None writes none.
+            a relative path lies in the Trainer's `default_root_dir`. It may be a `RunLog`'s, whose
+            default it shares: one log of the run, then. None writes none.
         policy: What mitigations cost until that is measured, and which are allowed; its `dry_run`
             counts, too.
         detector: When a level counts as changed.
@@ -66,7 +67,7 @@ class StragglerMonitor(Callback):
         self,
         *,
         dry_run: bool = False,
-        events: str | Path | None = "stragglers.jsonl",
+        events: str | Path | None = "events.jsonl",
         policy: PolicyConfig | None = None,
         detector: BocdConfig | None = None,
         recheck_share: float = 0.002,
@@ -80,6 +81,7 @@ class StragglerMonitor(Callback):
         self.events = events
         self._session: StragglerSession | None = None
         self._log: EventLog | None = None
+        self._shares_log = False
         self._step = StepTimes(0)
         self._predicted_s: float | None = None
 
@@ -98,7 +100,11 @@ class StragglerMonitor(Callback):
                 assert isinstance(made, dist.ProcessGroup)
                 group = made
         if self.events is not None and trainer.is_global_zero:
-            self._log = EventLog(Path(trainer.default_root_dir) / self.events)
+            path = Path(trainer.default_root_dir) / self.events
+            self._shares_log = any(
+                log.file(trainer).resolve() == path.resolve() for log in known.logs
+            )
+            self._log = None if self._shares_log else EventLog(path)
         self._session = StragglerSession(
             run,
             Ranks(group),
@@ -160,5 +166,5 @@ class StragglerMonitor(Callback):
     def _report(self, trainer: pl.Trainer, event: Event) -> None:
         if self._log is not None:
             self._log.write(event)
-        if not isinstance(event, IterationEvent):
+        if self._shares_log or not isinstance(event, IterationEvent):
             note(trainer, **to_entry(event))

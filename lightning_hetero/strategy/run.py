@@ -1,6 +1,7 @@
 """What a run's strategy and its callbacks tell each other."""
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
@@ -20,6 +21,9 @@ class KeepsLog(Protocol):
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event."""
+
+    def file(self, trainer: pl.Trainer) -> Path:
+        """Return where the log of a Trainer's run is."""
 
 
 class SavesSlices(Protocol):

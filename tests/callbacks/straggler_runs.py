@@ -145,7 +145,7 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
             default_root_dir=folder,
         )
         module = fit(trainer, drill, time)
-    path = Path(folder) / "stragglers.jsonl"
+    path = Path(folder) / "events.jsonl"
     return Seen(
         losses=module.losses,
         iteration_s=notes.iteration_s,

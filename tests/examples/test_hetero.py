@@ -51,7 +51,7 @@ def test_everything_at_once_runs_logs_saves_and_goes_on(tmp_path):
     # The second run went on where the first had saved.
     assert [int(row["step"]) for row in rows[1] if row["run/tokens_per_s"]] == [7, 8]
     assert all(math.isfinite(float(row["val_loss"])) for row in rows[0] if row["val_loss"])
-    assert (tmp_path / "outputs/hetero/stragglers.jsonl").is_file()
+    assert (tmp_path / "outputs/hetero/events.jsonl").is_file()
     assert any((tmp_path / "outputs/hetero/checkpoints").glob("step-*8-*"))
 
 
