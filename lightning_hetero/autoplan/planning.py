@@ -199,8 +199,8 @@ def _holds_everything(job: _Job, facts: RunFacts) -> bool:
     name = job.cluster.nodes[0].device
     shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
     batch = (job.sequence_length,) * job.batch_size
-    needed = cost.stage_bytes(shape, facts.comms.world_size, [batch], 1)
-    return needed <= cost.usable_bytes(name)
+    needed = cost.stage_memory(shape, facts.comms.world_size, [batch], 1)
+    return needed.total <= cost.usable_bytes(name)
 
 
 def _uniform_microbatches(job: _Job) -> tuple[tuple[int, ...], ...]:

@@ -22,6 +22,7 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import (
+    MemoryTerms,
     RooflineCost,
     StageFacts,
     devices_line,
@@ -29,10 +30,9 @@ from lightning_hetero.simulator import (
     prediction_lines,
     simulate,
     simulated_facts,
-    usable_bytes,
 )
 
-__all__ = ["StartUp", "state_bytes"]
+__all__ = ["StartUp", "state_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class StartUp:
 
     def _counted_facts(self) -> list[list[StageFacts]]:
         """Return each stage's device and the memory of its fullest rank, without activations."""
-        used = state_bytes(self.plan, self.facts, self.specs, self.slices)
+        used = state_memory(self.plan, self.facts, self.specs, self.slices)
         found = []
         for pipeline in self.plan.pipelines:
             row = []
@@ -118,8 +118,8 @@ class StartUp:
                 row.append(
                     StageFacts(
                         device=slowest.name,
-                        used_bytes=max(used[rank] for rank in stage.ranks),
-                        usable_bytes=min(usable_bytes(device.memory_bytes) for device in devices),
+                        memory=max((used[rank] for rank in stage.ranks), key=sum),
+                        device_bytes=min(device.memory_bytes for device in devices),
                     )
                 )
             found.append(row)
@@ -171,25 +171,26 @@ class StartUp:
         return simulated_facts(self.plan, cost, simulation), lines
 
 
-def state_bytes(
+def state_memory(
     plan: ParallelPlan,
     facts: RunFacts,
     specs: Sequence[ParameterSpec],
     slices: Mapping[str, Sequence[Slice]],
-) -> list[float]:
+) -> list[MemoryTerms]:
     """Return what each rank needs for weights, gradients and an Adam's states, by global rank.
 
     A holder keeps weights in the compute dtype and sums gradients in fp32 unless it is told
     otherwise, an owner its master, the gradient of all pipelines and two moments; frozen parameters
     have neither gradients nor moments.
     """
-    used = [0.0] * facts.comms.world_size
+    used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
     for spec in specs:
-        held_bytes = facts.compute_bytes + facts.summed_bytes * spec.requires_grad
-        owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for holding in holdings_of(spec, plan):
             rows = sum(stop - start for start, stop in holding.intervals)
-            used[holding.global_rank] += rows * spec.row_numel * held_bytes
+            held = used[holding.global_rank]
+            held[0] += rows * spec.row_numel * facts.compute_bytes
+            held[1] += rows * spec.row_numel * facts.summed_bytes * spec.requires_grad
+        owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for item in slices[spec.name]:
-            used[item.owner] += (item.stop - item.start) * spec.row_numel * owned_bytes
-    return used
+            used[item.owner][2] += (item.stop - item.start) * spec.row_numel * owned_bytes
+    return [MemoryTerms(*terms) for terms in used]

@@ -77,12 +77,24 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_format_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` and `--csv`."""
+def add_format_arguments(parser: argparse.ArgumentParser, *, json_file: bool = False) -> None:
+    """Add `--json`, which may name a file where `json_file`, and `--csv`."""
     formats = parser.add_mutually_exclusive_group()
-    formats.add_argument(
-        "--json", action="store_true", help="print everything as one JSON object instead of tables"
-    )
+    if json_file:
+        formats.add_argument(
+            "--json",
+            nargs="?",
+            const=True,
+            metavar="FILE",
+            help="write everything as one JSON object into this file; without one, print it "
+            "instead of tables",
+        )
+    else:
+        formats.add_argument(
+            "--json",
+            action="store_true",
+            help="print everything as one JSON object instead of tables",
+        )
     formats.add_argument(
         "--csv", action="store_true", help="print one line of CSV for each stage instead of tables"
     )

@@ -88,6 +88,6 @@ def _best(plans: list[ParallelPlan | None], cost: CostModel, workload: Workload)
 
 def _fits(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> bool:
     return all(
-        simulation.stage_memory_bytes[p][s] <= cost.usable_bytes(cost.shape_of(stage).device)
+        simulation.stage_memory[p][s].total <= cost.usable_bytes(cost.shape_of(stage).device)
         for p, s, stage in plan.iter_stages()
     )

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -32,7 +33,9 @@ __all__ = [
     "print_csv",
     "print_json",
     "print_plan",
+    "print_table",
     "stage_rows",
+    "write_json",
 ]
 
 _TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines", "what")
@@ -50,14 +53,19 @@ def print_plan(
     lines: Sequence[str],
 ) -> None:
     """Print a plan's table and what is said of it, what is wrong in red."""
-    found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
+    print_table(console, f"{cost.model.name} on {devices_line(cost.cluster)}", table)
+    for line in lines:
+        style = "bold red" if line.startswith("does not fit") else None
+        console.print(line, style=style, highlight=False)
+
+
+def print_table(console: Console, title: str, table: PlanTable) -> None:
+    """Print a table with a line between groups of like pipelines."""
+    found = as_rich(title, table.header)
     for section in table.sections:
         for index, row in enumerate(section):
             found.add_row(*row, end_section=index == len(section) - 1)
     console.print(found)
-    for line in lines:
-        style = "bold red" if line.startswith("does not fit") else None
-        console.print(line, style=style, highlight=False)
 
 
 def as_rich(title: str, header: Sequence[str]) -> Table:
@@ -66,7 +74,7 @@ def as_rich(title: str, header: Sequence[str]) -> Table:
     for column in header:
         table.add_column(
             column.replace("micro-", "micro-\n"),
-            justify="left" if column in _TEXT_COLUMNS else "right",
+            justify="left" if column.split(" (")[0] in _TEXT_COLUMNS else "right",
             overflow="fold",
         )
     return table
@@ -123,6 +131,7 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
     rows = []
     for pipeline, index, stage in plan.iter_stages():
         device = cost.shape_of(stage).device
+        memory = simulation.stage_memory[pipeline][index]
         rows.append(
             {
                 "pipeline": pipeline,
@@ -133,7 +142,8 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
                 "first_layer": stage.layers.start,
                 "end_layer": stage.layers.stop,
                 "num_microbatches": plan.pipelines[pipeline].num_microbatches,
-                "memory_bytes": round(simulation.stage_memory_bytes[pipeline][index]),
+                "memory_bytes": round(memory.total),
+                **{f"{term}_bytes": round(value) for term, value in memory._asdict().items()},
                 "usable_bytes": round(cost.usable_bytes(device)),
                 "busy": simulation.stage_busy[pipeline][index],
             }
@@ -144,6 +154,16 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
 def print_json(facts: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     print(json.dumps(facts, indent=1))
+
+
+def write_json(facts: Mapping[str, Any], path: str) -> None:
+    """Write one JSON object into a file."""
+    try:
+        Path(path).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"Can't write --json {path}: {error.strerror}. Name another file."
+        ) from error
 
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -31,7 +31,9 @@ from lightning_hetero.cli.output import (
     print_csv,
     print_json,
     print_plan,
+    print_table,
     stage_rows,
+    write_json,
 )
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -48,6 +50,7 @@ from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,
     bound_line,
+    memory_tables,
     plan_table,
     plot_timeline,
     prediction_lines,
@@ -94,8 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("NUMBER", "FOLDER"),
         help="write the best kinds of plans as plan-1.json, plan-2.json, ... into a folder",
     )
-    add_plot_argument(parser, "its timeline")
-    add_format_arguments(parser)
+    parser.add_argument(
+        "--memory", action="store_true", help="print what fills each stage's devices, too"
+    )
+    add_plot_argument(parser, "its timeline and memory")
+    add_format_arguments(parser, json_file=True)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -119,7 +125,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         result = plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
     kinds = _kinds(result, cost)
     baselines = find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
-    if arguments.json:
+    if arguments.json is True:
         print_json(_as_json(result, cost, baselines, arguments))
     elif arguments.csv:
         print_csv(
@@ -131,6 +137,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         )
     else:
         _print_tables(result, cost, baselines, arguments)
+    if isinstance(arguments.json, str):
+        write_json(_as_json(result, cost, baselines, arguments), arguments.json)
     _write(arguments, result, cost)
     for place, candidate in enumerate(list(kinds.values())[:num_saved], start=1):
         _save(candidate.plan, folder / f"plan-{place}.json")
@@ -145,6 +153,7 @@ def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
         )
     check_picture(arguments.plot)
     check_folder_of(arguments.output, "--output")
+    check_folder_of(arguments.json if isinstance(arguments.json, str) else None, "--json")
     if arguments.save_top is None:
         return 0, Path()
     number, folder = arguments.save_top
@@ -170,10 +179,15 @@ def _print_tables(
     console = output_console()
     best = result.best
     counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
-    table = plan_table(best.plan, simulated_facts(best.plan, cost, best.simulation), counts)
+    known = simulated_facts(best.plan, cost, best.simulation)
+    table = plan_table(best.plan, known, counts)
     lines = _summary(result, cost, baselines)
     lines.append(assumptions_line(cost, arguments.precision))
     print_plan(console, cost, table, lines)
+    if arguments.memory:
+        for memory in memory_tables(best.plan, known, counts):
+            console.print()
+            print_table(console, "What fills a device", memory)
     if arguments.top > 1:
         console.print()
         console.print(_candidates_table(result, cost, arguments.top))

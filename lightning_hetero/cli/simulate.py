@@ -100,12 +100,10 @@ def _summary(
         lines.append(price_line(price / 3600 / simulation.tokens_per_s(num_tokens)))
     for pipeline_index, stage_index, stage in plan.iter_stages():
         device = cost.shape_of(stage).device
-        over = simulation.stage_memory_bytes[pipeline_index][stage_index] - cost.usable_bytes(
-            device
-        )
-        if over > 0:
+        needed = simulation.stage_memory[pipeline_index][stage_index].total
+        if needed > cost.usable_bytes(device):
             lines.append(
                 f"does not fit    pipeline {pipeline_index} stage {stage_index} needs "
-                f"{over / _GIB:.1f} GiB more than {device} has"
+                f"{(needed - cost.usable_bytes(device)) / _GIB:.1f} GiB more than {device} has"
             )
     return lines

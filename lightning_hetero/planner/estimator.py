@@ -141,7 +141,7 @@ class Estimator:
             while low < high:
                 middle = (low + high + 1) // 2
                 shape = self.shape(node, tp_degree, middle, first=place[0], last=place[1])
-                if self.cost.stage_bytes(shape, num_pipelines, batches, held) <= room:
+                if self.cost.stage_memory(shape, num_pipelines, batches, held).total <= room:
                     low = middle
                 else:
                     high = middle - 1

@@ -77,9 +77,9 @@ class Judge:
         """Return whether every stage has the memory it needs."""
         cost = self.estimator.cost
         return all(
-            needed <= cost.usable_bytes(cost.shape_of(stage).device)
-            for pipeline, row in zip(plan.pipelines, simulation.stage_memory_bytes, strict=True)
-            for stage, needed in zip(pipeline.stages, row, strict=True)
+            memory.total <= cost.usable_bytes(cost.shape_of(stage).device)
+            for pipeline, row in zip(plan.pipelines, simulation.stage_memory, strict=True)
+            for stage, memory in zip(pipeline.stages, row, strict=True)
         )
 
     def work_of(self, candidate: Candidate) -> int:

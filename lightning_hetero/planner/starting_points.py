@@ -72,12 +72,12 @@ class _Types:
         batches = [estimator.workload.microbatch] * held
         return int(
             max(
-                estimator.cost.stage_bytes(
+                estimator.cost.stage_memory(
                     estimator.shape(node, tp_degree, estimator.num_layers, first=True, last=True),
                     num_groups,
                     batches,
                     held,
-                )
+                ).total
                 for node in self.nodes
             )
         )

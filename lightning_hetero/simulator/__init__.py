@@ -1,10 +1,9 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
-from lightning_hetero.simulator.cost import (
-    CostModel,
+from lightning_hetero.simulator.cost import CostModel, StageShape, StateLayout
+from lightning_hetero.simulator.memory import (
+    MemoryTerms,
     MicroBatchShape,
-    StageShape,
-    StateLayout,
     usable_bytes,
 )
 from lightning_hetero.simulator.plot import plot_timeline
@@ -14,6 +13,7 @@ from lightning_hetero.simulator.report import (
     StageFacts,
     bound_line,
     devices_line,
+    memory_tables,
     plan_table,
     prediction_lines,
     simulated_facts,
@@ -30,6 +30,7 @@ from lightning_hetero.simulator.trace import save_trace, trace_events
 __all__ = [
     "CostModel",
     "Event",
+    "MemoryTerms",
     "MicroBatchShape",
     "PlanTable",
     "ProfileCost",
@@ -40,6 +41,7 @@ __all__ = [
     "StateLayout",
     "bound_line",
     "devices_line",
+    "memory_tables",
     "plan_table",
     "plot_timeline",
     "prediction_lines",

@@ -19,20 +19,19 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.simulator.memory import (
+    MemoryTerms,
+    MicroBatchShape,
+    in_flight_tokens,
+    usable_bytes,
+)
 
 __all__ = [
     "PRECISIONS",
     "CostModel",
-    "MicroBatchShape",
     "StageShape",
     "StateLayout",
-    "in_flight_tokens",
-    "usable_bytes",
 ]
-
-MicroBatchShape = tuple[int, ...]
-"""Tokens of each sequence of one micro-batch."""
-
 
 PRECISIONS = {"bf16-mixed": (2, 4, 16), "bf16-true": (2, 4, 8), "32-true": (4, 4, 16)}
 """Bytes per parameter of weights, of summed gradients, and of what an owner keeps."""
@@ -90,28 +89,6 @@ class StateLayout:
         return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)
 
 
-def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
-    """Return the most tokens that any `num_in_flight` consecutive micro-batches hold together."""
-    if len(set(microbatches)) == 1:
-        return sum(microbatches[0]) * min(num_in_flight, len(microbatches))
-    tokens = [sum(microbatch) for microbatch in microbatches]
-    window = sum(tokens[:num_in_flight])
-    most = window
-    for index in range(num_in_flight, len(tokens)):
-        window += tokens[index] - tokens[index - num_in_flight]
-        most = max(most, window)
-    return most
-
-
-def usable_bytes(memory_bytes: float) -> float:
-    """Return how much of a device's memory a plan may fill.
-
-    One GiB goes to the CUDA context and communication buffers and 4 % to fragmentation; small
-    (emulated) devices give 10 % at most.
-    """
-    return memory_bytes - min(2**30 + 0.04 * memory_bytes, 0.1 * memory_bytes)
-
-
 class CostModel(ABC):
     """Times and bytes of stages and transfers on one cluster for one model.
 
@@ -138,7 +115,7 @@ class CostModel(ABC):
         self._shapes: dict[tuple[tuple[int, ...], int, int], StageShape] = {}
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
         self._updates: dict[tuple[StageShape, int], float] = {}
-        self._fixed: dict[tuple[StageShape, int], float] = {}
+        self._peaks: dict[tuple[StageShape, int, int, int], MemoryTerms] = {}
 
     @abstractmethod
     def measure_stage_s(
@@ -226,17 +203,6 @@ class CostModel(ABC):
         held = self.num_stage_params(shape)
         return held / num_pipelines if self.layout.sharded else held
 
-    def fixed_bytes(self, shape: StageShape, num_pipelines: int) -> float:
-        """Return the bytes of weights, gradients and optimizer states on one rank."""
-        key = (shape, num_pipelines)
-        found = self._fixed.get(key)
-        if found is None:
-            layout = self.layout
-            held = self.num_stage_params(shape) * (layout.weight_bytes + layout.summed_bytes)
-            owned = self.num_owned_params(shape, num_pipelines) * layout.owned_bytes
-            found = self._fixed[key] = held + owned
-        return found
-
     def update_s(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the seconds of the optimizer's step on one rank of a stage."""
         key = (shape, num_pipelines)
@@ -246,38 +212,61 @@ class CostModel(ABC):
             found = self._updates[key] = self.step_s(shape, owned)
         return found
 
-    def stage_bytes(
+    def stage_memory(
         self,
         shape: StageShape,
         num_pipelines: int,
         microbatches: Sequence[MicroBatchShape],
         num_in_flight: int,
-    ) -> float:
-        """Return the peak bytes of one rank with `num_in_flight` micro-batches in flight."""
-        if not microbatches:
-            return self.fixed_bytes(shape, num_pipelines)
-        held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
-        longest = max(map(sum, microbatches))
-        return (
-            self.fixed_bytes(shape, num_pipelines)
-            + self.held_bytes(shape, held)
-            + self.passing_bytes(shape, longest)
-        )
+    ) -> MemoryTerms:
+        """Return the peak of one rank with `num_in_flight` micro-batches in flight."""
+        held, longest = 0, 0
+        if microbatches:
+            held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
+            longest = max(map(sum, set(microbatches)))
+        return self.memory_of_tokens(shape, num_pipelines, held, longest)
 
-    def held_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return what one rank keeps of micro-batches in flight: activations, and what it sent."""
-        sent = 0 if shape.has_head else self._hidden_bytes(num_tokens)
-        return self.activation_bytes(shape, num_tokens) + sent
+    def memory_of_tokens(
+        self, shape: StageShape, num_pipelines: int, held_tokens: int, longest: int
+    ) -> MemoryTerms:
+        """Return the peak of one rank that holds so many tokens' activations at once.
 
-    def passing_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return what lives while one micro-batch runs: logits and the like, and messages.
-
-        Those are the gradient that comes from the next stage, and those sent to the stage before
-        that it may not have received.
+        Args:
+            shape: Its stage.
+            num_pipelines: Pipelines among which ownership is shared.
+            held_tokens: Tokens of all micro-batches in flight.
+            longest: Tokens of the longest micro-batch.
         """
-        num_messages = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
-        messages = num_messages * self._hidden_bytes(num_tokens)
-        return self.transient_bytes(shape, num_tokens) + messages
+        key = (shape, num_pipelines, held_tokens, longest)
+        found = self._peaks.get(key)
+        if found is None:
+            found = self._peaks[key] = self._find_memory(*key)
+        return found
+
+    def _find_memory(
+        self, shape: StageShape, num_pipelines: int, held_tokens: int, longest: int
+    ) -> MemoryTerms:
+        layout = self.layout
+        held, owned = self.num_stage_params(shape), self.num_owned_params(shape, num_pipelines)
+        sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
+        # The gradient that comes from the next stage, and those sent to the stage before that it
+        # may not have received.
+        num_passing = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
+        passing = MemoryTerms(
+            activations=self.activation_bytes(shape, held_tokens),
+            head=self.transient_bytes(shape, longest),
+            messages=sent + num_passing * self._hidden_bytes(longest),
+        )
+        buffers = 0.0
+        if layout.sharded:
+            # Until the last gradient has arrived: what is sent to owners, what others send here.
+            buffers = (held - owned + owned * (num_pipelines - 1)) * layout.gradient_bytes
+        return passing.with_states(
+            weights=held * layout.weight_bytes,
+            gradients=held * layout.summed_bytes,
+            owned=owned * layout.owned_bytes,
+            buffers=buffers,
+        )
 
     def usable_bytes(self, device: str) -> float:
         """Return the memory of a device that a plan may fill."""

@@ -1,5 +1,7 @@
 """Draw the timeline of a simulation: one lane per stage, forwards and backwards numbered.
 
+Beside it stands what fills each stage's devices.
+
 Pipelines that only their ranks tell apart are drawn once. matplotlib is optional; without it a plot
 is refused with the command that installs it.
 """
@@ -11,6 +13,7 @@ from typing import Any
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.plot_memory import draw_memory
 from lightning_hetero.simulator.report import alike_pipelines, list_indices, simulated_facts
 from lightning_hetero.simulator.simulate import Event, Simulation
 
@@ -65,11 +68,12 @@ def plot_timeline(
             "pip install 'lightning-hetero[plot]'."
         ) from error
     counts = _num_microbatches(plan, simulation)
-    groups = alike_pipelines(plan, simulated_facts(plan, cost, simulation), counts)
+    facts = simulated_facts(plan, cost, simulation)
+    groups = alike_pipelines(plan, facts, counts)
     lanes = _lanes(plan, [members[0] for members in groups])
     height = max(lanes.values()) + 1
-    figure = Figure(figsize=(_WIDTH_INCHES, 1.2 + 0.36 * height), layout="constrained")
-    axes: Any = figure.subplots()
+    figure = Figure(figsize=(_WIDTH_INCHES * 4 / 3, 1.9 + 0.36 * height), layout="constrained")
+    axes, memory_axes = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     _draw_bars(axes, lanes, simulation)
     axes.set_yticks([position + _LANE_HEIGHT / 2 for position in lanes.values()])
     axes.set_yticklabels([_stage_label(plan, cost, *place) for place in lanes])
@@ -79,6 +83,7 @@ def plot_timeline(
         if (members[0], 0) in lanes:
             _head(axes, lanes[members[0], 0], members, counts[members[0]])
     _finish_axes(axes, lanes, simulation)
+    draw_memory(memory_axes, lanes, facts, _LANE_HEIGHT)
     num_left_out = sum(plan.pipelines[m[0]].num_stages for m in groups) - len(lanes)
     if num_left_out:
         axes.text(0, height, f"{num_left_out} more stages are not drawn", va="top", fontsize=8)

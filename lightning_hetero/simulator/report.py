@@ -11,21 +11,40 @@ from typing import NamedTuple
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes
 from lightning_hetero.simulator.simulate import Simulation
 
 __all__ = [
+    "TERM_NAMES",
     "PlanTable",
     "StageFacts",
     "alike_pipelines",
     "bound_line",
     "devices_line",
     "list_indices",
+    "memory_tables",
+    "memory_terms",
+    "memory_unit",
     "plan_table",
     "prediction_lines",
     "simulated_facts",
 ]
 
 _GIB, _MIB = 2**30, 2**20
+_MEMORY_COLUMNS = 8
+
+TERM_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "owned": "owned states",
+    "activations": "activations",
+    "recomputed": "recomputed layer",
+    "head": "logits and loss",
+    "messages": "messages of stages",
+    "exchange": "pull and push",
+    "reserved": "context and slack",
+}
+"""Terms of a device's memory and what tables and pictures call them."""
 
 
 class StageFacts(NamedTuple):
@@ -33,12 +52,29 @@ class StageFacts(NamedTuple):
 
     device: str
     """The type of its devices, the slowest if they differ."""
-    used_bytes: float | None = None
-    """Memory that each of its ranks needs."""
-    usable_bytes: float | None = None
-    """Memory that its device can give."""
+    memory: MemoryTerms | None = None
+    """What each of its ranks needs, by terms."""
+    device_bytes: float | None = None
+    """All memory of its device."""
     busy: float | None = None
     """Share of the iteration in which it computes, 0 to 1."""
+
+    @property
+    def used_bytes(self) -> float | None:
+        """Memory that each of its ranks needs."""
+        return None if self.memory is None else self.memory.total
+
+    @property
+    def reserved_bytes(self) -> float | None:
+        """Memory of its device that no plan fills."""
+        return None if self.device_bytes is None else reserved_bytes(self.device_bytes)
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Memory of its device that a plan may fill."""
+        if self.device_bytes is None:
+            return None
+        return self.device_bytes - reserved_bytes(self.device_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +101,7 @@ def plan_table(
         facts: [pipeline][stage] what is known of it.
         counts: Micro-batches of each pipeline.
     """
-    used = [stage.used_bytes or 0.0 for row in facts for stage in row]
-    unit, unit_bytes = ("GiB", _GIB) if max(used) >= 0.1 * _GIB else ("MiB", _MIB)
+    unit, unit_bytes = memory_unit(facts)
     places = ("pipeline", "stage", "device", "ranks", "TP", "layers", "micro-batches")
     header = (*places, f"memory {unit}", "busy")
     sections = []
@@ -99,6 +134,48 @@ def plan_table(
     )
 
 
+def memory_tables(
+    plan: ParallelPlan, facts: Sequence[Sequence[StageFacts]], counts: Sequence[int | None]
+) -> list[PlanTable]:
+    """Return what fills each stage's devices: a line for each term, a few stages side by side.
+
+    Arguments are those of `plan_table`.
+    """
+    unit, unit_bytes = memory_unit(facts)
+    columns = []
+    for members in alike_pipelines(plan, facts, counts):
+        for index, known in enumerate(facts[members[0]]):
+            terms = memory_terms(known)
+            title = f"pipeline {list_indices(members)} stage {index} {known.device}"
+            total = sum(terms.values()), known.device_bytes or 0.0
+            columns.append((title, [terms[name] for name in TERM_NAMES], total))
+    tables = []
+    for start in range(0, len(columns), _MEMORY_COLUMNS):
+        shown = columns[start : start + _MEMORY_COLUMNS]
+        values = zip(*(terms for _, terms, _ in shown), strict=True)
+        lines = zip(TERM_NAMES.values(), values, strict=True)
+        rows = [(name, *(f"{value / unit_bytes:,.1f}" for value in row)) for name, row in lines]
+        totals = [
+            tuple(f"{total[which] / unit_bytes:,.1f}" for _, _, total in shown) for which in (0, 1)
+        ]
+        sections = (tuple(rows), (("sum", *totals[0]), ("device", *totals[1])))
+        header = (f"what ({unit})", *(title for title, _, _ in shown))
+        tables.append(PlanTable(header=header, sections=sections))
+    return tables
+
+
+def memory_terms(known: StageFacts) -> dict[str, float]:
+    """Return the bytes of each term of a stage's memory, and what its device keeps free."""
+    terms = known.memory or MemoryTerms()
+    return {**terms._asdict(), "reserved": known.reserved_bytes or 0.0}
+
+
+def memory_unit(facts: Sequence[Sequence[StageFacts]]) -> tuple[str, int]:
+    """Return the unit in which memory reads well, and its bytes."""
+    most = max(stage.used_bytes or 0.0 for row in facts for stage in row)
+    return ("GiB", _GIB) if most >= 0.1 * _GIB else ("MiB", _MIB)
+
+
 def simulated_facts(
     plan: ParallelPlan, cost: CostModel, simulation: Simulation
 ) -> list[list[StageFacts]]:
@@ -107,8 +184,8 @@ def simulated_facts(
         [
             StageFacts(
                 device=(device := cost.shape_of(stage).device),
-                used_bytes=simulation.stage_memory_bytes[p][s],
-                usable_bytes=cost.usable_bytes(device),
+                memory=simulation.stage_memory[p][s],
+                device_bytes=cost.device(device).memory_bytes,
                 busy=simulation.stage_busy[p][s],
             )
             for s, stage in enumerate(pipeline.stages)

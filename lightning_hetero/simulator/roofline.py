@@ -4,7 +4,8 @@ The model is deliberately coarse, for planning before anything was measured. Wha
 on is said beside them; a measured profile is always better.
 """
 
-from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape
+from lightning_hetero.simulator.cost import CostModel, StageShape
+from lightning_hetero.simulator.memory import MicroBatchShape
 
 __all__ = ["RooflineCost"]
 

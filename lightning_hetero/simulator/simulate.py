@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.simulator.cost import CostModel, MicroBatchShape, StageShape
+from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 
 __all__ = [
@@ -46,8 +47,8 @@ class Simulation:
     """From the first pull to the last optimizer step."""
     stage_busy: tuple[tuple[float, ...], ...]
     """[pipeline][stage] share of the iteration spent computing, 0 to 1."""
-    stage_memory_bytes: tuple[tuple[float, ...], ...]
-    """[pipeline][stage] peak bytes of each of the stage's ranks."""
+    stage_memory: tuple[tuple[MemoryTerms, ...], ...]
+    """[pipeline][stage] peak of each of the stage's ranks, by terms."""
     memory_bytes: tuple[float, ...]
     """Peak bytes per global rank; 0 for idle ranks."""
     exchange_s: float
@@ -58,6 +59,11 @@ class Simulation:
     """The limiting stage or exchange, in words."""
     events: tuple[Event, ...] = ()
     """Everything that happened, if it was recorded."""
+
+    @property
+    def stage_memory_bytes(self) -> tuple[tuple[float, ...], ...]:
+        """[pipeline][stage] peak bytes of each of the stage's ranks."""
+        return tuple(tuple(memory.total for memory in row) for row in self.stage_memory)
 
     def tokens_per_s(self, num_tokens: int) -> float:
         """Return the throughput, given the tokens of the iteration."""
@@ -142,7 +148,7 @@ def simulate(
     return Simulation(
         iteration_time_s=ends.iteration_s,
         stage_busy=busy,
-        stage_memory_bytes=memory,
+        stage_memory=memory,
         memory_bytes=_rank_memory(plan, memory, len(cost.node_of_rank)),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
@@ -243,10 +249,10 @@ def _stage_memory(
     cost: CostModel,
     shapes: Sequence[Sequence[StageShape]],
     microbatches: Sequence[Sequence[MicroBatchShape]],
-) -> tuple[tuple[float, ...], ...]:
+) -> tuple[tuple[MemoryTerms, ...], ...]:
     return tuple(
         tuple(
-            cost.stage_bytes(shape, plan.num_pipelines, batches, len(row) - stage_index)
+            cost.stage_memory(shape, plan.num_pipelines, batches, len(row) - stage_index)
             for stage_index, shape in enumerate(row)
         )
         for row, batches in zip(shapes, microbatches, strict=True)
@@ -254,13 +260,13 @@ def _stage_memory(
 
 
 def _rank_memory(
-    plan: ParallelPlan, memory: Sequence[Sequence[float]], num_ranks: int
+    plan: ParallelPlan, memory: Sequence[Sequence[MemoryTerms]], num_ranks: int
 ) -> tuple[float, ...]:
     per_rank = [0.0] * num_ranks
     for pipeline, row in zip(plan.pipelines, memory, strict=True):
-        for stage, num_bytes in zip(pipeline.stages, row, strict=True):
+        for stage, terms in zip(pipeline.stages, row, strict=True):
             for rank in stage.ranks:
-                per_rank[rank] = num_bytes
+                per_rank[rank] = terms.total
     return tuple(per_rank)
 
 

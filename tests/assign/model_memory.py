@@ -1,10 +1,37 @@
 """Memory of a transformer by the formulas of Hydraulis's Appendix B.1, for published numbers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.planner.proposing.pipeline_costs import StageMemory
+__all__ = ["LinearMemory", "ModelMemory", "max_len"]
 
-__all__ = ["ModelMemory"]
+_MULTIPLE = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearMemory:
+    """Memory of one rank of a stage, linear in the length of a micro-batch."""
+
+    capacity_bytes: float
+    """Memory of the device less a safety margin."""
+    state_bytes: float
+    """Weights, gradients, optimizer states, embedding: whatever no token adds to."""
+    bytes_per_token: float
+    """Activations of one micro-batch per token, above 0."""
+    num_in_flight: int
+    """Micro-batches whose activations the stage holds at once: PP - stage_index under 1F1B."""
+
+    @property
+    def max_len(self) -> float:
+        """Tokens of a micro-batch with which the stage is full; negative if it is already."""
+        per_token = self.bytes_per_token * self.num_in_flight
+        return (self.capacity_bytes - self.state_bytes) / per_token
+
+
+def max_len(stages: Sequence[LinearMemory]) -> int:
+    """Return the most tokens that every stage can hold, a multiple of 128; 0 if none."""
+    least = min(stage.max_len for stage in stages)
+    return max(0, int(least) // _MULTIPLE * _MULTIPLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +57,14 @@ class ModelMemory:
 
     def first_stage(
         self, *, tp_degree: int, num_stages: int, num_devices: int, capacity_bytes: float
-    ) -> StageMemory:
+    ) -> LinearMemory:
         """Return what a rank of the first of equal stages holds; capacity is without the margin."""
         sharded = self.sharded_share / num_devices
         kept = (1 - self.sharded_share) / tp_degree
         layers = self.num_layers * self.hidden_size**2 * self.layer_bytes
         embedding = 16 * self.hidden_size * self.vocab_size
         per_layer = self.hidden_size / tp_degree * self.activation_bytes
-        return StageMemory(
+        return LinearMemory(
             capacity_bytes=capacity_bytes,
             state_bytes=layers * (sharded + kept / num_stages) + embedding * (sharded + kept),
             bytes_per_token=per_layer * self.num_layers / num_stages,

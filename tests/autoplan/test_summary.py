@@ -9,7 +9,7 @@ import torch
 
 from lightning_hetero.autoplan.data_facts import BatchSizes
 from lightning_hetero.autoplan.facts import RunFacts
-from lightning_hetero.autoplan.summary import StartUp, state_bytes
+from lightning_hetero.autoplan.summary import StartUp, state_memory
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan
@@ -17,7 +17,7 @@ from lightning_hetero.core.slices import Ownership, assign_owners
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
-from lightning_hetero.simulator import RooflineCost, simulate
+from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
 
 PLAN = ParallelPlan.from_dict(
     {
@@ -69,9 +69,13 @@ def start(cluster: Cluster, plan: ParallelPlan = PLAN, **changes: Any) -> StartU
     )
 
 
+def _states(found: StartUp, specs: Any) -> list[MemoryTerms]:
+    return state_memory(PLAN, found.facts, specs, found.slices)
+
+
 def test_each_weight_counts_where_it_is_held_and_its_states_where_it_is_owned():
     found = start(A100S)
-    used = state_bytes(PLAN, found.facts, found.specs, found.slices)
+    used = [item.total for item in _states(found, found.specs)]
     count = sum(spec.numel for spec in found.specs)
     # Two pipelines hold a 2-byte weight and sum an fp32 gradient; one owner keeps four such values.
     assert sum(used) == count * (2 * (2 + 4) + 4 * 4)
@@ -83,7 +87,7 @@ def test_each_weight_counts_where_it_is_held_and_its_states_where_it_is_owned():
 def test_frozen_weights_need_neither_gradients_nor_moments():
     found = start(A100S)
     frozen = [replace(spec, requires_grad=False) for spec in found.specs]
-    used = state_bytes(PLAN, found.facts, frozen, found.slices)
+    used = [item.total for item in _states(found, frozen)]
     assert sum(used) == sum(spec.numel for spec in frozen) * (2 * 2 + 4)
 
 

@@ -167,7 +167,8 @@ def _most_layers(
     most = 0
     for count in range(1, cost.model.num_layers + 1):
         shape = StageShape(device, len(row[stage]), count, **ends)
-        if cost.stage_bytes(shape, 1, [microbatch] * held, held) > cost.usable_bytes(device):
+        memory = cost.stage_memory(shape, 1, [microbatch] * held, held)
+        if memory.total > cost.usable_bytes(device):
             break
         most = count
     return most

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_hetero.cli import main
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator import MemoryTerms
 
 CLUSTER = """
 nodes:
@@ -30,7 +31,8 @@ def words(tmp_path, monkeypatch):
 
 def test_prints_the_plan_its_bound_and_the_runners_up_and_writes_both_files(words, capsys):
     pytest.importorskip("matplotlib")
-    assert main([*words, "--output", "plan.json", "--plot", "plan.svg"]) == 0
+    files = ["--output", "plan.json", "--plot", "plan.svg", "--json", "facts.json"]
+    assert main([*words, *files, "--memory"]) == 0
     captured = capsys.readouterr()
     for text in (
         "A100-80GB",
@@ -43,8 +45,17 @@ def test_prints_the_plan_its_bound_and_the_runners_up_and_writes_both_files(word
         "compared with   plain data parallel: ",
         "assumes         bf16-mixed, Adam (2 + 4 bytes a parameter held, 16 owned), data sheets",
         "Best plans",
+        "What fills a device",
+        "owned states",
+        "context and slack",
     ):
         assert text in captured.out
+    with open("facts.json", encoding="utf-8") as file:
+        facts = json.load(file)
+    for stage in facts["stages"]:
+        terms = [stage[f"{term}_bytes"] for term in MemoryTerms._fields]
+        assert sum(terms) == pytest.approx(stage["memory_bytes"], abs=len(terms))
+        assert min(stage["weights_bytes"], stage["owned_bytes"], stage["activations_bytes"]) > 0
     assert captured.err == ""
     written = ParallelPlan.load("plan.json")
     assert sum(pipeline.num_microbatches for pipeline in written.pipelines) == 32

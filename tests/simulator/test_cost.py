@@ -98,7 +98,7 @@ def test_embedding_and_head_cost_time_and_memory_where_they_stand():
     params = [cost.num_stage_params(shape) for shape in (middle, first, last)]
     assert params[1] - params[0] == LLAMA.embedding_params
     assert params[2] - params[0] == LLAMA.head_params
-    used = [cost.stage_bytes(shape, 2, [(4096,)], 1) for shape in (middle, last)]
+    used = [cost.stage_memory(shape, 2, [(4096,)], 1).total for shape in (middle, last)]
     logits = 10 * LLAMA.vocab_size * 4096
     # A stage in the middle keeps what it sent, and room for the gradient of it.
     messages = 2 * LLAMA.hidden_bytes(4096)
@@ -195,8 +195,27 @@ def test_replicated_states_cost_every_replica_all_of_them():
     shape = StageShape("A100-80GB", 1, 4)
     sharded = RooflineCost(CLUSTER, LLAMA)
     replicated = RooflineCost(CLUSTER, LLAMA, layout=StateLayout.replicated())
-    assert replicated.fixed_bytes(shape, 4) == sharded.fixed_bytes(shape, 1)
-    assert replicated.fixed_bytes(shape, 4) > sharded.fixed_bytes(shape, 4)
+    everywhere = replicated.stage_memory(shape, 4, [], 1).states
+    assert everywhere == sharded.stage_memory(shape, 1, [], 1).states
+    assert everywhere > sharded.stage_memory(shape, 4, [], 1).states
+
+
+def test_the_terms_of_memory_add_up_and_buffers_take_the_room_of_activations():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    shape = StageShape("A100-80GB", 1, 8, has_embedding=True)
+    held = cost.num_stage_params(shape)
+    idle = cost.stage_memory(shape, 4, [], 3)
+    # Three quarters of the gradients leave, and three peers send the quarter that stays.
+    assert idle.exchange == pytest.approx(2 * held * 2 * 3 / 4)
+    assert (idle.weights, idle.gradients, idle.owned) == (held * 2, held * 4, held * 16 / 4)
+    busy = cost.stage_memory(shape, 4, [(4096,)] * 3, 3)
+    assert busy.activations == cost.activation_bytes(shape, 3 * 4096)
+    assert busy.messages == LLAMA.hidden_bytes(4 * 4096)
+    passing = busy.activations + busy.messages
+    assert busy.exchange == max(0, idle.exchange - passing)
+    assert busy.total == pytest.approx(busy.states + max(passing, idle.exchange))
+    last = cost.stage_memory(StageShape("A100-80GB", 1, 8, has_head=True), 4, [(4096,)], 1)
+    assert last.head == 10 * LLAMA.vocab_size * 4096
 
 
 @pytest.mark.skipif(not HYDRAULIS.exists(), reason=f"no profile at {HYDRAULIS}")

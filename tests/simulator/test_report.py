@@ -1,8 +1,17 @@
 """Laws of the table of a plan: nothing unknown is shown, like pipelines share their lines."""
 
+import pytest
+
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.simulator.report import StageFacts, devices_line, plan_table
+from lightning_hetero.simulator import MemoryTerms
+from lightning_hetero.simulator.report import (
+    TERM_NAMES,
+    StageFacts,
+    devices_line,
+    memory_tables,
+    plan_table,
+)
 
 PLAN = ParallelPlan.even(world_size=8, num_layers=6, num_stages=2)
 
@@ -12,17 +21,31 @@ def facts_of(*devices, **known):
 
 
 def test_like_pipelines_share_their_lines_and_list_their_ranks():
-    known = {"used_bytes": 2**31, "usable_bytes": 2**35, "busy": 0.5}
+    memory = MemoryTerms(weights=2.0**31)
+    known = {"memory": memory, "device_bytes": 2**30 * 40 / 0.9, "busy": 0.5}
     facts = facts_of("A", "A", "B", "A", **known)
-    facts[1][1] = facts[1][1]._replace(busy=0.75, used_bytes=2**31 + 7)
+    facts[1][1] = facts[1][1]._replace(busy=0.75, memory=MemoryTerms(2.0**31, 7))
     table = plan_table(PLAN, facts, [4, 4, 4, 2])
     cells = [dict(zip(table.header, row, strict=True)) for row in table.rows]
     assert [row["pipeline"] for row in cells] == ["0-1 (2 ×)", "", "2", "", "3", ""]
     assert [row["ranks"] for row in cells] == ["0,2", "1,3", "4", "5", "6", "7"]
     assert cells[1]["busy"] == "75%"
-    assert cells[0]["memory GiB"] == "2.0 of 32.0"
+    assert cells[0]["memory GiB"] == "2.0 of 41.7"
     assert [row["micro-batches"] for row in cells] == ["4", "", "4", "", "2", ""]
     assert [len(section) for section in table.sections] == [2, 2, 2]
+
+
+def test_terms_and_what_stays_free_add_up_to_no_more_than_the_device():
+    terms = MemoryTerms(*(float(n) * 2**30 for n in range(1, 9)))
+    facts = facts_of(*"AAAA", memory=terms, device_bytes=80 * 2**30)
+    (table,) = memory_tables(PLAN, facts, [1] * 4)
+    assert table.header[1:] == ("pipeline 0-3 (4 ×) stage 0 A", "pipeline 0-3 (4 ×) stage 1 A")
+    cells = {row[0]: row[1] for row in table.rows}
+    names = list(TERM_NAMES.values())
+    assert [cells[name] for name in names[:8]] == [f"{n}.0" for n in range(1, 9)]
+    assert (cells["context and slack"], cells["sum"], cells["device"]) == ("4.2", "40.2", "80.0")
+    assert facts[0][0].used_bytes == 36 * 2**30
+    assert facts[0][0].usable_bytes == pytest.approx(75.8 * 2**30)
 
 
 def test_columns_of_which_nothing_is_known_are_left_out():
@@ -32,7 +55,7 @@ def test_columns_of_which_nothing_is_known_are_left_out():
 
 
 def test_small_models_are_shown_in_mebibytes():
-    table = plan_table(PLAN, facts_of(*"AAAA", used_bytes=3 * 2**20), [1] * 4)
+    table = plan_table(PLAN, facts_of(*"AAAA", memory=MemoryTerms(3.0 * 2**20)), [1] * 4)
     assert table.rows[0][table.header.index("memory MiB")] == "3.0"
 
 

@@ -21,7 +21,7 @@ from lightning_hetero.simulator import (
     simulate,
     split_batch,
 )
-from lightning_hetero.simulator.cost import in_flight_tokens
+from lightning_hetero.simulator.memory import in_flight_tokens
 from tests.simulator.closed_form import iteration_time_closed_form
 
 FREE = 1e30  # bytes/s: a link that costs nothing
@@ -272,7 +272,8 @@ def test_memory_holds_at_most_num_stages_minus_stage_microbatches(p, lengths):
         tokens = in_flight_tokens(batches, min(p - s, len(batches)))
         messages = model.hidden_bytes((s + 1 < p) * (tokens + max(lengths)))
         messages += 2 * model.hidden_bytes((s > 0) * max(lengths))
-        assert used == pytest.approx(cost.fixed_bytes(shape, 1) + 1000 * tokens + messages)
+        states = cost.stage_memory(shape, 1, [], 1).states
+        assert used == pytest.approx(states + 1000 * tokens + messages)
         assert tokens <= sum(sorted(lengths)[-(p - s) :])
 
 
@@ -286,8 +287,8 @@ def test_owned_states_are_shared_by_the_pipelines():
     shape = cost.shape_of(plan_of([2, 2]).pipelines[0].stages[1])
     params = 2 * cost.model.params_per_layer + cost.model.head_params
     # Weights in bf16, gradients summed in fp32.
-    assert cost.fixed_bytes(shape, 1) == params * (2 + 4 + 16)
-    assert cost.fixed_bytes(shape, 4) == params * (2 + 4 + 16 / 4)
+    assert cost.stage_memory(shape, 1, [], 1).states == params * (2 + 4 + 16)
+    assert cost.stage_memory(shape, 4, [], 1).states == params * (2 + 4 + 16 / 4)
 
 
 def test_all_parameters_are_held_once_per_pipeline():

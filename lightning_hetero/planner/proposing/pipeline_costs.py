@@ -1,13 +1,12 @@
-"""MaxLen and T(l, P) of a pipeline from sizes, memory and profiled times (Hydraulis Appendix B).
+"""MaxLen and T(l, P) of a pipeline from its memory and profiled times (Hydraulis Appendix B).
 
-Memory is linear in the length of a micro-batch, so MaxLen is where it meets the capacity of the
-tightest stage. Latency coefficients are fitted to the slowest stage's measured times, which decides
-the pace of a pipeline of unequal stages. `plan_costs` says so of any plan by a cost model, also
-one with unequal devices and layer splits.
+MaxLen is where the cost model's memory of the tightest stage meets its device, with micro-batches
+of one length in flight. Latency coefficients are fitted to the slowest stage's measured times,
+which decides the pace of a pipeline of unequal stages. `plan_costs` says so of any plan by a cost
+model, also one with unequal devices and layer splits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,11 +15,9 @@ from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = [
-    "StageMemory",
-    "max_len",
     "pipeline_cost",
     "plan_costs",
     "util_len",
@@ -28,32 +25,7 @@ __all__ = [
 
 _MULTIPLE = 128
 _SHORTEST = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Memory of one rank of a stage."""
-
-    capacity_bytes: float
-    """Memory of the device less a safety margin."""
-    state_bytes: float
-    """Weights, gradients, optimizer states, embedding: whatever no token adds to."""
-    bytes_per_token: float
-    """Activations of one micro-batch per token, above 0."""
-    num_in_flight: int
-    """Micro-batches whose activations the stage holds at once: PP - stage_index under 1F1B."""
-
-    @property
-    def max_len(self) -> float:
-        """Tokens of a micro-batch with which the stage is full; negative if it is already."""
-        per_token = self.bytes_per_token * self.num_in_flight
-        return (self.capacity_bytes - self.state_bytes) / per_token
-
-
-def max_len(stages: Sequence[StageMemory]) -> int:
-    """Return the most tokens that every stage can hold, a multiple of 128; 0 if none."""
-    least = min(stage.max_len for stage in stages)
-    return max(0, int(least) // _MULTIPLE * _MULTIPLE)
+_MOST_TOKENS = 2**40
 
 
 def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
@@ -75,34 +47,21 @@ def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
 def pipeline_cost(
     lengths: ArrayLike,
     stage_times_s: ArrayLike,
-    stages: Sequence[StageMemory],
+    *,
+    max_len: int,
 ) -> PipelineCost:
-    """Return the cost of a pipeline from its stages' times and memory.
+    """Return the cost of a pipeline from its stages' times.
 
     Args:
         lengths: [M] tokens at which the stages were timed, at least two different ones.
         stage_times_s: [stages, M] seconds of a forward and backward of one such sequence.
-        stages: What a rank of each stage holds.
+        max_len: Most tokens of a micro-batch that every stage holds.
 
     Raises:
-        AssignmentError: The stages have no memory for tokens, times don't match the stages or
-            aren't positive, or there are too few lengths.
+        AssignmentError: Times aren't positive, or there are too few lengths.
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     times_s = np.atleast_2d(np.asarray(stage_times_s, dtype=float))
-    if len(times_s) != len(stages):
-        raise AssignmentError(
-            f"{len(times_s)} stages were timed but {len(stages)} have memory; describe the same."
-        )
-    limit = max_len(stages)
-    if limit == 0:
-        index = min(range(len(stages)), key=lambda i: stages[i].max_len)
-        stage = stages[index]
-        raise AssignmentError(
-            f"Stage {index} keeps {stage.state_bytes / 2**30:.1f} GiB of states in "
-            f"{stage.capacity_bytes / 2**30:.1f} GiB, which leaves room for less than 128 tokens. "
-            "Use more stages or more tensor parallelism."
-        )
     if times_s.shape[1:] != tokens.shape or len(np.unique(tokens)) < 2 or times_s.min() <= 0:
         raise AssignmentError(
             f"A fit of {tokens.size} lengths to {times_s[0].size} times needs two different "
@@ -116,9 +75,9 @@ def pipeline_cost(
         a=fit.a,
         b=fit.b,
         c=fit.c,
-        max_len=limit,
-        util_len=util_len(fit, limit=limit),
-        num_stages=len(stages),
+        max_len=max_len,
+        util_len=util_len(fit, limit=max_len),
+        num_stages=len(times_s),
     )
 
 
@@ -148,19 +107,36 @@ def _pipeline_cost(
 ) -> PipelineCost:
     shapes = [model.shape_of(stage) for stage in pipeline.stages]
     times_s = [[sum(model.compute_s(shape, (length,))) for length in lengths] for shape in shapes]
-    longest = lengths[-1]
-    stages = []
-    for stage_index, shape in enumerate(shapes):
-        num_in_flight = pipeline.num_stages - stage_index
-        held = model.held_bytes(shape, longest)
-        # Transient buffers and messages are of the one micro-batch that runs.
-        passing = model.passing_bytes(shape, longest) / num_in_flight
-        stages.append(
-            StageMemory(
-                capacity_bytes=model.usable_bytes(shape.device),
-                state_bytes=model.fixed_bytes(shape, num_pipelines),
-                bytes_per_token=(held + passing) / longest,
-                num_in_flight=num_in_flight,
-            )
+    return pipeline_cost(lengths, times_s, max_len=_max_len(shapes, model, num_pipelines))
+
+
+def _max_len(shapes: Sequence[StageShape], model: CostModel, num_pipelines: int) -> int:
+    """Return the most tokens of each micro-batch that all stages hold, a multiple of 128.
+
+    Raises:
+        AssignmentError: A stage holds less than 128.
+    """
+
+    def room(index: int, tokens: int) -> float:
+        shape = shapes[index]
+        in_flight = len(shapes) - index
+        memory = model.memory_of_tokens(shape, num_pipelines, tokens * in_flight, tokens)
+        return model.usable_bytes(shape.device) - memory.total
+
+    tightest = min(range(len(shapes)), key=lambda index: room(index, _MULTIPLE))
+    if room(tightest, _MULTIPLE) < 0:
+        shape = shapes[tightest]
+        states = model.memory_of_tokens(shape, num_pipelines, 0, 0).total
+        raise AssignmentError(
+            f"Stage {tightest} keeps {states / 2**30:.1f} GiB of states in "
+            f"{model.usable_bytes(shape.device) / 2**30:.1f} GiB, which leaves room for less than "
+            f"{_MULTIPLE} tokens. Use more stages or more tensor parallelism."
         )
-    return pipeline_cost(lengths, times_s, stages)
+    low, high = 1, _MOST_TOKENS // _MULTIPLE
+    while low < high:
+        middle = (low + high + 1) // 2
+        if all(room(index, middle * _MULTIPLE) >= 0 for index in range(len(shapes))):
+            low = middle
+        else:
+            high = middle - 1
+    return low * _MULTIPLE

@@ -4,6 +4,7 @@ import pytest
 from lightning_hetero.assign import assign_iteration
 from lightning_hetero.assign.pipeline_cost import sequence_times_s
 from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.planner import plan_costs
@@ -49,15 +50,22 @@ def test_a_full_stage_is_just_below_its_memory() -> None:
 
         def fits(length: int, pipeline: PipelinePlan = pipeline) -> bool:
             return all(
-                MODEL.stage_bytes(
+                MODEL.stage_memory(
                     MODEL.shape_of(stage), 2, [(length,)] * 2, pipeline.num_stages - index
-                )
+                ).total
                 <= MODEL.usable_bytes(MODEL.shape_of(stage).device)
                 for index, stage in enumerate(pipeline.stages)
             )
 
         assert fits(cost.max_len)
         assert not fits(int(cost.max_len * 1.03) + 256)
+
+
+def test_a_stage_without_memory_for_tokens_is_named() -> None:
+    alone = ParallelPlan.even(world_size=8, num_layers=60)
+    model = RooflineCost(CLUSTER, ModelSpec.load("llama-32b"))
+    with pytest.raises(AssignmentError, match=r"Stage 0 keeps \d+\.\d GiB of states in 75.8 GiB"):
+        plan_costs(alone, model, context_length=1024)
 
 
 def test_the_faster_device_gets_more_tokens() -> None:

@@ -1,0 +1,86 @@
+"""What fills a device: the terms of a rank's peak, and how much of a device a plan may fill.
+
+Planner, simulator, data module and the summary at the start of a run all count by these terms; a
+`CostModel` says how large each is (`stage_memory`). Pull and push wait until there are no
+activations, so their buffers count only where they are larger than what lives while a micro-batch
+is computed.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["MemoryTerms", "MicroBatchShape", "in_flight_tokens", "reserved_bytes", "usable_bytes"]
+
+MicroBatchShape = tuple[int, ...]
+"""Tokens of each sequence of one micro-batch."""
+
+
+class MemoryTerms(NamedTuple):
+    """Bytes of one rank of a stage at its peak, by what they hold; their sum is the peak.
+
+    ::
+
+        memory = cost.stage_memory(cost.shape_of(stage), 2, [(4096,)] * 8, num_in_flight=3)
+        print(memory.total, memory.activations)
+    """
+
+    weights: float = 0.0
+    """Weights that it computes with."""
+    gradients: float = 0.0
+    """Gradients that it sums over micro-batches, in fp32 unless told otherwise."""
+    owned: float = 0.0
+    """Masters, optimizer states and summed gradients of the slices it owns."""
+    activations: float = 0.0
+    """Activations that micro-batches in flight keep for their backward."""
+    recomputed: float = 0.0
+    """Activations of the one layer that is computed again."""
+    head: float = 0.0
+    """Logits, their softmax and its gradient."""
+    messages: float = 0.0
+    """Activations and their gradients between stages: kept to be sent, sent or received."""
+    exchange: float = 0.0
+    """Buffers of pull and push, as far as activations, head and messages leave no room for them."""
+
+    @property
+    def total(self) -> float:
+        """The peak."""
+        return sum(self)
+
+    @property
+    def states(self) -> float:
+        """What no micro-batch adds to."""
+        return self.weights + self.gradients + self.owned
+
+    def with_states(
+        self, *, weights: float, gradients: float, owned: float, buffers: float
+    ) -> "MemoryTerms":
+        """Return these terms of micro-batches with those of states, and all exchange buffers."""
+        beyond = max(0.0, buffers - self.total)
+        return self._replace(weights=weights, gradients=gradients, owned=owned, exchange=beyond)
+
+
+def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
+    """Return the most tokens that any `num_in_flight` consecutive micro-batches hold together."""
+    if len(set(microbatches)) == 1:
+        return sum(microbatches[0]) * min(num_in_flight, len(microbatches))
+    tokens = [sum(microbatch) for microbatch in microbatches]
+    window = sum(tokens[:num_in_flight])
+    most = window
+    for index in range(num_in_flight, len(tokens)):
+        window += tokens[index] - tokens[index - num_in_flight]
+        most = max(most, window)
+    return most
+
+
+def reserved_bytes(memory_bytes: float) -> float:
+    """Return how much of a device's memory no plan may fill.
+
+    One GiB goes to the CUDA context and communication buffers and 4 % to the allocator's slack;
+    small (emulated) devices give 10 % at most.
+    """
+    return min(2**30 + 0.04 * memory_bytes, 0.1 * memory_bytes)
+
+
+def usable_bytes(memory_bytes: float) -> float:
+    """Return how much of a device's memory a plan may fill."""
+    return memory_bytes - reserved_bytes(memory_bytes)
