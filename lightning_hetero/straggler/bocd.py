@@ -169,11 +169,6 @@ class BocdDetector:
         self._in_first_regime = True
         self._last_rose = False
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether a reported slowdown hasn't ended."""
-        return self._healthy_log is not None
-
     def update(self, value: float) -> ChangePoint | None:
         """Take in the value of the next iteration; return the change it completes, if any.
 

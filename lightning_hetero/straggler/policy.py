@@ -109,11 +109,6 @@ class MitigationPolicy:
         self._lost_s: dict[Mitigation, float] = {}
 
     @property
-    def has_fault(self) -> bool:
-        """Whether a fault began and hasn't ended."""
-        return self._in_force is not None
-
-    @property
     def mitigation(self) -> Mitigation:
         """The step in force (in a dry run: the step advised)."""
         return (self._in_force or _NOTHING).mitigation

@@ -77,7 +77,6 @@ def propose_swap(
     slow_ranks: Mapping[int, float],
     slow_links: Collection[Pair],
     predict_s: Callable[[ParallelPlan], float],
-    spares: Sequence[int] = (),
     config: SwapConfig | None = None,
 ) -> SwapProposal | None:
     """Return the best plan found by swapping places, or None if no swap helps.
@@ -88,7 +87,6 @@ def propose_swap(
         slow_links: Pairs of ranks whose link is congested.
         predict_s: Predicts the iteration time of a plan under the present faults; with
             micro-batches balanced, if S2 goes along.
-        spares: Idle ranks that may take a slow rank's place.
         config: How long to look.
     """
     settings = config or SwapConfig()
@@ -97,7 +95,7 @@ def propose_swap(
     best = plan
     swaps: list[_Swap] = []
     for _ in range(settings.max_swaps):
-        moves: list[tuple[_Swap, ...]] = [(swap,) for swap in _moves(best, suspects, spares)]
+        moves: list[tuple[_Swap, ...]] = [(swap,) for swap in _moves(best, suspects)]
         moves += [move for pair in slow_links for move in _moves_of_both_ends(best, pair)]
         candidates = [(_swap_all(best, move), move) for move in moves]
         candidates.sort(key=lambda candidate: _penalty(candidate[0], slow_ranks, slow_links))
@@ -164,7 +162,7 @@ def _carries_gradients(plan: ParallelPlan, pair: Pair) -> bool:
     return max(layers_a.start, layers_b.start) < min(layers_a.stop, layers_b.stop)
 
 
-def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -> Iterator[_Swap]:
+def _moves(plan: ParallelPlan, suspects: Sequence[int]) -> Iterator[_Swap]:
     """Yield swaps of a suspect, or of its whole stage, with another rank or stage."""
     stages = [stage.ranks for _, _, stage in plan.iter_stages()]
     seen: set[frozenset[tuple[int, ...]]] = set()
@@ -175,8 +173,7 @@ def _moves(plan: ParallelPlan, suspects: Sequence[int], spares: Sequence[int]) -
         own = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
         others = [ranks for ranks in stages if ranks != own]
         swaps: list[_Swap] = [(own, ranks) for ranks in others if len(ranks) == len(own)]
-        singles = [rank for ranks in others for rank in ranks] + list(spares)
-        swaps += [((suspect,), (rank,)) for rank in singles]
+        swaps += [((suspect,), (rank,)) for ranks in others for rank in ranks]
         for swap in swaps:
             if frozenset(swap) not in seen:
                 seen.add(frozenset(swap))
