@@ -1,0 +1,225 @@
+"""One rank of a large run, without the others: the real `Engine` under torch's `fake` group.
+
+Operations of that group return at once and move nothing, so what is timed is this rank's own work:
+tables, groups, Python, kernels. Rank 0 is the one that can be had so, because it begins every
+broadcast and stands on a first stage, which is told no shapes by others; it is also the busiest
+one. Layers have as many rows as the largest run has ranks, as those of large models do, so every
+rank owns some of each weight, and they compute next to nothing.
+
+What the other ranks would do to this one (waits, what rank 0 serves to all) isn't seen here.
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_hetero import ParallelPlan
+from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
+from tests.rendezvous.operations import OperationKind
+from tests.rendezvous.recorder import Recorder
+
+__all__ = ["Case", "Figures", "measure"]
+
+NUM_LAYERS = 80
+NUM_ROWS = 4096
+WIDTH = 2
+WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
+NUM_ITERATIONS = 3
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan of equal pipelines for some ranks."""
+
+    world_size: int
+    num_stages: int = 1
+    tp_degree: int = 1
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan that the run begins with, whose holders own the slices."""
+        return self._plan_of(self.num_stages)
+
+    @property
+    def other_plan(self) -> ParallelPlan:
+        """A plan to change to: half as many stages, or two instead of one."""
+        return self._plan_of(self.num_stages // 2 if self.num_stages > 1 else 2)
+
+    def _plan_of(self, num_stages: int) -> ParallelPlan:
+        return ParallelPlan.even(
+            world_size=self.world_size,
+            num_layers=NUM_LAYERS,
+            num_stages=num_stages,
+            tp_degree=self.tp_degree,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What rank 0 of a case does."""
+
+    set_up_s: float
+    """Seconds of CPU to make the engine."""
+    change_s: float
+    """Seconds of CPU to change back to a plan that has run before."""
+    iteration_s: float
+    """Seconds of CPU of a training iteration; median."""
+    num_calls: int
+    """Calls of `torch.distributed` in a training iteration."""
+    num_messages: int
+    """Point-to-point messages in them."""
+    num_groups: int
+    """Process groups made until the first iteration has ended."""
+    num_late_groups: int
+    """Process groups made by later iterations of the same plan."""
+    live_bytes: int
+    """Resident memory that the engine has added."""
+
+
+class Layer(nn.Module):
+    """As many weights as a Llama layer has, each of `NUM_ROWS` rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in WEIGHTS:
+            self.add_module(name, nn.Linear(WIDTH, NUM_ROWS, bias=False))
+        self.norm1 = nn.Parameter(torch.ones(NUM_ROWS))
+        self.norm2 = nn.Parameter(torch.ones(NUM_ROWS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm1 + self.norm2
+        for name in WEIGHTS:
+            out = out + self.get_submodule(name)(x)
+        return x + 1e-3 * out.mean(-1, keepdim=True)
+
+
+class Module(L.LightningModule):
+    """Layers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(NUM_LAYERS)])
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def measure(case: Case) -> Figures:
+    """Set up and run rank 0 of a case; to be called in a process of its own."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
+    module = Module()
+    num_bytes = _resident_bytes()
+    with _counted_groups() as made, _zeroed_buffers():
+        start_s = time.process_time()
+        engine = _engine(module, case)
+        set_up_s = time.process_time() - start_s
+        recorder = Recorder()
+        with recorder:
+            _train(engine, 0)
+        num_groups = len(made)
+        seconds = [_train(engine, index + 1) for index in range(NUM_ITERATIONS)]
+        num_late_groups = len(made) - num_groups
+        live_bytes = _resident_bytes() - num_bytes
+        change_s = _change_back(engine, case)
+    issued = [item for item in recorder.operations if item.kind is not OperationKind.COMPUTE]
+    dist.destroy_process_group()
+    return Figures(
+        set_up_s=set_up_s,
+        change_s=change_s,
+        iteration_s=statistics.median(seconds),
+        num_calls=len(issued),
+        num_messages=sum(len(item.transfers) for item in issued),
+        num_groups=num_groups,
+        num_late_groups=num_late_groups,
+        live_bytes=live_bytes,
+    )
+
+
+def _engine(module: Module, case: Case) -> Engine:
+    layout, tensor_parallel = ModelLayout.of(module), None
+    if case.tp_degree > 1:
+        styles = {f"layers.*.{name}": "colwise_gather_output" for name in WEIGHTS}
+        tensor_parallel = TensorParallel(module, layout, option=styles)
+        layout = tensor_parallel.layout
+    communicators = Communicators.create(device=_CPU, timeout=dist.default_pg_timeout)
+    num_microbatches = case.plan.pipelines[0].usual_num_microbatches
+    return Engine(
+        module,
+        layout,
+        case.plan,
+        communicators,
+        config=EngineConfig(num_microbatches=num_microbatches),
+        device=_CPU,
+        clock=ComputeClock(_CPU),
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def _train(engine: Engine, index: int) -> float:
+    """Run one training iteration of one row a micro-batch; returns its seconds of CPU."""
+    key = IterationKey(phase=Phase.TRAIN, epoch=0, batch_idx=index)
+    batch = torch.ones(sum(engine.num_microbatches), WIDTH)
+    start_s = time.process_time()
+    engine.mark_weights_stale(only_trainable=True)
+    engine.run(engine.module.training_step, batch, key)
+    return time.process_time() - start_s
+
+
+def _change_back(engine: Engine, case: Case) -> float:
+    """Run the other plan and the first one again; returns the seconds of the last change."""
+    for plan in (case.other_plan, case.plan, case.other_plan):
+        engine.change_plan(plan)
+        _train(engine, NUM_ITERATIONS + 1)
+    start_s = time.process_time()
+    engine.change_plan(case.plan)
+    return time.process_time() - start_s
+
+
+@contextmanager
+def _counted_groups() -> Iterator[list[Any]]:
+    """Make all groups fake, whatever backend they are to have, and note them."""
+    made: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        made.append(backend)
+        return new_group(*args, **kwargs)
+
+    with mock.patch.object(dist, "new_group", noted):
+        yield made
+
+
+@contextmanager
+def _zeroed_buffers() -> Iterator[None]:
+    """Make buffers of zeros, as messages that never come leave them as they were made."""
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).zero_()):
+        yield
+
+
+def _resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
+    return int(pages) * 4096
