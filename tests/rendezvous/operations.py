@@ -12,7 +12,7 @@ ranks than can run here. `check_rendezvous` executes the lists under NCCL's rule
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, zip_longest
 
@@ -44,7 +44,7 @@ EXCHANGE = "exchange"
 CONTROL = "control"
 """Communicator of what all ranks agree on at the end of an iteration."""
 HEADERS = "headers"
-"""Queue of the headers that announce activations, on the CPU."""
+"""Queue of the headers that announce activations on accelerators; it is on the CPU."""
 
 
 class OperationKind(StrEnum):
@@ -109,6 +109,8 @@ class Iteration:
     """Size of one weight or gradient value in an exchange."""
     early_gradients: bool = True
     """Whether a stage begins to receive a gradient while the forward before it still computes."""
+    headers_apart: bool = True
+    """Whether headers travel by themselves, as on accelerators, or within activations."""
 
 
 def iteration_operations(
@@ -222,7 +224,9 @@ class _Steps:
         self._tensor = f"tensor {place.pipeline_index}.{place.stage_index}"
         self._iteration = iteration
         self._pulls = pulls
+        self._num_microbatches = iteration.num_microbatches[place.pipeline_index]
         self._receives: dict[Action, int] = {}
+        self._headers: dict[Action, int] = {}
         self._sends: dict[ActionKind, deque[int]] = defaultdict(deque)
         self._previous, self._next = (
             stages[index].ranks[place.tp_rank] if 0 <= index < len(stages) else None
@@ -241,15 +245,29 @@ class _Steps:
                     self._receive(following)
             started.add(action.microbatch_index)
             self._compute_and_send(action)
+            if action.kind is ActionKind.FORWARD:
+                self._expect(replace(action, microbatch_index=action.microbatch_index + 1))
+
+    def _expect(self, action: Action) -> None:
+        """Begin to receive what comes first of a forward, if there is one."""
+        rank, source = self._program.global_rank, self._previous
+        is_new = action not in self._receives and action not in self._headers
+        if source is None or not is_new or action.microbatch_index >= self._num_microbatches:
+            return
+        if self._iteration.headers_apart:
+            self._headers[action] = self._header("receive header of", action, source, rank)
+        else:
+            self._receives[action] = self._transfer("receive", action, source, rank)
 
     def _receive(self, action: Action) -> None:
+        if action.kind is ActionKind.FORWARD:
+            self._expect(action)
+            if action in self._headers:
+                # Only the header says what to receive, so the rank waits for it.
+                self._wait(f"read header of {action}", self._headers[action])
         source = self._previous if action.kind is ActionKind.FORWARD else self._next
         if source is not None and action not in self._receives:
             rank = self._program.global_rank
-            if action.kind is ActionKind.FORWARD:
-                # Only the header says what to receive, so the rank waits for it.
-                header = self._header("receive header of", action, source, rank)
-                self._wait(f"read header of {action}", header)
             self._receives[action] = self._transfer("receive", action, source, rank)
 
     def _wait(self, label: str, position: int) -> None:
@@ -274,6 +292,8 @@ class _Steps:
         self, verb: str, action: Action, source: int, destination: int, *waits_for: int
     ) -> int:
         num_bytes = self._iteration.activation_bytes
+        if action.kind is ActionKind.FORWARD and not self._iteration.headers_apart:
+            num_bytes += HEADER_BYTES
         return self._program.append(
             Operation(
                 kind=OperationKind.TRANSFER,
@@ -311,6 +331,6 @@ class _Steps:
         rank, kept = self._program.global_rank, self._sends[action.kind]
         if len(kept) == MAX_KEPT_SENDS:
             self._wait(f"let go before {action}", kept.popleft())
-        if action.kind is ActionKind.FORWARD:
+        if action.kind is ActionKind.FORWARD and self._iteration.headers_apart:
             self._header("announce", action, rank, destination, done)
         kept.append(self._transfer("send", action, rank, destination, done))

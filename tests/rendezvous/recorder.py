@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from lightning_hetero.runtime import clock
+from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.stage.activations import ActivationLink
 from tests.rendezvous.operations import Operation, OperationKind, Transfer
 
@@ -59,6 +60,13 @@ class Recorder:
                 expect(link, index, sent)
 
         self._patch(ActivationLink, "expect_gradient", expect_gradient)
+        expect_next = StagePasses._expect_activation
+
+        def expect_activation(passes: StagePasses, index: int) -> None:
+            with self._range(f"F{index}"):
+                expect_next(passes, index)
+
+        self._patch(StagePasses, "_expect_activation", expect_activation)
         return self
 
     def __exit__(self, *_: object) -> None:

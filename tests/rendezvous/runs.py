@@ -85,6 +85,7 @@ class _Look(L.Callback):
             world_size=world_size,
             num_microbatches=tuple(engine.num_microbatches),
             activation_bytes=num_rows // sum(engine.num_microbatches) * CONTEXT * WIDTH * 4,
+            headers_apart=False,
         )
         lists = iteration_operations(strategy.plan, self.tables[-1], iteration)
         self.expected.append(lists[trainer.global_rank])

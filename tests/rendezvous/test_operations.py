@@ -166,7 +166,8 @@ def test_a_header_precedes_each_activation_and_few_sends_are_kept(rng, rule):
         for forward in (label for label in position if label.startswith("receive F")):
             read = position[f"read header of {forward.removeprefix('receive ')}"]
             assert read < position[forward]
-            assert items[read].waits_for == (read - 1,)
+            header = position[forward.replace("receive", "receive header of")]
+            assert items[read].waits_for == (header,)
         for kind in "FB":
             sent = [label for label in position if re.match(rf"send {kind}\d", label)]
             for old, new in zip(sent, sent[MAX_KEPT_SENDS:], strict=False):

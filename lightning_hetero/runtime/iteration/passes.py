@@ -90,6 +90,11 @@ class StagePasses:
             outputs = self._in_flight[upcoming.microbatch_index].outputs
             self._running.link.expect_gradient(upcoming.microbatch_index, outputs)
 
+    def _expect_activation(self, index: int) -> None:
+        """Begin to receive a micro-batch, if there is one more, while the next actions compute."""
+        if self._running.link.previous is not None and index < len(self._microbatches):
+            self._running.link.expect_activation()
+
     def missing(self) -> tuple[str, ...]:
         """Return the parameters for which this rank's backward passes made no gradient."""
         if self._results.losses and not self._has_run_backward:
@@ -116,8 +121,10 @@ class StagePasses:
         except StageEnd as end:
             self._results.drop()
             link.send_activation(end.handed_on)
+            self._expect_activation(index + 1)
             self._hold(index, forward, end.handed_on.tensors)
             return
+        self._expect_activation(index + 1)
         losses, gradient = self._results.keep(output, microbatch, watch)
         self._hold(index, forward, losses, gradient)
 

@@ -4,11 +4,20 @@ Forward and backward use communicators of their own, and each carries micro-batc
 the schedule, so under NCCL's rules (in order per communicator, a send ends with its receive) no
 stage waits for one that waits for it.
 
-Only the sender knows what its layers made of a micro-batch, so a header goes ahead of each
-activation, on the CPU: shapes, dtypes and what layers left. A micro-batch costs two messages
-forward and one backward at each boundary; where side tensors travel too, they are packed into one
-more each way. The gradient that the next action needs is received while the current one still
-computes: it looks like what was sent.
+Only the sender knows what its layers made of a micro-batch, so a header goes with each activation:
+shapes, dtypes and what layers left.
+
+* Among CPUs it is the beginning of the activation's own message, together with the side tensors: a
+  micro-batch costs one message forward and one backward at each boundary, in buffers as long as the
+  longest message so far. A longer one is announced by a message of `LENGTHS_BYTES` before it.
+* On accelerators the header stays on the CPUs, because a host that reads it from the device would
+  wait for all that the device has yet to compute. It leaves when the sender's host has *enqueued*
+  the forward pass, so hosts run as far ahead of their devices as before. A micro-batch costs a
+  header more there, and side tensors are packed into one more message each way.
+
+What comes next is received while the current action still computes: the gradient, which looks like
+what was sent, and the message or, on accelerators, the header of the next activation. It is posted
+behind the send before it, where the order on the communicator has it anyway.
 
 What is sent is let go once it has arrived: at most `MAX_KEPT_SENDS` are kept in each direction,
 however many micro-batches there are. In 1F1B the older ones have arrived by then, so waiting for
@@ -16,10 +25,11 @@ them costs nothing; in passes forward only it keeps a fast stage from running ah
 """
 
 import pickle
+import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,10 +42,12 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 __all__ = ["ActivationLink", "Handover"]
 
 HEADER_BYTES = 512
-"""Of a header; a longer one takes a second message."""
-_LENGTH_BYTES = 8
-_ALIGNMENT_BYTES = 16
-"""Of packed tensors, so that each can be viewed in its own dtype."""
+"""A header takes a multiple of them."""
+_LENGTHS = struct.Struct("<QQ")
+"""What each message begins with: the bytes of its header's content and of the whole message."""
+LENGTHS_BYTES = _LENGTHS.size
+_ALIGNMENT_BYTES = 64
+"""Of packed tensors, so that each can be viewed in its own dtype, and kernels find it aligned."""
 
 
 class _Form(NamedTuple):
@@ -48,6 +60,20 @@ class _Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class _Header(NamedTuple):
+    """All of a handover but the values of its tensors."""
+
+    tensors: tuple[_Form, ...]
+    left: tuple[bytes, ...]
+    forms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    changes_input: bool
+
+    @classmethod
+    def of(cls, sent: "Handover") -> "_Header":
+        forms = tuple(map(_form_of, sent.tensors))
+        return cls(forms, tuple(sent.left), tuple(sent.forms), sent.changes_input)
 
 
 @dataclass
@@ -79,8 +105,8 @@ class _Posted:
     def tensors(self) -> list[Tensor]:
         if not self.forms:
             return []
-        first = self.buffers[0].view(self.forms[0].dtype).view(self.forms[0].shape)
-        return [first, *_unpack(self.buffers[1:], self.forms[1:])]
+        others = _unpack(self.buffers[1], self.forms[1:]) if self.forms[1:] else []
+        return [*_unpack(self.buffers[0], self.forms[:1]), *others]
 
 
 class ActivationLink:
@@ -89,7 +115,8 @@ class ActivationLink:
     Args:
         previous: Global rank that holds the stage before with the same `tp_rank`; None if first.
         following: The same for the next stage; None if last.
-        comms: Forward and backward carry activations and gradients, control the headers.
+        comms: Forward and backward carry activations and gradients, control the headers of those
+            on accelerators.
         device: Where activations lie.
         clock: Times the waits.
     """
@@ -108,9 +135,23 @@ class ActivationLink:
         self._comms = comms
         self._device = device
         self._clock = clock
+        self._headers_apart = device.type != "cpu"
+        self._inbox = _Inbox()
+        self._outbox = _Outbox()
         self._gradients: dict[int, _Posted] = {}
         self._sent_forward = _Sends()
         self._sent_backward = _Sends()
+
+    @property
+    def _first_group(self) -> dist.ProcessGroup | None:
+        """The communicator of headers, and of what travels with them."""
+        return self._comms.control if self._headers_apart else self._comms.forward
+
+    def expect_activation(self) -> None:
+        """Begin to receive what the stage before hands on next, if that hasn't begun yet."""
+        assert self.previous is not None
+        if self._inbox.work is None:
+            self._inbox.post(self.previous, self._first_group)
 
     def receive_activation(self) -> Handover:
         """Return what the stage before hands on for its next micro-batch.
@@ -118,21 +159,35 @@ class ActivationLink:
         The tensors ask for gradients where those sent did.
         """
         assert self.previous is not None
-        forms, *rest = self._receive_header(self.previous)
-        received = self._wait(self._post(forms, self.previous, self._comms.forward), self.previous)
-        for tensor, form in zip(received, forms, strict=True):
+        self.expect_activation()
+        inbox = self._inbox
+        while inbox.work is not None:
+            # What only announces counts no bytes of its own.
+            is_payload = not self._headers_apart and inbox.capacity > LENGTHS_BYTES
+            num_bytes = inbox.capacity if is_payload else 0
+            self._clock.wait_for(inbox.work, peer=self.previous, num_bytes=num_bytes)
+            if inbox.must_grow():
+                inbox.post(self.previous, self._first_group)
+        header, payload = inbox.open()
+        if self._headers_apart:
+            posted = self._post(header.tensors, self.previous, self._comms.forward)
+            received = self._wait(posted, self.previous)
+        else:
+            received = _unpack(payload, header.tensors)
+        for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
-        return Handover(received, *rest)
+        return Handover(received, [*header.left], [*header.forms], header.changes_input)
 
     def send_activation(self, sent: Handover) -> None:
         """Hand a micro-batch on to the next stage, without waiting for it."""
         assert self.following is not None
         self._clock.before_send()
-        forms = tuple(map(_form_of, sent.tensors))
-        header = pickle.dumps((forms, sent.left, sent.forms, sent.changes_input))
         self._sent_forward.make_room(self._clock)
-        sends = [(self._comms.control, part) for part in _frame(header)]
-        sends += [(self._comms.forward, part) for part in _payload(sent.tensors)]
+        inside = [] if self._headers_apart else sent.tensors
+        messages = self._outbox.messages(_Header.of(sent), inside)
+        sends = [(self._first_group, message) for message in messages]
+        if self._headers_apart:
+            sends += [(self._comms.forward, part) for part in _payload(sent.tensors)]
         self._sent_forward.add(sends, self.following)
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
@@ -161,23 +216,6 @@ class ActivationLink:
         self._sent_forward.clear()
         self._sent_backward.clear()
 
-    def _receive_header(self, peer: int) -> Any:
-        frame = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._wait_for_header(frame, peer)
-        data = frame.numpy().tobytes()
-        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-        data = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
-        if len(data) < length:
-            rest = torch.empty(length - len(data), dtype=torch.uint8)
-            self._wait_for_header(rest, peer)
-            data += rest.numpy().tobytes()
-        return pickle.loads(data)
-
-    def _wait_for_header(self, buffer: Tensor, peer: int) -> None:
-        work = dist.irecv(buffer, peer, group=self._comms.control)
-        assert work is not None
-        self._clock.wait_for(work, peer=peer, num_bytes=0)
-
     def _wait(self, posted: _Posted, peer: int) -> list[Tensor]:
         for work, buffer in posted.works:
             self._clock.wait_for(work, peer=peer, num_bytes=buffer.nbytes)
@@ -195,6 +233,69 @@ class ActivationLink:
             assert work is not None
             works.append((work, buffer))
         return _Posted(forms, works, buffers)
+
+
+class _Inbox:
+    """The receiver's end of the messages that begin with headers."""
+
+    def __init__(self) -> None:
+        self.capacity = LENGTHS_BYTES
+        """Of the next message's buffer; the sender knows it, too."""
+        self.work: dist.Work | None = None
+        """The receive under way."""
+        self._buffer = torch.empty(0)
+        self._last: tuple[bytes, _Header] | None = None
+
+    def post(self, peer: int, group: dist.ProcessGroup | None) -> None:
+        """Begin to receive a message."""
+        self._buffer = torch.empty(self.capacity, dtype=torch.uint8)
+        self.work = dist.irecv(self._buffer, peer, group=group)
+
+    def must_grow(self) -> bool:
+        """Take what has arrived; returns whether it only announces a longer message."""
+        self.work = None
+        _, length = _LENGTHS.unpack_from(memoryview(self._buffer.numpy()))
+        if length <= self.capacity:
+            return False
+        self.capacity = length
+        return True
+
+    def open(self) -> tuple[_Header, Tensor]:
+        """Return the header of what has arrived, and the bytes behind it."""
+        message = memoryview(self._buffer.numpy())
+        length, _ = _LENGTHS.unpack_from(message)
+        content = bytes(message[LENGTHS_BYTES : LENGTHS_BYTES + length])
+        if self._last is None or self._last[0] != content:
+            self._last = content, _Header(*pickle.loads(content))
+        payload = self._buffer[_header_bytes(content) :]
+        self._buffer = torch.empty(0)
+        return self._last[1], payload
+
+
+class _Outbox:
+    """The sender's end of the messages that begin with headers."""
+
+    def __init__(self) -> None:
+        self._capacity = LENGTHS_BYTES
+        self._last: tuple[_Header, bytes] | None = None
+
+    def messages(self, header: _Header, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the message of a header and tensors, after one that announces it if need be."""
+        if self._last is None or self._last[0] != header:
+            self._last = header, pickle.dumps(tuple(header))
+        content = self._last[1]
+        start = _header_bytes(content)
+        length = start + _offsets(header.tensors)[-1] if tensors else start
+        message = torch.empty(length, dtype=torch.uint8)
+        lengths = _LENGTHS.pack(len(content), length)
+        memoryview(message.numpy())[: LENGTHS_BYTES + len(content)] = lengths + content
+        if tensors:
+            _pack(tensors, header.tensors, message[start:])
+        if length <= self._capacity:
+            return [message]
+        announced = message[: self._capacity].clone()
+        self._capacity = length
+        return [announced, message]
 
 
 class _Sends:
@@ -234,31 +335,37 @@ def _form_of(tensor: Tensor) -> _Form:
     return _Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _frame(data: bytes) -> list[Tensor]:
-    """Return a header in one message of a fixed length, and a second one for what is too long."""
-    framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    parts = [framed[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"), framed[HEADER_BYTES:]]
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts if part]
+def _header_bytes(content: bytes) -> int:
+    """Return how many bytes a header takes in its message."""
+    return -(-(LENGTHS_BYTES + len(content)) // HEADER_BYTES) * HEADER_BYTES
 
 
 def _payload(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the bytes of the first tensor, and those of the others end to end."""
-    parts = [t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors]
-    if len(parts) < 2:
-        return parts
-    first, *others = parts
-    offsets = _offsets([_form_of(tensor) for tensor in tensors[1:]])
-    packed = torch.empty(offsets[-1], dtype=torch.uint8, device=first.device)
-    for start, part in zip(offsets, others, strict=False):
-        packed[start : start + part.numel()] = part
-    return [first, packed]
+    parts = [_bytes_of(tensor) for tensor in tensors[:1]]
+    if tensors[1:]:
+        forms = [_form_of(tensor) for tensor in tensors[1:]]
+        parts.append(parts[0].new_empty(_offsets(forms)[-1]))
+        _pack(tensors[1:], forms, parts[1])
+    return parts
 
 
-def _unpack(packed: Sequence[Tensor], forms: Sequence[_Form]) -> list[Tensor]:
-    return [
-        packed[0][start : start + form.num_bytes].view(form.dtype).view(form.shape)
-        for start, form in zip(_offsets(forms), forms, strict=False)
-    ]
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _pack(tensors: Sequence[Tensor], forms: Sequence[_Form], packed: Tensor) -> None:
+    for start, form, tensor in zip(_offsets(forms), forms, tensors, strict=False):
+        packed[start : start + form.num_bytes] = _bytes_of(tensor)
+
+
+def _unpack(packed: Tensor, forms: Sequence[_Form]) -> list[Tensor]:
+    tensors = []
+    for start, form in zip(_offsets(forms), forms, strict=False):
+        found = packed[start : start + form.num_bytes].view(form.dtype).view(form.shape)
+        # No view: what changes one of them in place has changed no other.
+        tensors.append(torch.empty(0, dtype=form.dtype, device=packed.device).set_(found))
+    return tensors
 
 
 def _offsets(forms: Sequence[_Form]) -> list[int]:
