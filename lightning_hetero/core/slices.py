@@ -6,21 +6,27 @@ intervals along the cut dim, so what must move between them is the overlap of in
 the plans' layer splits and TP degrees are (Hydraulis §5.2, "mutual slices").
 """
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, prod
 
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 
 __all__ = [
+    "Holders",
     "Holding",
     "Interval",
     "OuterRole",
     "Ownership",
     "ParameterSpec",
+    "PlanHolders",
     "Slice",
     "assign_owners",
     "holdings_of",
@@ -92,6 +98,12 @@ class ParameterSpec:
         """Elements in one row of the cut dim."""
         return self.numel // self.cut_length if self.cut_length else 0
 
+    @property
+    def cut(self) -> tuple[int, bool, int, bool, bool]:
+        """What decides how it is cut, whatever its name and the size of its rows."""
+        is_whole = self.tp_dim is None
+        return self.cut_length, is_whole, self.tp_blocks, self.tp_uneven, self.tp_partial
+
     def shape_of_rows(self, num_rows: int) -> tuple[int, ...]:
         """Return the shape of some rows of the cut dim; a scalar is its own only row."""
         if not self.shape:
@@ -131,6 +143,52 @@ def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
             for tp_rank, global_rank in enumerate(ranks):
                 intervals, pushes = _shard(spec, tp_rank, len(ranks))
                 yield Holding(global_rank, pipeline_index, intervals, pushes)
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Who holds some parameters that are used by the same stages and cut alike."""
+
+    holdings: tuple[Holding, ...]
+    """In pipeline order."""
+    by_rank: dict[int, Holding]
+    """The same, by global rank."""
+
+
+class PlanHolders:
+    """Who holds what under a plan: computed once for all parameters that are used and cut alike.
+
+    Layers between two cuts of the plan, wherever any pipeline cuts, have the same stages. So the
+    work grows with the ranks times the cuts and kinds of parameters, not with the parameters.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self._plan = plan
+        self._cuts = sorted({stage.layers.start for _, _, stage in plan.iter_stages()})
+        self._known: dict[Hashable, Holders] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the plan."""
+        return self._plan.num_layers
+
+    def of(self, spec: ParameterSpec) -> Holders:
+        """Return a parameter's holders; the same object for all that have the same.
+
+        Raises:
+            ModelError: The TP degree doesn't divide the parameter.
+        """
+        is_known = spec.layer is None or 0 <= spec.layer < self._plan.num_layers
+        segment = None if spec.layer is None else bisect(self._cuts, spec.layer)
+        key = segment if is_known else -1, spec.roles if spec.layer is None else (), spec.cut
+        if key not in self._known:
+            holdings = tuple(holdings_of(spec, self._plan))
+            by_rank = {item.global_rank: item for item in holdings}
+            self._known[key] = Holders(holdings, by_rank)
+        return self._known[key]
 
 
 def _stages_that_use(spec: ParameterSpec, pipeline: PipelinePlan) -> list[int]:
@@ -214,18 +272,25 @@ def assign_owners(
         )
     if ownership is Ownership.PARAMETER:
         return _own_whole_parameters(specs, plan, share)
+    # Parameters that are cut alike share one tuple, by which others know them for alike.
+    known: dict[Hashable, tuple[Slice, ...]] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
+    holders = PlanHolders(plan)
     for spec in specs:
-        if ownership is Ownership.EVEN:
-            claims = [(rank, share[rank]) for rank in range(world_size)]
-        else:
-            claims = _claims_of_holders(spec, plan, weights)
-        slices[spec.name] = tuple(_cut(spec.cut_length, claims))
+        is_even = ownership is Ownership.EVEN
+        found = None if is_even else _holders(spec, holders)
+        key = found or spec.cut_length
+        if key not in known:
+            claims = (
+                list(enumerate(share)) if found is None else _claims_of(found.holdings, weights)
+            )
+            known[key] = tuple(_cut(spec.cut_length, claims))
+        slices[spec.name] = known[key]
     return slices
 
 
-def _claims_of_holders(
-    spec: ParameterSpec, plan: ParallelPlan, weights: Sequence[float] | None
+def _claims_of(
+    holdings: Sequence[Holding], weights: Sequence[float] | None
 ) -> list[tuple[int, float]]:
     """Return (rank, share) in the order that keeps each owner's slice within what it holds.
 
@@ -233,28 +298,27 @@ def _claims_of_holders(
     Sorting by the middle of what is held puts the whole-width holder of a TP-1 pipeline between the
     two halves of a TP-2 pipeline, where its slice overlaps neither rank's shard more than needed.
     """
-    holdings = _holders(spec, plan)
     members = Counter(holding.pipeline_index for holding in holdings)
 
     def middle(holding: Holding) -> tuple[float, int]:
         rows = [start + stop for start, stop in holding.pushes]
         return sum(rows) / len(rows), holding.global_rank
 
-    holdings.sort(key=middle)
+    holdings = sorted(holdings, key=middle)
     if weights is not None and any(weights[holding.global_rank] for holding in holdings):
         return [(holding.global_rank, weights[holding.global_rank]) for holding in holdings]
     return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
 
 
-def _holders(spec: ParameterSpec, plan: ParallelPlan) -> list[Holding]:
-    holdings = list(holdings_of(spec, plan))
-    if not holdings:
+def _holders(spec: ParameterSpec, plan: PlanHolders) -> Holders:
+    holders = plan.of(spec)
+    if not holders.holdings:
         raise ModelError(
             f"Parameter {spec.name} (layer {spec.layer}, roles {sorted(spec.roles)}) is used by no "
             f"stage of a plan of {plan.num_layers} layers, so no holder can own it. Give it a "
             "layer of the plan or a role."
         )
-    return holdings
+    return holders
 
 
 def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
@@ -272,14 +336,24 @@ def _own_whole_parameters(
     specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
 ) -> dict[str, tuple[Slice, ...]]:
     """Give each parameter, largest first, to that holder whose load stays smallest."""
-    loads = dict.fromkeys(range(len(share)), 0.0)
+    loads, shares = np.zeros(len(share)), np.array(share)
+    able: dict[Holders, IntArray] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
+    holders = PlanHolders(plan)
     for spec in sorted(specs, key=lambda item: (-item.numel, item.name)):
-        ranks = sorted(holding.global_rank for holding in _holders(spec, plan))
-        able = [rank for rank in ranks if share[rank] > 0] or ranks
-        owner = min(
-            able, key=lambda rank: ((loads[rank] + spec.numel) / (share[rank] or 1.0), rank)
-        )
+        found = _holders(spec, holders)
+        if found not in able:
+            able[found] = _able_ranks(found, shares)
+        ranks = able[found]
+        # The first of equals is the lowest rank.
+        relative = (loads[ranks] + spec.numel) / np.where(shares[ranks] > 0, shares[ranks], 1.0)
+        owner = int(ranks[relative.argmin()])
         loads[owner] += spec.numel
         slices[spec.name] = (Slice(owner, 0, spec.cut_length),)
     return {spec.name: slices[spec.name] for spec in specs}
+
+
+def _able_ranks(holders: Holders, shares: FloatArray) -> IntArray:
+    """Return the holders with any share, ascending; all of them if none has one."""
+    ranks = np.array(sorted(holders.by_rank))
+    return ranks[shares[ranks] > 0] if shares[ranks].any() else ranks

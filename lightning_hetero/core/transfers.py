@@ -2,25 +2,32 @@
 
 Pull carries weights from the owners of slices to the holders, push carries gradients from the
 holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table read in two
-directions. All pieces of one *unit* (a layer, or what lies before or after the layers) for one peer
-travel in one message, so with owners among the holders, D pipelines and k layers in a stage a rank
-sends about k·(D-1) messages and one stage's worth of bytes each way.
+directions. All pieces of one *unit* (a layer, or what lies before or after the layers) travel
+together: in one message for each peer, so with owners among the holders, D pipelines and k layers
+in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
+collective among the unit's `members`, k in all.
+
+Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
+all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import (
+    Holders,
     Holding,
+    Interval,
     OuterRole,
     ParameterSpec,
+    PlanHolders,
     Slice,
-    holdings_of,
 )
 
-__all__ = ["Message", "Piece", "TransferTable", "unit_of"]
+__all__ = ["Message", "Move", "Piece", "TransferTable", "Unit", "UnitKind", "unit_of"]
 
 
 def unit_of(spec: ParameterSpec, num_layers: int) -> int:
@@ -49,6 +56,125 @@ class Message:
     pieces: tuple[Piece, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A message of any unit of a kind."""
+
+    source: int
+    destination: int
+    pieces: tuple[tuple[int, int, int], ...]
+    """(index of the parameter in its unit, first row, last row + 1)."""
+
+
+class _Lot:
+    """Parameters that have the same owners and holders."""
+
+    def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
+        self._holders = holders
+        self._slices = slices
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """Ranks that hold or own any rows."""
+        return frozenset(self._holders.by_rank) | {item.owner for item in self._slices}
+
+    @cached_property
+    def own_rows(self) -> dict[int, Interval] | None:
+        """The rows that each rank owns, if the owners hold all, and every holder all and alike."""
+        length = self._slices[-1].stop if self._slices else 0
+        whole = ((0, length),)
+        are_whole = all(item.intervals == whole == item.pushes for item in self._holders.holdings)
+        if not are_whole or not self.members <= self._holders.by_rank.keys():
+            return None
+        return {item.owner: (item.start, item.stop) for item in self._slices}
+
+    def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (owner, holder, first row, last row + 1) of what `rank` sends, gets or keeps."""
+        owned = [item for item in self._slices if item.owner == rank]
+        for holding in self._holders.holdings:
+            holder = holding.global_rank
+            for item in self._slices if holder == rank else owned:
+                # The innermost loop runs once for every piece there is: keep it flat.
+                for start, stop in holding.pushes if push else holding.intervals:
+                    first = start if start > item.start else item.start
+                    last = stop if stop < item.stop else item.stop
+                    if first < last:
+                        yield item.owner, holder, first, last
+
+
+class UnitKind:
+    """What all units have in common whose parameters have the same owners, holders and rows.
+
+    Args:
+        lots: Owners and holders of each parameter.
+        row_numels: Elements in a row of each parameter.
+    """
+
+    def __init__(self, lots: Sequence[_Lot], row_numels: Sequence[int]) -> None:
+        self._lots = tuple(lots)
+        self.row_numels = tuple(row_numels)
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that hold or own any of it, ascending."""
+        return tuple(sorted(frozenset().union(*(lot.members for lot in set(self._lots)))))
+
+    @cached_property
+    def own_rows(self) -> tuple[tuple[Interval, ...], ...] | None:
+        """The rows of each parameter that each member owns, as [parameter][member].
+
+        None unless all members hold every parameter whole, so that what one of them owns is what it
+        sends to each in a pull and gets from each in a push.
+        """
+        found = []
+        for lot in self._lots:
+            rows = lot.own_rows
+            if rows is None or len(lot.members) != len(self.members):
+                return None
+            found.append(tuple(rows.get(rank, (0, 0)) for rank in self.members))
+        return tuple(found)
+
+    def moves(self, global_rank: int, *, push: bool) -> list[Move]:
+        """Return what a rank sends, receives or keeps, by (owner, holder)."""
+        found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        for index, lot in enumerate(self._lots):
+            for owner, holder, start, stop in lot.overlaps(global_rank, push=push):
+                found[owner, holder].append((index, start, stop))
+        return [
+            Move(holder, owner, tuple(pieces)) if push else Move(owner, holder, tuple(pieces))
+            for (owner, holder), pieces in sorted(found.items())
+        ]
+
+    def numel(self, move: Move) -> int:
+        """Return the number of elements of a move."""
+        return sum((stop - start) * self.row_numels[index] for index, start, stop in move.pieces)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that travel together."""
+
+    index: int
+    specs: tuple[ParameterSpec, ...]
+    kind: UnitKind
+
+    def messages(self, global_rank: int, *, push: bool) -> list[Message]:
+        """Return the messages that a rank sends, receives or copies, by (owner, holder)."""
+        return self._named(self.kind.moves(global_rank, push=push))
+
+    def _named(self, moves: Sequence[Move]) -> list[Message]:
+        names = [spec.name for spec in self.specs]
+        return [
+            Message(
+                self.index,
+                move.source,
+                move.destination,
+                tuple(Piece(names[index], start, stop) for index, start, stop in move.pieces),
+            )
+            for move in moves
+        ]
+
+
 class TransferTable:
     """The messages of one plan, seen from any rank; computed once per plan.
 
@@ -63,73 +189,78 @@ class TransferTable:
         slices: Mapping[str, Sequence[Slice]],
         plan: ParallelPlan,
     ) -> None:
-        self._num_layers = plan.num_layers
         self._specs = {spec.name: spec for spec in specs}
-        self._slices = {name: tuple(items) for name, items in slices.items()}
-        self._holdings: dict[str, tuple[Holding, ...]] = {
-            spec.name: tuple(holdings_of(spec, plan)) for spec in specs
-        }
-        self._row_numels = {spec.name: spec.row_numel for spec in specs}
-        self._names_at: dict[int, list[str]] = defaultdict(list)
+        holders = PlanHolders(plan)
+        self._holders = {spec.name: holders.of(spec) for spec in specs}
+        self._slices = slices
+        self._lots: dict[Hashable, _Lot] = {}
+        self._kinds: dict[Hashable, UnitKind] = {}
+        members: dict[int, list[ParameterSpec]] = defaultdict(list)
         for spec in specs:
-            ranks = {item.global_rank for item in self._holdings[spec.name]}
-            for rank in sorted(ranks | {item.owner for item in self._slices[spec.name]}):
-                self._names_at[rank].append(spec.name)
+            members[unit_of(spec, plan.num_layers)].append(spec)
+        self._members = {index: members[index] for index in sorted(members)}
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """All units, ascending."""
+        return self._units_of(lambda _: True)
+
+    @cached_property
+    def trainable_units(self) -> tuple[Unit, ...]:
+        """All units, ascending, with those of their parameters that require gradients."""
+        return self._units_of(lambda spec: spec.requires_grad)
+
+    def _units_of(self, is_taken: Callable[[ParameterSpec], bool]) -> tuple[Unit, ...]:
+        units = []
+        for index, members in self._members.items():
+            specs = tuple(spec for spec in members if is_taken(spec))
+            if specs:
+                units.append(Unit(index, specs, self._kind_of(specs)))
+        return tuple(units)
+
+    def _kind_of(self, specs: Sequence[ParameterSpec]) -> UnitKind:
+        lots = tuple(self._lot_of(spec.name) for spec in specs)
+        row_numels = tuple(spec.row_numel for spec in specs)
+        return self._kinds.setdefault((lots, row_numels), UnitKind(lots, row_numels))
+
+    def _lot_of(self, parameter: str) -> _Lot:
+        holders, slices = self._holders[parameter], self._slices[parameter]
+        # By identity, as `assign_owners` gives one object to all that are alike.
+        return self._lots.setdefault((holders, id(slices)), _Lot(holders, slices))
 
     def holdings(self, parameter: str) -> tuple[Holding, ...]:
         """Return who holds a parameter, in pipeline order."""
-        return self._holdings[parameter]
+        return self._holders[parameter].holdings
 
     def holding(self, parameter: str, global_rank: int) -> Holding | None:
         """Return what a rank holds of a parameter, or None."""
-        for item in self._holdings[parameter]:
-            if item.global_rank == global_rank:
-                return item
-        return None
+        return self._holders[parameter].by_rank.get(global_rank)
 
     def pull(self, global_rank: int, *, trainable_only: bool = False) -> list[Message]:
         """Return the weight messages that a rank sends, receives or copies, in global order."""
-        moves = self._moves(global_rank, push=False, trainable_only=trainable_only)
-        return [
-            Message(unit, owner, holder, tuple(moves[unit, owner, holder]))
-            for unit, owner, holder in sorted(moves)
-        ]
+        units = self.trainable_units if trainable_only else self.units
+        return [item for unit in units for item in unit.messages(global_rank, push=False)]
 
     def push(self, global_rank: int) -> list[Message]:
         """Return the gradient messages that a rank sends, receives or copies, in global order."""
-        moves = self._moves(global_rank, push=True, trainable_only=True)
-        return [
-            Message(unit, holder, owner, tuple(moves[unit, owner, holder]))
-            for unit, owner, holder in sorted(moves, key=lambda key: (-key[0], key[1], key[2]))
-        ]
+        units = reversed(self.trainable_units)
+        return [item for unit in units for item in unit.messages(global_rank, push=True)]
 
     def numel(self, message: Message) -> int:
         """Return the number of elements of a message."""
         return sum(
-            (piece.stop - piece.start) * self._row_numels[piece.parameter]
+            (piece.stop - piece.start) * self._specs[piece.parameter].row_numel
             for piece in message.pieces
         )
 
-    def _moves(
-        self, rank: int, *, push: bool, trainable_only: bool
-    ) -> dict[tuple[int, int, int], list[Piece]]:
-        """Return by (unit, owner, holder) the pieces in which `rank` takes part."""
-        moves: dict[tuple[int, int, int], list[Piece]] = defaultdict(list)
-        for name in self._names_at[rank]:
-            spec = self._specs[name]
-            if trainable_only and not spec.requires_grad:
-                continue
-            unit = unit_of(spec, self._num_layers)
-            slices = self._slices[name]
-            owned = [item for item in slices if item.owner == rank]
-            for holding in self._holdings[name]:
-                holder = holding.global_rank
-                intervals = holding.pushes if push else holding.intervals
-                for item in slices if holder == rank else owned:
-                    # The innermost loop runs once for every piece there is: keep it flat.
-                    for start, stop in intervals:
-                        first = start if start > item.start else item.start
-                        last = stop if stop < item.stop else item.stop
-                        if first < last:
-                            moves[unit, item.owner, holder].append(Piece(name, first, last))
-        return moves
+    def traffic(self, global_rank: int, *, push: bool) -> Counter[tuple[int, int]]:
+        """Return the trainable elements that a rank sends and receives, by (source, destination).
+
+        What a rank keeps counts, too, with equal ends.
+        """
+        numels: Counter[tuple[int, int]] = Counter()
+        for kind, count in Counter(unit.kind for unit in self.trainable_units).items():
+            if global_rank in kind.members:
+                for move in kind.moves(global_rank, push=push):
+                    numels[move.source, move.destination] += count * kind.numel(move)
+        return numels

@@ -7,12 +7,12 @@ transfer tables, because slices keep their owners when ranks swap places. What i
 measured iteration (optimizer, data, logging) is a constant.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
-from lightning_hetero.core.transfers import Message, TransferTable
+from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
 from lightning_hetero.straggler.balance import balance_microbatches
 from lightning_hetero.straggler.locate import Finding, FindingKind, Pair, normalise_pair
@@ -246,10 +246,9 @@ class RunModel:
             table = self.facts.table_of(key[0])
             phases: dict[bool, list[float]] = {True: [0.0], False: [0.0]}
             for rank in self._counted_ranks(plan):
-                pulled = table.pull(rank, trainable_only=True)
-                for is_pull, messages in ((True, pulled), (False, table.push(rank))):
-                    seconds = self._messages_s(table, messages, rank, healthy=healthy)
-                    phases[is_pull].append(seconds)
+                for push, seconds in phases.items():
+                    moved = table.traffic(rank, push=push)
+                    seconds.append(self._traffic_s(moved, rank, healthy=healthy))
             found = self._exchange_s[key] = max(phases[True]) + max(phases[False])
         return found
 
@@ -261,14 +260,11 @@ class RunModel:
         slow = {rank for pair in self._slow.links for rank in pair}
         return [rank for rank in everyone if rank in slow or plan.place(rank) != base.place(rank)]
 
-    def _messages_s(
-        self, table: TransferTable, messages: Sequence[Message], rank: int, *, healthy: bool
-    ) -> float:
+    def _traffic_s(self, numels: Counter[tuple[int, int]], rank: int, *, healthy: bool) -> float:
         """Return the longer of what a rank sends and what it receives."""
         seconds: dict[bool, float] = defaultdict(float)
-        for message in messages:
-            if message.source != message.destination:
-                rate = self._s_per_byte(message.source, message.destination, healthy=healthy)
-                num_bytes = table.numel(message) * self.facts.value_bytes
-                seconds[message.source == rank] += num_bytes * rate
+        for (source, destination), numel in numels.items():
+            if source != destination:
+                rate = self._s_per_byte(source, destination, healthy=healthy)
+                seconds[source == rank] += numel * self.facts.value_bytes * rate
         return max(seconds.values(), default=0.0)

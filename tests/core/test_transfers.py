@@ -14,6 +14,7 @@ from lightning_hetero.core.slices import (
     holdings_of,
 )
 from lightning_hetero.core.transfers import Message, TransferTable, unit_of
+from tests.core.message_lists import list_messages
 from tests.core.sample_plans import random_plan, small_model
 
 RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])
@@ -122,6 +123,67 @@ def test_the_table_tells_holders_and_sizes():
     held = [spec for spec in specs if table.holding(spec.name, 1)]
     assert received == sum(spec.numel for spec in held)
     assert [unit_of(spec, 2) for spec in specs] == [-1, *[0] * 5, *[1] * 5, 2]
+
+
+@given(rng=random, tied=st.booleans(), rule=RULES, push=st.booleans(), some=st.booleans())
+def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
+    rng, tied, rule, push, some
+):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    table = TransferTable(specs, slices, plan)
+    # Objects that are equal and not the same are other kinds, to the same effect.
+    apart = TransferTable(specs, {name: (*item,) for name, item in slices.items()}, plan)
+    for rank in range(world_size):
+        walked = list_messages(specs, slices, plan, rank, push=push, trainable_only=push or some)
+        for each in (table, apart):
+            found = each.push(rank) if push else each.pull(rank, trainable_only=some)
+            assert found == walked
+        if push or some:
+            numels: Counter[tuple[int, int]] = Counter()
+            for message in walked:
+                numels[message.source, message.destination] += table.numel(message)
+            assert table.traffic(rank, push=push) == numels
+
+
+@given(rng=random, tied=st.booleans(), rule=RULES)
+def test_members_of_a_unit_are_who_takes_part_and_pieces_are_owned_where_all_hold(rng, tied, rule):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    for unit in TransferTable(specs, slices, plan).units:
+        kind, members = unit.kind, unit.kind.members
+        assert list(members) == [r for r in range(world_size) if unit.messages(r, push=False)]
+        owned = [
+            {item.owner: (item.start, item.stop) for item in slices[s.name]} for s in unit.specs
+        ]
+        whole = all(
+            {h.global_rank: (h.intervals, h.pushes) for h in holdings_of(spec, plan)}
+            == dict.fromkeys(members, (((0, spec.cut_length),),) * 2)
+            for spec in unit.specs
+        )
+        assert (kind.own_rows is not None) == whole
+        if kind.own_rows is not None:
+            assert kind.own_rows == tuple(
+                tuple(rows.get(rank, (0, 0)) for rank in members) for rows in owned
+            )
+
+
+@pytest.mark.parametrize("degrees", [{}, {"num_stages": 8}, {"num_stages": 8, "tp_degree": 8}])
+def test_layers_of_1024_ranks_are_of_few_kinds(degrees):
+    plan = ParallelPlan.even(world_size=1024, num_layers=80, **degrees)
+    specs = [
+        ParameterSpec(name=f"{layer}.{i}", shape=(1024, i), layer=layer, tp_dim=0)
+        for layer in range(80)
+        for i in range(1, 8)
+    ]
+    slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
+    table = TransferTable(specs, slices, plan)
+    num_stages = degrees.get("num_stages", 1)
+    assert len({unit.kind for unit in table.units}) == num_stages
+    assert len(set(map(id, slices.values()))) == num_stages
+    assert {len(unit.kind.members) for unit in table.units} == {1024 // num_stages}
 
 
 def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: int) -> ParallelPlan:

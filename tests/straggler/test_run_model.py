@@ -110,9 +110,9 @@ def test_in_a_large_run_only_ranks_that_move_are_counted():
     asked = []
 
     class Table(TransferTable):
-        def push(self, global_rank):
+        def traffic(self, global_rank, *, push):
             asked.append(global_rank)
-            return super().push(global_rank)
+            return super().traffic(global_rank, push=push)
 
     facts = measured(plan, places=places, table_of=lambda plan: Table(SPECS, slices, plan))
     model = RunModel(facts, Slowness(links={(0, 2): 9.0}))
