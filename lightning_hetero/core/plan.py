@@ -26,6 +26,12 @@ class StagePlan:
     """Global ranks of the tensor-parallel group, in order of `tp_rank`."""
     layers: range
     """Indices of the stage's layers; consecutive, at least one."""
+    recomputed_layers: int | None = None
+    """How many of them, the first ones, compute their activations again in backward; None leaves it
+    to the budget, or to the strategy's option."""
+    activation_budget_bytes: int | None = None
+    """Most bytes of activations that each rank keeps of the stage's layers. Every micro-batch
+    recomputes just as many layers as that takes; None sets no limit."""
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -38,6 +44,26 @@ class StagePlan:
             raise PlanError(
                 f"Stage on ranks {list(self.ranks)} has layers [{self.layers.start}, "
                 f"{self.layers.stop}); a stage needs at least one layer, [first, last + 1)."
+            )
+        self._check_recomputation()
+
+    def _check_recomputation(self) -> None:
+        recomputed, budget = self.recomputed_layers, self.activation_budget_bytes
+        if recomputed is not None and budget is not None:
+            raise PlanError(
+                f"Stage on ranks {list(self.ranks)} has recomputed_layers {recomputed} and "
+                f"activation_budget_bytes {budget}. Give one of them: the budget decides how many "
+                "layers each micro-batch recomputes."
+            )
+        if recomputed is not None and not 0 <= recomputed <= len(self.layers):
+            raise PlanError(
+                f"Stage on ranks {list(self.ranks)} has recomputed_layers {recomputed} of "
+                f"{len(self.layers)} layers. Give 0 (none) to {len(self.layers)} (all)."
+            )
+        if budget is not None and budget < 1:
+            raise PlanError(
+                f"Stage on ranks {list(self.ranks)} has activation_budget_bytes {budget}; it must "
+                "be 1 or more, or left out."
             )
 
     @property
@@ -275,14 +301,11 @@ class ParallelPlan:
                             "ranks": list(stage.ranks),
                             "layers": [stage.layers.start, stage.layers.stop],
                         }
+                        | _given(stage, "recomputed_layers", "activation_budget_bytes")
                         for stage in pipeline.stages
                     ]
                 }
-                | (
-                    {}
-                    if pipeline.num_microbatches is None
-                    else {"num_microbatches": pipeline.num_microbatches}
-                )
+                | _given(pipeline, "num_microbatches")
                 for pipeline in self.pipelines
             ]
         }
@@ -318,7 +341,7 @@ class ParallelPlan:
         return load_file(path, "plan", PlanError, cls.from_json)
 
     def __str__(self) -> str:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 str(pipeline_index),
                 str(stage_index),
@@ -330,8 +353,25 @@ class ParallelPlan:
             )
             for pipeline_index, stage_index, stage in self.iter_stages()
         ]
-        header = ("pipeline", "stage", "ranks", "tp", "layers", "count", "micro-batches")
+        header = ["pipeline", "stage", "ranks", "tp", "layers", "count", "micro-batches"]
+        recomputed = [_recomputation(stage) for _, _, stage in self.iter_stages()]
+        if any(recomputed):
+            header.append("recomputed")
+            rows = [(*row, cell or "-") for row, cell in zip(rows, recomputed, strict=True)]
         return format_table(header, rows)
+
+
+def _given(part: StagePlan | PipelinePlan, *names: str) -> dict[str, int]:
+    """Return those of the fields that aren't left open."""
+    return {name: value for name in names if (value := getattr(part, name)) is not None}
+
+
+def _recomputation(stage: StagePlan) -> str:
+    """Return what a stage says of recomputation, nothing if it leaves that to the strategy."""
+    if stage.activation_budget_bytes is not None:
+        return f"within {stage.activation_budget_bytes / 2**30:.3g} GiB"
+    recomputed = stage.recomputed_layers
+    return "" if recomputed is None else f"{recomputed} layer{'s' if recomputed != 1 else ''}"
 
 
 def _join(ranks: Sequence[int]) -> str:

@@ -22,9 +22,15 @@ def random_plan(
         stages = []
         for start, stop in pairwise(cuts):
             ranks, free = free[:degree], free[degree:]
-            stages.append(StagePlan(ranks=tuple(ranks), layers=range(start, stop)))
+            stages.append(_stage(rng, tuple(ranks), range(start, stop)))
         pipelines.append(PipelinePlan(stages=tuple(stages)))
     return ParallelPlan(pipelines=tuple(pipelines)), world_size
+
+
+def _stage(rng: Random, ranks: tuple[int, ...], layers: range) -> StagePlan:
+    """Return a stage that leaves recomputation open or says how many layers it recomputes."""
+    recomputed = rng.randint(0, len(layers)) if rng.random() < 0.3 else None
+    return StagePlan(ranks=ranks, layers=layers, recomputed_layers=recomputed)
 
 
 def small_model(num_layers: int, *, tied: bool) -> list[ParameterSpec]:

@@ -20,8 +20,8 @@ ASYMMETRIC = {
 }
 
 
-def stage(ranks: tuple[int, ...], start: int, stop: int) -> StagePlan:
-    return StagePlan(ranks=ranks, layers=range(start, stop))
+def stage(ranks: tuple[int, ...], start: int, stop: int, **kept: int) -> StagePlan:
+    return StagePlan(ranks=ranks, layers=range(start, stop), **kept)
 
 
 def pipeline(*stages: StagePlan, num_microbatches: int | None = None) -> PipelinePlan:
@@ -111,6 +111,24 @@ def test_the_example_of_the_manual_loads_and_prints_as_a_table(tmp_path):
     assert ParallelPlan.load(tmp_path / "again.json") == plan
 
 
+def test_stages_say_what_they_recompute_in_json_and_in_the_table():
+    stages = [
+        {"ranks": [0], "layers": [0, 4], "recomputed_layers": 3},
+        {"ranks": [1], "layers": [4, 5], "activation_budget_bytes": "2 GiB"},
+        {"ranks": [2], "layers": [5, 6]},
+    ]
+    plan = ParallelPlan.from_dict({"pipelines": [{"stages": stages}]})
+    assert [s.recomputed_layers for _, _, s in plan.iter_stages()] == [3, None, None]
+    assert [s.activation_budget_bytes for _, _, s in plan.iter_stages()] == [None, 2**31, None]
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    assert [line.split("  ")[-1].strip() for line in str(plan).splitlines()] == [
+        "recomputed",
+        "3 layers",
+        "within 2 GiB",
+        "-",
+    ]
+
+
 @pytest.mark.parametrize(
     ("build", "said"),
     [
@@ -118,6 +136,12 @@ def test_the_example_of_the_manual_loads_and_prints_as_a_table(tmp_path):
         (lambda: stage((3, -1), 0, 1), ["[3, -1]", "start at 0"]),
         (lambda: stage((4,), 2, 2), ["[4]", "[2, 2)", "at least one layer"]),
         (lambda: stage((4,), -1, 2), ["[4]", "[-1, 2)"]),
+        (lambda: stage((4,), 0, 3, recomputed_layers=4), ["[4]", "4 of 3 layers", "0 (none)"]),
+        (lambda: stage((4,), 0, 3, activation_budget_bytes=0), ["[4]", "must be 1 or more"]),
+        (
+            lambda: stage((4,), 0, 3, recomputed_layers=1, activation_budget_bytes=10**9),
+            ["recomputed_layers 1", "activation_budget_bytes 1000000000", "Give one of them"],
+        ),
         (lambda: StagePlan(ranks=(4,), layers=range(0, 4, 2)), ["[4]", "[0, 4)"]),
         (lambda: pipeline(), ["no stages", "at least one stage"]),
         (lambda: pipeline(stage((0,), 0, 1), num_microbatches=-2), ["-2", "0 or more"]),

@@ -1,0 +1,188 @@
+"""Decide how many layers of a stage each micro-batch computes again in backward.
+
+A layer that is recomputed keeps its input instead of all that autograd saves. Always the stage's
+first layers are recomputed: backward comes to them last, when the kept layers of the micro-batch
+have gone and left room for the one that is computed again.
+
+Let micro-batch m have t_m tokens and keep k_m of the stage's n layers; K and R are the bytes per
+token of a kept and of a recomputed layer. When its backward begins, with the micro-batches W_m in
+flight, m among them, the stage holds at most ::
+
+    sum over j in W_m of t_j·(n·R + k_j·(K - R)),    where k_m counts as 1 if it is 0,
+
+since even a micro-batch that keeps no layer computes one again at a time. The runtime and the
+simulator both take `fewest_recomputed` for an answer, so that what runs is what was predicted.
+"""
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.core.errors import PlanError
+
+__all__ = ["LayerBytes", "fewest_recomputed", "held_at_backward", "peak_activation_bytes"]
+
+_ROUNDING = 1 + 1e-9
+"""Sums of products may exceed a budget that equals them by this factor."""
+
+Windows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """What one layer keeps on one rank between its forward and its backward."""
+
+    kept: float
+    """Bytes per token of all that autograd saves."""
+    recomputed: float
+    """Bytes per token if the layer is computed again: those of its input."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recomputed <= self.kept:
+            raise PlanError(
+                f"A layer keeps {self.kept} bytes per token and {self.recomputed} if it is "
+                "recomputed; the second must be from 0 to the first. Measure them again."
+            )
+
+
+@lru_cache(maxsize=256)
+def held_at_backward(schedule: tuple[Action, ...]) -> Windows:
+    """Return for each backward the micro-batches in flight when it begins, its own first."""
+    held: dict[int, None] = {}
+    windows = []
+    for action in schedule:
+        index = action.microbatch_index
+        if action.kind is ActionKind.FORWARD:
+            held[index] = None
+        else:
+            del held[index]
+            windows.append((index, *held))
+    return tuple(windows)
+
+
+def peak_activation_bytes(
+    layer: LayerBytes,
+    num_layers: int,
+    tokens: Sequence[int],
+    recomputed: Sequence[int],
+    windows: Windows,
+) -> float:
+    """Return the most bytes of its layers' activations that a stage holds at once.
+
+    Args:
+        layer: Of each of its layers.
+        num_layers: Of the stage.
+        tokens: Of each micro-batch.
+        recomputed: Layers that each micro-batch recomputes.
+        windows: Of the stage's schedule, from `held_at_backward`.
+    """
+    stage = _Stage(layer, num_layers, tokens, windows)
+    return stage.peak([num_layers - count for count in recomputed])
+
+
+def fewest_recomputed(
+    budget_bytes: float,
+    layer: LayerBytes,
+    num_layers: int,
+    tokens: Sequence[int],
+    windows: Windows,
+) -> tuple[int, ...]:
+    """Return how many layers each micro-batch recomputes so that a stage stays within a budget.
+
+    Kept bytes are shared out fairly: one layer after the other goes to the micro-batch that would
+    then keep least, as long as no window exceeds the budget. So long micro-batches recompute most,
+    short ones nothing, and equal ones differ by one layer at most. ::
+
+        schedule = schedule_1f1b(stage_index=0, num_stages=2, num_microbatches=3)
+        layer = LayerBytes(kept=34.0, recomputed=2.0)
+        fewest_recomputed(400_000, layer, 4, (1000, 4000, 500), held_at_backward(schedule))
+
+    Args:
+        budget_bytes: Of all its micro-batches' activations together, on each rank.
+        layer: Of each of the stage's layers.
+        num_layers: Of the stage.
+        tokens: Of each micro-batch, in the order in which they run.
+        windows: Of the stage's schedule, from `held_at_backward`.
+
+    Raises:
+        PlanError: The budget doesn't even hold one recomputed layer beside the inputs of all.
+    """
+    stage = _Stage(layer, num_layers, tokens, windows)
+    nothing, everything = [0] * len(tokens), [num_layers] * len(tokens)
+    room = budget_bytes * _ROUNDING
+    if stage.peak(everything) <= room:
+        return tuple(nothing)
+    needed = stage.peak(nothing)
+    if needed > room:
+        raise PlanError(
+            f"An activation budget of {_gib(budget_bytes)} holds not even one recomputed layer: "
+            f"with all {num_layers} layers recomputed, the stage keeps up to {_gib(needed)} of "
+            f"micro-batches of up to {max(tokens):,} tokens. Set activation_budget_bytes to "
+            f"{int(needed) + 1:,} or more, or give the stage fewer layers or shorter micro-batches."
+        )
+    # Most of the sharing out at once: the largest number of bytes that all may keep.
+    levels = sorted({count * cost for cost in stage.costs for count in range(num_layers + 1)})
+    first = bisect.bisect(levels, room, key=lambda level: stage.peak(stage.kept_up_to(level)))
+    kept = stage.kept_up_to(levels[first - 1])
+    queue = [((kept[m] + 1) * cost, m) for m, cost in enumerate(stage.costs)]
+    heapq.heapify(queue)
+    while queue:
+        _, m = heapq.heappop(queue)
+        if kept[m] == num_layers:
+            continue
+        kept[m] += 1
+        if stage.peak(kept, around=m) > room:
+            kept[m] -= 1  # It has no room later either: windows only fill.
+        else:
+            heapq.heappush(queue, ((kept[m] + 1) * stage.costs[m], m))
+    return tuple(num_layers - count for count in kept)
+
+
+class _Stage:
+    """The windows of one stage, in bytes."""
+
+    def __init__(
+        self, layer: LayerBytes, num_layers: int, tokens: Sequence[int], windows: Windows
+    ) -> None:
+        self.costs = [count * (layer.kept - layer.recomputed) for count in tokens]
+        """Bytes for which each micro-batch keeps one more layer."""
+        self._num_layers = num_layers
+        self._inputs = [count * num_layers * layer.recomputed for count in tokens]
+        self._windows = windows
+        self._around: list[list[tuple[int, ...]]] = [[] for _ in tokens]
+        for window in windows:
+            for m in window:
+                self._around[m].append(window)
+
+    def peak(self, kept: Sequence[int], *, around: int | None = None) -> float:
+        """Return the most that is held if micro-batches keep so many layers.
+
+        Args:
+            kept: Layers that each micro-batch keeps.
+            around: Look only at windows in which this micro-batch is.
+        """
+        windows = self._windows if around is None else self._around[around]
+        costs, inputs = self.costs, self._inputs
+        return max(
+            (
+                sum(inputs[m] + kept[m] * costs[m] for m in window)
+                + (0 if kept[window[0]] else costs[window[0]])
+                for window in windows
+            ),
+            default=0.0,
+        )
+
+    def kept_up_to(self, level: float) -> list[int]:
+        """Return how many layers each micro-batch keeps in `level` bytes."""
+        most = level * _ROUNDING
+        return [
+            self._num_layers if not cost else min(self._num_layers, int(most / cost))
+            for cost in self.costs
+        ]
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
