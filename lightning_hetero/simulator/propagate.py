@@ -30,6 +30,16 @@ class PipelineTimes:
     backward_message_s: _Matrix
     """Its gradient from the next stage back to this one; one row less than stages."""
 
+    @property
+    def first_forward_s(self) -> tuple[float, ...]:
+        """The first forward on each stage; zeros without micro-batches."""
+        return tuple([row[0] if row else 0.0 for row in self.forward_s])
+
+    @property
+    def last_backward_s(self) -> tuple[float, ...]:
+        """The last backward on each stage; zeros without micro-batches."""
+        return tuple([row[-1] if row else 0.0 for row in self.backward_s])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:

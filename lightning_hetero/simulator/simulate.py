@@ -15,6 +15,7 @@ from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.exchange import ExchangeTable
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
+from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal
 
 __all__ = [
     "Event",
@@ -122,19 +123,18 @@ def simulate(
     _check(plan, cost, microbatches)
     shapes = [[cost.shape_of(stage) for stage in p.stages] for p in plan.pipelines]
     exchange = ExchangeTable(plan, cost)
-    compute = [
-        _compute_times(pipeline, shapes[index], cost, microbatches[index])
-        for index, pipeline in enumerate(plan.pipelines)
-    ]
-    pulled = exchange.pull_start_s(
-        [[row[0] if row else 0.0 for row in times.forward_s] for times in compute]
-    )
+    compute: list[PipelineTimes | EqualTimes] = []
+    for pipeline, row, batches in zip(plan.pipelines, shapes, microbatches, strict=True):
+        are_equal = len(set(batches)) == 1 and not record_events
+        find_times = _equal_times if are_equal else _compute_times
+        compute.append(find_times(pipeline, row, cost, batches))
+    pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
     timelines = _run_pipelines(
         compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
     )
     computed = [timeline.end_s for timeline in timelines]
     has_work = [bool(batches) for batches in microbatches]
-    spans = [[row[-1] if row else 0.0 for row in times.backward_s] for times in compute]
+    spans = [times.last_backward_s for times in compute]
     pushed = exchange.push_end_s(computed, spans, has_work)
     steps = [[cost.update_s(shape, plan.num_pipelines) for shape in row] for row in shapes]
     stepped = [
@@ -200,28 +200,45 @@ def _compute_times(
     distinct = {batch: position for position, batch in enumerate(dict.fromkeys(microbatches))}
     order = [distinct[batch] for batch in microbatches]
     tokens = [sum(batch) for batch in distinct]
-    stages = pipeline.stages
 
-    def spread(values: Sequence[float]) -> list[float]:
-        return [values[position] for position in order]
+    def spread(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple([values[position] for position in order])
 
     pairs = [[cost.compute_s(shape, batch) for batch in distinct] for shape in shapes]
+    hops = list(itertools.pairwise(pipeline.stages))
     return PipelineTimes(
-        forward_s=[spread([pair[0] for pair in row]) for row in pairs],
-        backward_s=[spread([pair[1] for pair in row]) for row in pairs],
-        forward_message_s=[
-            spread([cost.activation_s(a, b, count) for count in tokens])
-            for a, b in itertools.pairwise(stages)
-        ],
-        backward_message_s=[
-            spread([cost.activation_s(b, a, count) for count in tokens])
-            for a, b in itertools.pairwise(stages)
-        ],
+        forward_s=tuple([spread([pair[0] for pair in row]) for row in pairs]),
+        backward_s=tuple([spread([pair[1] for pair in row]) for row in pairs]),
+        forward_message_s=tuple(
+            [spread([cost.activation_s(a, b, count) for count in tokens]) for a, b in hops]
+        ),
+        backward_message_s=tuple(
+            [spread([cost.activation_s(b, a, count) for count in tokens]) for a, b in hops]
+        ),
+    )
+
+
+def _equal_times(
+    pipeline: PipelinePlan,
+    shapes: Sequence[StageShape],
+    cost: CostModel,
+    microbatches: Sequence[MicroBatchShape],
+) -> EqualTimes:
+    """Return `_compute_times` of micro-batches that are all alike."""
+    tokens = sum(microbatches[0])
+    pairs = [cost.compute_s(shape, microbatches[0]) for shape in shapes]
+    hops = list(itertools.pairwise(pipeline.stages))
+    return EqualTimes(
+        forward_s=tuple([forward for forward, _ in pairs]),
+        backward_s=tuple([backward for _, backward in pairs]),
+        forward_message_s=tuple([cost.activation_s(a, b, tokens) for a, b in hops]),
+        backward_message_s=tuple([cost.activation_s(b, a, tokens) for a, b in hops]),
+        num_microbatches=len(microbatches),
     )
 
 
 def _run_pipelines(
-    compute: Sequence[PipelineTimes],
+    compute: Sequence[PipelineTimes | EqualTimes],
     starts: Sequence[Sequence[float]],
     *,
     blocking: bool,
@@ -231,15 +248,13 @@ def _run_pipelines(
     timelines: list[Timeline] = []
     known: dict[tuple[object, ...], Timeline] = {}
     for times, start in zip(compute, starts, strict=True):
-        key = (
-            tuple(start),
-            tuple(map(tuple, times.forward_s)),
-            tuple(map(tuple, times.backward_s)),
-            tuple(map(tuple, times.forward_message_s)),
-            tuple(map(tuple, times.backward_message_s)),
-        )
+        key = times, tuple(start)
         if key not in known:
-            known[key] = propagate(times, start, blocking=blocking, record=record)
+            known[key] = (
+                propagate_equal(times, start, blocking=blocking)
+                if isinstance(times, EqualTimes)
+                else propagate(times, start, blocking=blocking, record=record)
+            )
         timelines.append(known[key])
     return timelines
 

@@ -1,0 +1,132 @@
+"""Run one pipeline of equal micro-batches against the clock, without walking through all of them.
+
+1F1B goes in rounds: in round r stage s runs the forward of micro-batch `r - s` and then, once the
+first micro-batch is through, the backward of `r - (num_stages - 1)`. A round depends on the one
+before it alone, and with equal micro-batches it soon looks like an earlier one, everything as much
+later: such rounds repeat until the cool-down and are skipped. What is left, for S stages about
+4·S rounds of 2·S actions, doesn't grow with the number of micro-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hetero.simulator.propagate import Timeline
+
+__all__ = ["EqualTimes", "propagate_equal"]
+
+_SAME = 1e-9
+"""Share of a micro-batch's seconds by which rounds may differ that count as the same."""
+
+
+@dataclass(frozen=True)
+class EqualTimes:
+    """Seconds of every action and message of a pipeline whose micro-batches are all alike."""
+
+    forward_s: tuple[float, ...]
+    """Forward of a micro-batch on each stage."""
+    backward_s: tuple[float, ...]
+    """Backward of a micro-batch on each stage."""
+    forward_message_s: tuple[float, ...]
+    """Hidden state from a stage to the next; one less than stages."""
+    backward_message_s: tuple[float, ...]
+    """Its gradient from the next stage back to this one; one less than stages."""
+    num_microbatches: int
+    """Micro-batches that the pipeline runs, 1 or more."""
+
+    @property
+    def first_forward_s(self) -> tuple[float, ...]:
+        """The first forward on each stage."""
+        return self.forward_s
+
+    @property
+    def last_backward_s(self) -> tuple[float, ...]:
+        """The last backward on each stage."""
+        return self.backward_s
+
+
+def propagate_equal(
+    times: EqualTimes, start_s: Sequence[float], *, blocking: bool = False
+) -> Timeline:
+    """Return what `propagate` does, but for rounding, without events.
+
+    Args:
+        times: Seconds of every action and message.
+        start_s: When each stage may start its first forward.
+        blocking: Whether a message keeps both its ends from computing.
+    """
+    num_stages, count = len(start_s), times.num_microbatches
+    rounds = _Rounds(times, start_s, blocking=blocking)
+    unit = _SAME * (sum(times.forward_s) + sum(times.backward_s)) or 1.0
+    seen: dict[tuple[int, ...], tuple[int, float]] = {}
+    index = 0
+    while index < count + num_stages - 1:
+        rounds.run(index)
+        index += 1
+        if num_stages <= index < count:
+            shape = rounds.shape(unit)
+            before, base_s = seen.setdefault(shape, (index, rounds.free_s[0]))
+            if before < index:
+                repeats = (count - index) // (index - before)
+                rounds.delay(repeats * (rounds.free_s[0] - base_s))
+                index += repeats * (index - before)
+                seen.clear()
+    busy_s = [count * sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True)]
+    return Timeline(end_s=tuple(rounds.free_s), busy_s=tuple(busy_s), events=())
+
+
+class _Rounds:
+    """Where all stages and links stand after a round."""
+
+    def __init__(self, times: EqualTimes, start_s: Sequence[float], *, blocking: bool) -> None:
+        self.num_stages, self.num_microbatches = len(start_s), times.num_microbatches
+        there = (*times.forward_message_s, 0.0)
+        back = (0.0, *times.backward_message_s)
+        self.hops_s = tuple(zip(there, back, strict=True))
+        nothing = (0.0,) * self.num_stages
+        # A blocking message lengthens the action that it goes to and keeps its sender busy.
+        self.holds_s = self.hops_s if blocking else ((0.0, 0.0),) * self.num_stages
+        incoming = ((0.0, *there[:-1]), (*back[1:], 0.0)) if blocking else (nothing, nothing)
+        self.seconds = tuple(
+            (forward + before, backward + behind)
+            for forward, backward, before, behind in zip(
+                times.forward_s, times.backward_s, *incoming, strict=True
+            )
+        )
+        self.free_s = list(start_s)
+        self.arrived_s = [0.0] * (self.num_stages + 1)
+        """When each stage has its next hidden state; the last entry is nobody's."""
+        self.forward_link_s, self.backward_link_s = ([0.0] * self.num_stages for _ in range(2))
+
+    def run(self, index: int) -> None:
+        """Run round `index`, from the last stage to the first."""
+        has_backward = index >= self.num_stages - 1
+        gradient_s = 0.0
+        for stage in range(min(index, self.num_stages - 1), -1, -1):
+            free = self.free_s[stage]
+            forward, backward = self.seconds[stage]
+            hop, back = self.hops_s[stage]
+            hold, hold_back = self.holds_s[stage]
+            if index - stage < self.num_microbatches:
+                end = max(free, self.arrived_s[stage]) + forward
+                sent = max(end, self.forward_link_s[stage])
+                self.forward_link_s[stage] = sent + hop
+                self.arrived_s[stage + 1] = sent + hop - hold
+                free = end + hold
+            if has_backward:
+                end = max(free, gradient_s) + backward
+                sent = max(end, self.backward_link_s[stage])
+                self.backward_link_s[stage] = sent + back
+                gradient_s = sent + back - hold_back
+                free = end + hold_back
+            self.free_s[stage] = free
+
+    def shape(self, unit: float) -> tuple[int, ...]:
+        """Return all times after the first stage's, in units: equal ones go on alike."""
+        base = self.free_s[0]
+        rows = (self.free_s, self.arrived_s[1:-1], self.forward_link_s, self.backward_link_s)
+        return tuple([round((value - base) / unit) for row in rows for value in row])
+
+    def delay(self, seconds: float) -> None:
+        """Let everything be so much later."""
+        for row in (self.free_s, self.arrived_s, self.forward_link_s, self.backward_link_s):
+            row[:] = [value + seconds for value in row]
