@@ -15,7 +15,6 @@ from lightning_hetero.cli.output import (
 )
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, devices_line, simulate, split_batch
-from lightning_hetero.simulator.exchange import cut_segments
 
 __all__ = ["add_arguments", "run_compare"]
 
@@ -86,7 +85,8 @@ def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -
 def _exchanged_bytes(plan: ParallelPlan, cost: CostModel) -> float:
     """Return the bytes of weights and gradients that an iteration moves between pipelines."""
     shared = (plan.num_pipelines - 1) / plan.num_pipelines
-    params = sum(s.num_units * s.params_per_unit for s in cut_segments(plan, cost))
+    model = cost.model
+    params = model.num_layers * model.params_per_layer + model.embedding_params + model.head_params
     each_way = params * plan.num_pipelines * shared
     ways = cost.layout.gradient_bytes + (cost.layout.weight_bytes if cost.layout.sharded else 0)
     return each_way * ways

@@ -9,7 +9,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,12 @@ from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, cla
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
-from lightning_hetero.simulator.propagate import PipelineTimes, propagate
+from lightning_hetero.simulator.exchange import ExchangeTable, Holders
+from lightning_hetero.simulator.propagate_equal import (
+    EqualTimes,
+    propagate_equal,
+    steady_round_s,
+)
 
 __all__ = ["Estimate", "Estimator", "PipelineEstimate"]
 
@@ -37,12 +42,10 @@ class PipelineEstimate:
     """Seconds that one more micro-batch takes."""
     fill_s: float
     """Seconds besides: the bubble."""
-    first_params: float
-    """Parameters that a rank of the first stage holds; they are pushed last."""
-    first_times_s: tuple[float, float]
-    """Forward and backward seconds of a micro-batch on the first stage."""
-    step_s: float
-    """Seconds of the first stage's optimizer step."""
+    times: EqualTimes
+    """Seconds of every action and message."""
+    step_s: tuple[float, ...]
+    """Seconds of each stage's optimizer step."""
     most_microbatches: int
     """Micro-batches beyond which the activations in flight would not fit."""
 
@@ -78,6 +81,8 @@ class Estimator:
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
         self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
+        self._exchanges: dict[Arrangement, ExchangeTable] = {}
+        self._ends_of: dict[EqualTimes, tuple[float, ...]] = {}
 
     def unequal(self) -> "Estimator":
         """Return an estimator with the same caches whose pipelines may run unequal shares."""
@@ -177,12 +182,14 @@ class Estimator:
                 if part is None:
                     return None
                 parts[key] = part
-        waits = self._exchange_s(arrangement, keys, parts)
-        order = list(parts)
-        fills = [parts[key].fill_s + waits[key][0] for key in order]
-        slopes = [parts[key].slope_s for key in order]
-        limits = [parts[key].most_microbatches for key in order]
-        numbers = [repeats[key] for key in order]
+        exchange = self._exchange(arrangement, keys, parts)
+        kinds = list(parts.values())
+        pulled_s = exchange.pull_start_s([part.times.forward_s for part in kinds])
+        waits_s = [_wait_s(part, starts) for part, starts in zip(kinds, pulled_s, strict=True)]
+        fills = [part.fill_s + wait for part, wait in zip(kinds, waits_s, strict=True)]
+        slopes = [part.slope_s for part in kinds]
+        limits = [part.most_microbatches for part in kinds]
+        numbers = [repeats[key] for key in parts]
         shares = (
             deal_microbatches(numbers, limits, total)
             if self.equal_microbatches
@@ -190,17 +197,22 @@ class Estimator:
         )
         if shares is None:
             return None
-        left = {key: list(share) for key, share in zip(order, shares, strict=True)}
-        counts = tuple(left[key].pop() for key in keys)
-        longest = max(
-            fill + slope * max(share)
-            for fill, slope, share in zip(fills, slopes, shares, strict=True)
-        )
+        ends_s = [
+            [wait + end for end in self._ends_s(part.times, max(share))]
+            for part, share, wait in zip(kinds, shares, waits_s, strict=True)
+        ]
+        backward_s = [part.times.backward_s for part in kinds]
+        pushed_s = exchange.push_end_s(ends_s, backward_s, [True] * len(kinds))
+        left = {key: list(share) for key, share in zip(parts, shares, strict=True)}
         return Estimate(
             arrangement=arrangement,
             layers=tuple(parts[key].layers for key in keys),
-            num_microbatches=counts,
-            time_s=longest + max(wait[1] for wait in waits.values()),
+            num_microbatches=tuple(left[key].pop() for key in keys),
+            time_s=max(
+                end + step
+                for part, row in zip(kinds, pushed_s, strict=True)
+                for end, step in zip(row, part.step_s, strict=True)
+            ),
         )
 
     def _estimate_pipeline(
@@ -246,22 +258,29 @@ class Estimator:
         if layers is None:
             return None
         tp_degree, nodes = pipeline
-        num_stages = len(nodes)
-        times_s = [
-            self.stage_times_s(node, tp_degree, first=stage == 0, last=stage == num_stages - 1)
-            for stage, node in enumerate(nodes)
+        last = len(nodes) - 1
+        shapes = [
+            self.shape(node, tp_degree, count, first=stage == 0, last=stage == last)
+            for stage, (node, count) in enumerate(zip(nodes, layers, strict=True))
         ]
-        forward_s = [float(f[n]) for (f, _), n in zip(times_s, layers, strict=True)]
-        backward_s = [float(b[n]) for (_, b), n in zip(times_s, layers, strict=True)]
-        slope, fill = self._linear(forward_s, backward_s, self._stages(pipeline, layers))
-        shape = self.shape(nodes[0], tp_degree, layers[0], first=True, last=num_stages == 1)
+        pairs = [self.cost.compute_s(shape, self.workload.microbatch) for shape in shapes]
+        tokens = sum(self.workload.microbatch)
+        hops = list(itertools.pairwise(self._stages(pipeline, layers)))
+        times = EqualTimes(
+            forward_s=tuple([forward for forward, _ in pairs]),
+            backward_s=tuple([backward for _, backward in pairs]),
+            forward_message_s=tuple([self.cost.activation_s(a, b, tokens) for a, b in hops]),
+            backward_message_s=tuple([self.cost.activation_s(b, a, tokens) for a, b in hops]),
+            num_microbatches=max(1, self.workload.num_microbatches // num_pipelines),
+        )
+        slope_s = steady_round_s(times, blocking=self.cost.layout.blocking_messages)
+        ends_s = self._ends_s(times, times.num_microbatches)
         return PipelineEstimate(
             layers=layers,
-            slope_s=slope,
-            fill_s=fill,
-            first_params=self.cost.num_stage_params(shape),
-            first_times_s=(forward_s[0], backward_s[0]),
-            step_s=self.cost.step_s(shape, self.cost.num_owned_params(shape, num_pipelines)),
+            slope_s=slope_s,
+            fill_s=max(ends_s) - slope_s * times.num_microbatches,
+            times=times,
+            step_s=tuple([self.cost.update_s(shape, num_pipelines) for shape in shapes]),
             most_microbatches=most_microbatches,
         )
 
@@ -277,76 +296,45 @@ class Estimator:
             for first, stop, count in zip(firsts, stops, layers, strict=True)
         ]
 
-    def _linear(
-        self,
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        stages: Sequence[StagePlan],
-    ) -> tuple[float, float]:
-        """Return slope and fill of the makespan over the number of micro-batches."""
-        num_stages = len(stages)
-        if num_stages == 1:
-            return forward_s[0] + backward_s[0], 0.0
-        tokens = sum(self.workload.microbatch)
-        hops = [
-            (self.cost.activation_s(a, b, tokens), self.cost.activation_s(b, a, tokens))
-            for a, b in itertools.pairwise(stages)
-        ]
-        few, many = 2 * num_stages, 3 * num_stages
-        blocking = self.cost.layout.blocking_messages
-        before, after = (
-            _makespan_s(forward_s, backward_s, hops, count, blocking=blocking)
-            for count in (few, many)
-        )
-        slope = (after - before) / (many - few)
-        return slope, before - few * slope
-
-    def _exchange_s(
+    def _exchange(
         self,
         arrangement: Arrangement,
         keys: Sequence[_PipelineKey],
         parts: dict[_PipelineKey, PipelineEstimate],
-    ) -> dict[_PipelineKey, tuple[float, float]]:
-        """Return exposed seconds of pull, and of push and step, judged by first stages alone."""
-        count = len(arrangement)
-        on_node = Counter(pipeline.nodes[0] for pipeline in arrangement)
-        waits: dict[_PipelineKey, tuple[float, float]] = {}
-        model, state = self.cost.model, self.cost.layout
-        for key, pipeline in zip(keys, arrangement, strict=True):
-            if key in waits:
-                continue
-            part = parts[key]
-            near = on_node[pipeline.nodes[0]] - 1
-            rank = self._rank_of_node[pipeline.nodes[0]]
-            seconds_per_byte = near / self.cost.link(rank, rank)[0]
-            seconds_per_byte += (count - 1 - near) / self.cost.cluster.inter_node_bytes_per_s
-            per_param = seconds_per_byte / count
-            embedding = model.embedding_params / pipeline.tp_degree * per_param
-            total = part.first_params * per_param
-            forward, backward = part.first_times_s
-            hidden = 1 - 1 / part.layers[0]
-            if not state.sharded:
-                per_param *= 2
-            pull = max(embedding, total - forward * hidden) * state.weight_bytes
-            push = max(embedding, total - backward * hidden) * state.gradient_bytes
-            waits[key] = (pull if state.sharded else 0.0, push + part.step_s)
-        return waits
+    ) -> ExchangeTable:
+        """Return the exchange between the classes of pipelines."""
+        found = self._exchanges.get(arrangement)
+        if found is None:
+            ranks: dict[_PipelineKey, list[tuple[int, ...]]] = {}
+            for key, (_, nodes) in zip(keys, arrangement, strict=True):
+                ranks.setdefault(key, []).append(tuple([self._rank_of_node[n] for n in nodes]))
+            holders = [
+                Holders(
+                    layers=part.layers,
+                    tp_degrees=(key[0],) * len(part.layers),
+                    ranks=tuple(ranks[key]),
+                )
+                for key, part in parts.items()
+            ]
+            found = self._exchanges[arrangement] = ExchangeTable(holders, self.cost)
+        return found
+
+    def _ends_s(self, times: EqualTimes, num_microbatches: int) -> tuple[float, ...]:
+        """Return when the stages of a pipeline end that starts at once."""
+        key = replace(times, num_microbatches=num_microbatches)
+        found = self._ends_of.get(key)
+        if found is None:
+            starts, blocking = (0.0,) * len(key.forward_s), self.cost.layout.blocking_messages
+            found = self._ends_of[key] = propagate_equal(key, starts, blocking=blocking).end_s
+        return found
 
 
-def _makespan_s(
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    hops_s: Sequence[tuple[float, float]],
-    count: int,
-    *,
-    blocking: bool,
-) -> float:
-    """Return the seconds of one pipeline with `count` equal micro-batches."""
-    times = PipelineTimes(
-        forward_s=[[seconds] * count for seconds in forward_s],
-        backward_s=[[seconds] * count for seconds in backward_s],
-        forward_message_s=[[there] * count for there, _ in hops_s],
-        backward_message_s=[[back] * count for _, back in hops_s],
-    )
-    starts = [0.0] * len(forward_s)
-    return max(propagate(times, starts, blocking=blocking).end_s)
+def _wait_s(part: PipelineEstimate, start_s: Sequence[float]) -> float:
+    """Return how much later a pipeline goes on for weights than for hidden states."""
+    hops_s = (0.0, *part.times.forward_message_s)
+    arrived_s, wait_s = 0.0, 0.0
+    for start, forward, hop in zip(start_s, part.times.forward_s, hops_s, strict=True):
+        arrived_s += hop
+        wait_s = max(wait_s, start - arrived_s)
+        arrived_s += forward
+    return wait_s

@@ -8,14 +8,19 @@ on all holders. Within a segment arrivals and sends are evenly spaced, so the en
 the larger of two linear cases and no layer is walked through.
 """
 
-from collections import Counter
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
-from lightning_hetero.core.plan import ParallelPlan
+import numpy as np
+
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.peer_rates import peer_rates
 
-__all__ = ["ExchangeTable", "Segment", "cut_segments"]
+__all__ = ["ExchangeTable", "Holders", "Segment", "cut_segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +37,72 @@ class Segment:
     """For each pipeline the stage that holds them."""
 
 
-def cut_segments(plan: ParallelPlan, cost: CostModel) -> list[Segment]:
-    """Return all segments in the order in which their gradients are complete: last layers first."""
-    model = cost.model
-    stops = sorted({stage.layers.stop for p in plan.pipelines for stage in p.stages}, reverse=True)
-    position = [pipeline.num_stages - 1 for pipeline in plan.pipelines]
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """Pipelines with the same cuts, whose nodes are alike."""
+
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    tp_degrees: tuple[int, ...]
+    """Ranks of each stage."""
+    ranks: tuple[tuple[int, ...], ...]
+    """[pipeline][stage] first rank."""
+
+    @classmethod
+    def of(cls, pipeline: PipelinePlan) -> Self:
+        """Return one pipeline of a plan."""
+        return cls(
+            layers=tuple([len(stage.layers) for stage in pipeline.stages]),
+            tp_degrees=tuple([stage.tp_degree for stage in pipeline.stages]),
+            ranks=(tuple([stage.ranks[0] for stage in pipeline.stages]),),
+        )
+
+
+def cut_segments(layers: Sequence[Sequence[int]], model: ModelSpec) -> list[Segment]:
+    """Return all segments in the order in which their gradients are complete: last layers first.
+
+    Args:
+        layers: Layers of each stage, as [pipeline][stage].
+        model: Says how many parameters layers, embedding and head have.
+    """
+    edges = [[0, *itertools.accumulate(row)] for row in layers]
+    stops = sorted({stop for row in edges for stop in row}, reverse=True)
+    position = [len(row) - 1 for row in layers]
     segments = [Segment(False, 1, model.head_params, tuple(position))]
-    for stop, start in zip(stops, (*stops[1:], 0), strict=True):
-        for index, pipeline in enumerate(plan.pipelines):
-            if pipeline.stages[position[index]].layers.start >= stop:
+    for stop, start in itertools.pairwise(stops):
+        for index, row in enumerate(edges):
+            if row[position[index]] >= stop:
                 position[index] -= 1
         segments.append(Segment(True, stop - start, model.params_per_layer, tuple(position)))
-    segments.append(Segment(False, 1, model.embedding_params, (0,) * plan.num_pipelines))
+    segments.append(Segment(False, 1, model.embedding_params, (0,) * len(layers)))
     return segments
 
 
 class ExchangeTable:
-    """Seconds that every pipeline needs to pull and push one unit of every segment."""
+    """Seconds that every pipeline needs to pull and push one unit of every segment.
 
-    def __init__(self, plan: ParallelPlan, cost: CostModel) -> None:
-        self.segments = cut_segments(plan, cost)
-        self._overlap = cost.layout.overlap
-        self._plan = plan
+    Pipelines that `Holders` put together count as one, with the slowest links among them.
+    """
+
+    def __init__(self, holders: Sequence[Holders], cost: CostModel) -> None:
+        self.segments = cut_segments([entry.layers for entry in holders], cost.model)
+        self._holders = holders
         self._cost = cost
         self.push_s: list[list[float]] = []
         """[segment][pipeline] seconds to push one unit."""
         self.pull_s: list[list[float]] = []
         """[segment][pipeline] seconds to pull one unit; zeros if nothing is sharded."""
-        for segment in self.segments:
-            push, pull = self._unit_s(segment)
-            self.push_s.append(push)
-            self.pull_s.append(pull)
+        if sum(len(entry.ranks) for entry in holders) == 1:
+            self.push_s = self.pull_s = [[0.0]] * len(self.segments)
+        elif cost.layout.sharded:
+            self._fill_sharded()
+        else:
+            self._fill_replicated()
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, cost: CostModel) -> Self:
+        """Return the table of a plan's pipelines, each by itself."""
+        return cls([Holders.of(pipeline) for pipeline in plan.pipelines], cost)
 
     def pull_start_s(self, first_forward_s: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return when each stage may start, so that no layer runs before its weights are there.
@@ -105,7 +145,12 @@ class ExchangeTable:
         """
         sent = [[0.0] * len(ends) for ends in end_s]
         received = [[0.0] * len(ends) for ends in end_s]
-        ready = _ReadyTimes(self._plan, end_s, last_backward_s, overlap=self._overlap)
+        ready = _ReadyTimes(
+            [entry.layers for entry in self._holders],
+            end_s,
+            last_backward_s,
+            overlap=self._cost.layout.overlap,
+        )
         workers = [index for index, work in enumerate(has_work) if work]
         for segment, push in zip(self.segments, self.push_s, strict=True):
             units, first_ready, last_ready, last_sent = segment.num_units, 0.0, 0.0, 0.0
@@ -124,31 +169,34 @@ class ExchangeTable:
             for columns in zip(sent, received, end_s, strict=True)
         ]
 
-    def _unit_s(self, segment: Segment) -> tuple[list[float], list[float]]:
-        """Return the seconds in which each pipeline's holder pushes and pulls one unit."""
-        cost, layout = self._cost, self._cost.layout
-        pipelines = self._plan.pipelines
-        holders = [
-            pipeline.stages[stage].ranks
-            for pipeline, stage in zip(pipelines, segment.stages, strict=True)
+    def _fill_sharded(self) -> None:
+        """Every holder sends to all others and receives as much from them."""
+        layout, every = self._cost.layout, self._holders
+        stages = np.array([segment.stages for segment in self.segments]).T
+        ranks = [np.array(entry.ranks)[:, row] for entry, row in zip(every, stages, strict=True)]
+        nodes = np.array(self._cost.node_of_rank)[np.concatenate(ranks)]
+        rate, latency = peer_rates(self._cost, nodes)
+        firsts = np.cumsum([0, *map(len, ranks[:-1])])
+        rate, latency = (np.maximum.reduceat(item, firsts, axis=0) for item in (rate, latency))
+        degrees = [
+            np.array(entry.tp_degrees)[row] for entry, row in zip(every, stages, strict=True)
         ]
-        count = len(holders)
-        if count == 1:
-            return [0.0], [0.0]
-        if not layout.sharded:
-            # Ranks of one tp_rank form a ring; unequal degrees share the finer cut's rings.
-            shard = segment.params_per_unit / min(map(len, holders))
-            reduce_s = cost.all_reduce_s(
-                [ranks[0] for ranks in holders], shard * layout.gradient_bytes
+        units = np.array([segment.params_per_unit for segment in self.segments])
+        per_byte = units / np.array(degrees) / len(nodes) * rate
+        self.push_s = (latency + layout.gradient_bytes * per_byte).T.tolist()
+        self.pull_s = (latency + layout.weight_bytes * per_byte).T.tolist()
+
+    def _fill_replicated(self) -> None:
+        """Ranks of one tp_rank form a ring; unequal degrees share the finer cut's rings."""
+        for segment in self.segments:
+            held = list(zip(self._holders, segment.stages, strict=True))
+            shard = segment.params_per_unit / min(e.tp_degrees[stage] for e, stage in held)
+            reduce_s = self._cost.all_reduce_s(
+                [row[stage] for entry, stage in held for row in entry.ranks],
+                shard * self._cost.layout.gradient_bytes,
             )
-            return [reduce_s] * count, [0.0] * count
-        seconds_per_byte, latency_s = _rates_to_peers(cost, [ranks[0] for ranks in holders])
-        push, pull = [], []
-        for ranks, rate, latency in zip(holders, seconds_per_byte, latency_s, strict=True):
-            params = segment.params_per_unit / len(ranks) / count
-            push.append(latency + params * layout.gradient_bytes * rate)
-            pull.append(latency + params * layout.weight_bytes * rate)
-        return push, pull
+            self.push_s.append([reduce_s] * len(held))
+            self.pull_s.append([0.0] * len(held))
 
 
 class _ReadyTimes:
@@ -156,7 +204,7 @@ class _ReadyTimes:
 
     def __init__(
         self,
-        plan: ParallelPlan,
+        num_layers: Sequence[Sequence[int]],
         end_s: Sequence[Sequence[float]],
         last_backward_s: Sequence[Sequence[float]],
         *,
@@ -164,8 +212,8 @@ class _ReadyTimes:
     ) -> None:
         self._end_s = end_s
         self._span_s = last_backward_s
-        self._num_layers = [[len(s.layers) for s in p.stages] for p in plan.pipelines]
-        self._left = [list(counts) for counts in self._num_layers]
+        self._num_layers = num_layers
+        self._left = [list(counts) for counts in num_layers]
         self._overlap = overlap
 
     def next_units(self, pipeline: int, stage: int, segment: Segment) -> tuple[float, float]:
@@ -180,32 +228,3 @@ class _ReadyTimes:
             return end - per_layer_s * left, end - per_layer_s * left
         self._left[pipeline][stage] = left - segment.num_units
         return end - per_layer_s * (left - 1), end - per_layer_s * (left - segment.num_units)
-
-
-def _rates_to_peers(cost: CostModel, ranks: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Return for each rank the sum over its peers of 1 / bandwidth, and its largest latency.
-
-    Linear in ranks and links: peers on other nodes count at the cluster's rate, and the few links
-    that differ correct that.
-    """
-    nodes = [cost.node_of_rank[rank] for rank in ranks]
-    per_node = Counter(nodes)
-    default_bytes_per_s = cost.cluster.inter_node_bytes_per_s
-    default_latency_s = cost.cluster.inter_node_latency_s
-    far = {node: len(ranks) - count for node, count in per_node.items()}
-    rate = {node: count / default_bytes_per_s for node, count in far.items()}
-    latency = dict.fromkeys(per_node, 0.0)
-    for (node_a, node_b), (bytes_per_s, latency_s) in cost.special_links.items():
-        for node, peer in ((node_a, node_b), (node_b, node_a)):
-            if node in per_node and peer in per_node:
-                far[node] -= per_node[peer]
-                rate[node] += per_node[peer] * (1 / bytes_per_s - 1 / default_bytes_per_s)
-                latency[node] = max(latency[node], latency_s)
-    for node, rank in dict(zip(nodes, ranks, strict=True)).items():
-        if far[node]:
-            latency[node] = max(latency[node], default_latency_s)
-        if per_node[node] > 1:
-            bytes_per_s, latency_s = cost.link(rank, rank)
-            rate[node] += (per_node[node] - 1) / bytes_per_s
-            latency[node] = max(latency[node], latency_s)
-    return [rate[node] for node in nodes], [latency[node] for node in nodes]

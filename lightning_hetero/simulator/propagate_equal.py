@@ -10,9 +10,11 @@ later: such rounds repeat until the cool-down and are skipped. What is left, for
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lightning_hetero.simulator.propagate import Timeline
 
-__all__ = ["EqualTimes", "propagate_equal"]
+__all__ = ["EqualTimes", "propagate_equal", "steady_round_s"]
 
 _SAME = 1e-9
 """Share of a micro-batch's seconds by which rounds may differ that count as the same."""
@@ -72,6 +74,25 @@ def propagate_equal(
                 seen.clear()
     busy_s = [count * sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True)]
     return Timeline(end_s=tuple(rounds.free_s), busy_s=tuple(busy_s), events=())
+
+
+def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
+    """Return by how much the pipeline's end grows with each of many micro-batches.
+
+    In 1F1B stages u to t wait for each other in a circle: forwards from u to t, backwards from t to
+    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest circle
+    sets the pace, or a link that is busy for longer.
+    """
+    work_s = np.add(times.forward_s, times.backward_s)
+    hops_s = np.array([0.0, *np.add(times.forward_message_s, times.backward_message_s), 0.0])
+    done = np.cumsum([0.0, *work_s])
+    passed = np.cumsum([0.0, *hops_s])
+    first, last = np.triu_indices(len(work_s))
+    # A blocking message also keeps the circle's outer stages from computing.
+    outer = int(blocking)
+    circles_s = done[last + 1] - done[first] + passed[last + 1 + outer] - passed[first + 1 - outer]
+    links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
+    return max(float((circles_s / (last - first + 1)).max()), *links_s)
 
 
 class _Rounds:

@@ -122,7 +122,7 @@ def simulate(
     """
     _check(plan, cost, microbatches)
     shapes = [[cost.shape_of(stage) for stage in p.stages] for p in plan.pipelines]
-    exchange = ExchangeTable(plan, cost)
+    exchange = ExchangeTable.of(plan, cost)
     compute: list[PipelineTimes | EqualTimes] = []
     for pipeline, row, batches in zip(plan.pipelines, shapes, microbatches, strict=True):
         are_equal = len(set(batches)) == 1 and not record_events

@@ -35,7 +35,7 @@ def iteration_time_closed_form(
             else:
                 stage_s.append(max(times))
         slowest = max(slowest, sum(stage_s) + (len(batches) - 1) * max(stage_s))
-    table = ExchangeTable(plan, cost)
+    table = ExchangeTable.of(plan, cost)
     sync_s = 0.0
     for index, pipeline in enumerate(plan.pipelines):
         per_stage = [0.0] * pipeline.num_stages

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.simulator import propagate_equal as module
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
-from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal
+from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal, steady_round_s
 
 seconds = st.one_of(st.sampled_from([0.5, 1.0, 2.0]), st.floats(1e-3, 10.0))
 
@@ -35,6 +35,25 @@ def test_ends_are_those_of_the_action_lists(data, num_stages, num_microbatches, 
     )
     assert equal.end_s == pytest.approx(walked.end_s, rel=1e-7)
     assert equal.busy_s == pytest.approx(walked.busy_s, rel=1e-7)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 6), st.booleans())
+def test_many_micro_batches_end_a_steady_round_apart(data, num_stages, blocking):
+    forward, backward = (row_of(data.draw, num_stages) for _ in range(2))
+    there, back = (row_of(data.draw, num_stages - 1) for _ in range(2))
+    few, many = (
+        max(
+            propagate_equal(
+                EqualTimes(forward, backward, there, back, count),
+                [0.0] * num_stages,
+                blocking=blocking,
+            ).end_s
+        )
+        for count in (2_000, 4_000)
+    )
+    times = EqualTimes(forward, backward, there, back, 1)
+    assert (many - few) / 2_000 == pytest.approx(steady_round_s(times, blocking=blocking), rel=0.02)
 
 
 @pytest.mark.parametrize("num_microbatches", [100, 10_000])
