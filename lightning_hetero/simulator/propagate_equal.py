@@ -7,6 +7,7 @@ later: such rounds repeat until the cool-down and are skipped. What is left, for
 4·S rounds of 2·S actions, doesn't grow with the number of micro-batches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ def propagate_equal(
     while index < count + num_stages - 1:
         rounds.run(index)
         index += 1
-        if num_stages <= index < count:
+        if num_stages <= index < count and math.isfinite(rounds.free_s[0]):
             shape = rounds.shape(unit)
             before, base_s = seen.setdefault(shape, (index, rounds.free_s[0]))
             if before < index:
