@@ -10,7 +10,7 @@ step is the same on all ranks of a pipeline.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -64,10 +64,15 @@ class Unknown(Tensor):
 
     @classmethod
     def of(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, origin: Origin
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        origin: Origin,
+        sealed: str | None = None,
     ) -> "Unknown":
         """Return an unknown tensor of a shape."""
-        return cls(_form_of(torch.empty(shape, dtype=dtype, device="meta")), device, origin)
+        return cls(_contiguous_form(tuple(shape), dtype), device, origin, sealed=sealed)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -150,7 +155,7 @@ def check_known(value: Any, user: str) -> None:
     Raises:
         ModelError: It names where the first of them comes from.
     """
-    for leaf in tree_leaves(value):
+    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Unknown):
             leaf.refuse(user)
 
@@ -168,6 +173,11 @@ class _Form:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+
+@lru_cache(maxsize=1024)
+def _contiguous_form(shape: tuple[int, ...], dtype: torch.dtype) -> _Form:
+    return _form_of(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _form_of(tensor: Tensor) -> _Form:

@@ -6,7 +6,7 @@ micro-batch at a time. What they append is taken out again, put together like wh
 """
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.outputs import Path, StepRecord, Unjoined, join
 
 __all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
+
+
+_OTHERS = frozenset((bool, str, type(None), dict, list, tuple, set))
 
 
 @dataclass
@@ -32,15 +35,16 @@ class AppendedLists:
 
     def begin(self) -> None:
         """Look at the lists before a step."""
-        self._lengths = {path: len(items) for path, items in self._lists()}
+        self._lengths = {path: len(items) for path, items in self._lists().items()}
         self._at_layers = None
         self._numbers = dict(self._look_at_numbers())
 
     def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
         for name, value in vars(self.module).items():
-            if name.startswith("_"):
+            kind = type(value)
+            if kind in _OTHERS or name[0] == "_":
                 continue
-            if type(value) in (int, float):
+            if kind in (int, float):
                 yield name, value
             elif isinstance(value, Tensor) and not value.is_inference():
                 yield name, (id(value), value._version, value.numel() == 1)
@@ -76,7 +80,10 @@ class AppendedLists:
 
     def grown(self) -> dict[Path, int]:
         """Return how many items were appended to each list since."""
-        grown = {path: len(items) - self._lengths.get(path, 0) for path, items in self._lists()}
+        return self._growth(self._lists())
+
+    def _growth(self, lists: Mapping[Path, list[Any]]) -> dict[Path, int]:
+        grown = {path: len(items) - self._lengths.get(path, 0) for path, items in lists.items()}
         return {path: number for path, number in grown.items() if number > 0}
 
     def take(self, *, after_layers: bool) -> dict[Path, list[Any]]:
@@ -88,21 +95,22 @@ class AppendedLists:
         if not after_layers:
             self._check_layers()
         self.counted.update(self._changed())
-        grown, taken = self.grown(), {}
-        for path, items in list(self._lists()):
-            if path in grown:
-                taken[path] = items[-grown[path] :]
-                del items[-grown[path] :]
+        lists, taken = self._lists(), {}
+        for path, number in self._growth(lists).items():
+            taken[path] = lists[path][-number:]
+            del lists[path][-number:]
         return taken
 
-    def _lists(self) -> Iterator[tuple[Path, list[Any]]]:
-        for name, value in list(vars(self.module).items()):
+    def _lists(self) -> dict[Path, list[Any]]:
+        found: dict[Path, list[Any]] = {}
+        for name, value in vars(self.module).items():
             if type(value) is list:
-                yield (name,), value
+                found[(name,)] = value
                 if value and type(value[0]) is list:
-                    yield from (((name, index), item) for index, item in enumerate(value))
-            elif isinstance(value, dict) and not name.startswith("_"):
-                yield from (((name, k), v) for k, v in list(value.items()) if type(v) is list)
+                    found |= {(name, index): item for index, item in enumerate(value)}
+            elif isinstance(value, dict) and name[0] != "_":
+                found |= {(name, key): item for key, item in value.items() if type(item) is list}
+        return found
 
 
 def warn_of_numbers(names: Collection[str]) -> None:

@@ -121,7 +121,9 @@ class StepRecord:
                 return value
             return _Number(value, found.kind, found.count)
 
-        output, appended = _map(mark, (output, appended))
+        is_nothing = output is None or (isinstance(output, dict) and not output)
+        if appended or not is_nothing:
+            output, appended = _map(mark, (output, appended))
         try:
             samples = count_samples(microbatch)
         except BatchError:

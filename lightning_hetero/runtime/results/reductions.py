@@ -54,6 +54,10 @@ _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
 _PRODUCTS = {"matmul", "mm", "rmatmul", "cdist"}
 
 
+_ONLY_CONSTANTS = {id(CONSTANT)}
+_NO_REDUCTIONS = {id(CONSTANT), id(None)}
+
+
 class Reductions:
     """The known numbers of one micro-batch."""
 
@@ -67,7 +71,9 @@ class Reductions:
         found = self._known.get(id(value))
         if found is not None:
             return found[1]
-        return CONSTANT if isinstance(value, nn.Parameter) else None
+        # What is a plain tensor needn't be asked: parameters answer that slowly.
+        is_parameter = type(value) is not Tensor and isinstance(value, nn.Parameter)
+        return CONSTANT if is_parameter else None
 
     def keep(self, value: Any, reduction: Reduction | None) -> None:
         """Remember what is known of a function's result."""
@@ -89,6 +95,8 @@ class Reductions:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at a call of a torch function."""
+        if not isinstance(result, Tensor | float):
+            return
         name = getattr(func, "__name__", "").strip("_")
         if isinstance(result, Tensor):
             try:
@@ -97,17 +105,18 @@ class Reductions:
                 # Arguments take forms that no rule expects, which is no reason to end a step.
                 judged = UNKNOWN
             self.keep(result, judged)
-        elif isinstance(result, float) and name in ("item", "float"):
+        elif name in ("item", "float"):
             self.keep(result, self.of(args[0]))
 
     def _judge(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
     ) -> Reduction | None:
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = list(_tensors((*args, *kwargs.values()) if kwargs else args))
         known = [self.of(tensor) for tensor in tensors]
-        if name in _FACTORIES or (known and all(item is CONSTANT for item in known)):
+        kinds = set(map(id, known))
+        if name in _FACTORIES or kinds == _ONLY_CONSTANTS:
             return CONSTANT
-        if all(item is None or item is CONSTANT for item in known):
+        if kinds <= _NO_REDUCTIONS:
             if self._is_of_stacked(name, tensors, args, kwargs, result):
                 return None
             if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):

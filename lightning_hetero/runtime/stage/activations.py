@@ -39,7 +39,7 @@ from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = ["ActivationLink", "Handover"]
+__all__ = ["ActivationLink", "Handover", "HiddenForm"]
 
 HEADER_BYTES = 512
 """A header takes a multiple of them."""
@@ -48,6 +48,10 @@ _LENGTHS = struct.Struct("<QQ")
 LENGTHS_BYTES = _LENGTHS.size
 _ALIGNMENT_BYTES = 64
 """Of packed tensors, so that each can be viewed in its own dtype, and kernels find it aligned."""
+
+
+HiddenForm = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a hidden state."""
 
 
 class _Form(NamedTuple):
@@ -67,7 +71,7 @@ class _Header(NamedTuple):
 
     tensors: tuple[_Form, ...]
     left: tuple[bytes, ...]
-    forms: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    forms: tuple[HiddenForm, ...]
     changes_input: bool
 
     @classmethod
@@ -84,8 +88,8 @@ class Handover:
     """The activation, then side tensors of all layers before; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
     """For each layer before, what it left; refers to side tensors by their index."""
-    forms: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
-    """For each layer before, shape and dtype of the hidden state that it returned."""
+    forms: list[HiddenForm] = field(default_factory=list)
+    """For each layer before, the form of the hidden state that it returned."""
     changes_input: bool = False
     """Whether the model's first layer changes its input in place, which later stages don't see."""
 

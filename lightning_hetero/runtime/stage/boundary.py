@@ -144,8 +144,8 @@ class StageBoundary:
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer of a stage that has all layers."""
         current.called.append(call.index)
-        current.begin_layer(call.index)
         with current.loss_watch.paused():
+            current.begin_layer(call.index)
             output = call.run()
         if call.index + 1 == current.num_layers:
             current.begin_layer(current.num_layers)
@@ -252,13 +252,11 @@ class StageBoundary:
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Do what is done here of a layer that an earlier stage computes."""
         handover = current.arrived()
-        before = self._leavings.look(call.index)
+        before = self._leavings.look(call.index) if handover.left[call.index] else []
         hidden = self._hidden_of(current, call)
         if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
             current.loss_watch.outdated = hidden
-        shape, dtype = handover.forms[call.index]
-        made = torch.empty(shape, dtype=dtype, device=hidden.device)
-        output = self._skipped[call.index](call, hidden, made)
+        output = self._skipped[call.index](call, hidden, handover.forms[call.index])
         rest = self._leavings.restore(call.index, before, _rest_of(output), handover)
         return (output[0], *rest) if rest else output
 

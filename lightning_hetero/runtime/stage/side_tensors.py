@@ -11,6 +11,7 @@ can't be pickled, comes an unknown tensor.
 """
 
 import io
+import operator
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ _REMEDY = (
     "data. Leave less, such as a mean, or use a plan whose pipelines have one stage."
 )
 _REST = "the rest of its output"
+_CONTAINERS = frozenset((list, dict))
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
 Rest = tuple[Any, ...]
@@ -50,6 +52,9 @@ class _Space(NamedTuple):
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         """Yield the names in it whose values have changed, and how."""
+        is_same = len(self.names) == len(self.before) and not self.inside
+        if is_same and all(map(operator.is_, self.names.values(), self.before.values())):
+            return
         for name, value in self.names.items():
             same = self.before.get(name, _NOTHING) is value and name not in self.inside
             change = None if same or name in _INTERNAL else self.seen(name).change_to(value)
@@ -69,7 +74,10 @@ class LayerLeavings:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._modules = [list(layer.named_modules()) for layer in layers]
+        self._modules = [
+            [((path, "attributes"), (path, "buffers"), item) for path, item in named]
+            for named in (layer.named_modules() for layer in layers)
+        ]
 
     def look(self, index: int) -> list[_Space]:
         """Return what is there before layer `index` runs or is skipped."""
@@ -92,7 +100,7 @@ class LayerLeavings:
             for space in (*before, _rest_space(rest))
             for name, change in space.changes()
         ]
-        handover.left.append(pickle.dumps(left))
+        handover.left.append(pickle.dumps(left) if left else b"")
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
 
     def restore(self, index: int, before: Sequence[_Space], rest: Rest, handover: Handover) -> Rest:
@@ -100,13 +108,15 @@ class LayerLeavings:
 
         Args:
             index: The layer's.
-            before: What `look` returned before it was skipped.
+            before: What `look` returned before it was skipped; not needed if it left nothing.
             rest: What skipping it returned besides the hidden state.
             handover: What the stage before handed on.
 
         Returns:
             `rest` with the tensors that the layer returned in place of unknown ones.
         """
+        if not handover.left[index]:
+            return rest
         returned = _rest_space(())
         spaces = {space.name: space for space in (*before, returned)}
         for where, name, data in pickle.loads(handover.left[index]):
@@ -142,9 +152,9 @@ class LayerLeavings:
                 seen.undo()
 
     def _spaces(self, index: int) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-        for path, module in self._modules[index]:
-            yield (path, "attributes"), vars(module)
-            yield (path, "buffers"), module._buffers
+        for attributes, buffers, module in self._modules[index]:
+            yield attributes, vars(module)
+            yield buffers, module._buffers
         capturing = sys.modules.get("transformers.utils.output_capturing")
         recorded = None if capturing is None else capturing._active_collector.get()
         if recorded is not None:
@@ -152,12 +162,15 @@ class LayerLeavings:
 
 
 def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:
-    inside = {
-        key: _Seen(value)
-        for key, value in names.items()
-        if type(value) in (list, dict) and key not in _INTERNAL
-    }
-    return _Space(name, names, dict(names), inside)
+    kinds = set(map(type, names.values()))
+    inside = {}
+    if list in kinds or dict in kinds:
+        inside = {
+            key: _Seen(value)
+            for key, value in names.items()
+            if type(value) in _CONTAINERS and key not in _INTERNAL
+        }
+    return _Space(name, names, names.copy(), inside)
 
 
 def _rest_space(rest: Rest) -> _Space:

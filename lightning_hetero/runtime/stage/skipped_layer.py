@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.stage.activations import HiddenForm
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.layer_wrapping import is_cache
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
@@ -72,18 +73,22 @@ class SkippedLayer:
         self._layer = layer
         self._index = index
         self._leavings = leavings
+        self._origin = Origin(f"the output of layer {index}", _REMEDY)
+        self._sealed = in_place_between(index)
+        # The layer's own hooks run around its forward, here as anywhere.
+        _, *self._inside = layer.modules()
         self._shapes = {name: tuple(item.shape) for name, item in layer.named_parameters()}
         self._outputs: dict[Any, Any] = {}
         self._restless: set[Any] = set()
         """Ways of being called in which it leaves tensors elsewhere."""
 
-    def __call__(self, call: LayerCall, hidden: Tensor, made: Tensor | None = None) -> Any:
+    def __call__(self, call: LayerCall, hidden: Tensor, made: HiddenForm | None = None) -> Any:
         """Return what a call with this hidden state returns.
 
         Args:
             call: The call.
             hidden: The hidden state among its arguments.
-            made: What the hidden state that it returns looks like, if that is known.
+            made: Shape and dtype of the hidden state that it returns, if they are known.
 
         Raises:
             ModelError: What the layer would do can't be foretold.
@@ -91,9 +96,11 @@ class SkippedLayer:
         given = call.given
         kinds = tuple((key, _kind_of(value)) for key, value in given.items())
         key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), kinds
-        leaves = tree_leaves(given)
-        sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
-        output = self._outputs.get(key) or self._outputs.get((key, sizes))
+        output = self._outputs.get(key)
+        if output is None:
+            leaves = tree_leaves(given)
+            sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
+            output = self._outputs.get((key, sizes))
         if output is None:
             uncompiled = torch.compiler.set_stance("force_eager")
             with preserved_random_state(), torch.no_grad(), uncompiled:
@@ -101,37 +108,37 @@ class SkippedLayer:
             if key not in self._restless:
                 has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
                 self._outputs[(key, sizes) if has_sizes else key] = output
+        if isinstance(output, _Hidden):
+            return self._stand_in(output, given, hidden, made)
         return tree_map(lambda item: self._stand_in(item, given, hidden, made), output)
 
     def _has_hooks(self) -> bool:
         """Whether hooks inside the layer look at what it computes."""
-        inside = self._layer.modules()
-        next(inside)  # The layer's own hooks run around its forward, here as anywhere.
         return any(
             getattr(hook, "__module__", None) != _RECORDS_OUTPUTS
-            for item in inside
+            for item in self._inside
+            if item._forward_hooks or item._forward_pre_hooks
             for hooks in (item._forward_hooks, item._forward_pre_hooks)
             for hook in hooks.values()
         )
 
     def _stand_in(
-        self, item: Any, given: Mapping[int | str, Any], hidden: Tensor, made: Tensor | None
+        self, item: Any, given: Mapping[int | str, Any], hidden: Tensor, made: HiddenForm | None
     ) -> Any:
         if isinstance(item, _Given):
             return given[item.argument]
         if isinstance(item, _Hidden):
-            return self._made_hidden(hidden if made is None else made)
+            return self._made_hidden(made or (tuple(hidden.shape), hidden.dtype), hidden.device)
         if isinstance(item, _Made):
-            like = torch.empty_like(item.meta, device=hidden.device)
+            form = tuple(item.meta.shape), item.meta.dtype
             if item.position is None:
-                return self._made_hidden(like if made is None else made)
+                return self._made_hidden(made or form, hidden.device)
             what = f"output {item.position} of layer {self._index}"
-            return Unknown.like(like, Origin(what, _REMEDY))
+            return Unknown.of(*form, hidden.device, Origin(what, _REMEDY))
         return item
 
-    def _made_hidden(self, like: Tensor) -> Unknown:
-        sealed = in_place_between(self._index)
-        return Unknown.like(like, Origin(f"the output of layer {self._index}", _REMEDY), sealed)
+    def _made_hidden(self, form: HiddenForm, device: torch.device) -> Unknown:
+        return Unknown.of(*form, device, self._origin, self._sealed)
 
     def _observe(self, call: LayerCall, hidden: Tensor, key: Any) -> Any:
         """Return what stands for a call's output, and note whether it leaves tensors elsewhere."""
