@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
+from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import Run
 
@@ -43,8 +44,9 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.global_rank = 0 if group is None else dist.get_rank(group)
+        self._tree = RankTree(group)
+        self.world_size = self._tree.world_size
+        self.global_rank = self._tree.global_rank
 
     @property
     def leads(self) -> bool:
@@ -53,19 +55,12 @@ class Ranks:
 
     def to_leader(self, row: Sequence[float]) -> list[list[float]]:
         """Return every rank's row on the leader, nothing elsewhere."""
-        own = torch.tensor(row, dtype=torch.float64)
-        if self._group is None:
-            return [own.tolist()]
-        rows = list(own.new_empty(self.world_size, len(own)).unbind(0)) if self.leads else None
-        dist.gather(own, rows, dst=0, group=self._group)
-        return [] if rows is None else [item.tolist() for item in rows]
+        rows = self._tree.begin_up(torch.tensor(row, dtype=torch.float64)).finish()
+        return rows.tolist() if self.leads else []
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers."""
-        values = torch.tensor(numbers, dtype=torch.int64)
-        if self._group is not None:
-            dist.broadcast(values, 0, group=self._group)
-        found: list[int] = values.tolist()
+        """Return the leader's numbers; others give as many."""
+        found: list[int] = self._tree.down(torch.tensor(numbers, dtype=torch.int64)).tolist()
         return found
 
     def gather(self, value: _T) -> list[_T]:

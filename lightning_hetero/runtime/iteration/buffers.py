@@ -14,7 +14,7 @@ Buffers that no `state_dict` has are a module's own scratch space and left alone
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,16 +163,22 @@ class BufferWatch:
         self._values.clear()
         return tuple(changes)
 
-    def settle(self, reports: Sequence[Sequence[BufferChange]], plan: ParallelPlan) -> None:
-        """Decide whose buffers count, from all ranks' reports; the same on every rank.
+    def settle(self, reports: Mapping[int, Sequence[BufferChange]], plan: ParallelPlan) -> None:
+        """Decide whose buffers count, the same on every rank.
+
+        Args:
+            reports: What ranks have changed, by global rank; those that changed none left out.
+            plan: The plan that ran.
 
         Raises:
             StepError: A buffer follows what a micro-batch holds.
         """
         found: dict[str, dict[int, tuple[int, BufferChange]]] = defaultdict(dict)
+        if not reports:
+            return
         for pipeline_index, _, stage in plan.iter_stages():
             for rank in stage.ranks:
-                for change in reports[rank]:
+                for change in reports.get(rank, ()):
                     found[change.name].setdefault(pipeline_index, (rank, change))
         for name, changes in found.items():
             if not all(change.is_versioned for _, change in changes.values()):

@@ -192,12 +192,13 @@ class Engine:
                     running.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        self.buffers.settle([report.buffers for report in agreed.reports], self.plan)
+        self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = self._settle_training(gradients, agreed, batch, key) if is_training else None
-        self.logs.replay(agreed.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
+        entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
+        self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         del running, passes  # They hold the plan's weights, and another plan may come next.
-        self.plans.learn_roles(agreed.reports, key.phase, key.epoch)
+        self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         place = self.plan, self.comms, self.device
         return loss, records_of(results.records, *place, shared=agreed.returns)
 
@@ -262,7 +263,7 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        used = self.plans.running.used_somewhere(gradients, [r.missing for r in agreed.reports])
+        used = self.plans.running.used_somewhere(gradients, agreed.reports.num_missing)
         self.gradients = {
             name: gradient.mul_(loss.scale.to(gradient.dtype)).to(self.store.masters[name].dtype)
             for name, gradient in gradients.items()

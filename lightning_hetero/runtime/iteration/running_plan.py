@@ -5,7 +5,7 @@ slices stay with their owners, everything else is made anew. That is why a plan 
 iteration to the next.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,6 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
-from lightning_hetero.runtime.iteration.agreement import Report
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
@@ -63,20 +62,17 @@ class RunningPlan:
             stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
         )
 
-    def used_somewhere(self, names: Iterable[str], missing: Sequence[Sequence[str]]) -> set[str]:
+    def used_somewhere(self, names: Iterable[str], num_missing: Mapping[str, int]) -> set[str]:
         """Return those of the parameters for which any holder has a gradient.
 
         Args:
             names: Parameters.
-            missing: Those for which each rank has none, by global rank.
+            num_missing: How many holders have none, of those for which any hasn't.
         """
-        if not any(missing):
-            return set(names)
-        absent = [set(item) for item in missing]
         return {
             name
             for name in names
-            if any(name not in absent[i.global_rank] for i in self.table.holdings(name))
+            if name not in num_missing or num_missing[name] < len(self.table.holdings(name))
         }
 
     def read_watch(self) -> ReadWatch | None:
@@ -174,13 +170,12 @@ class PlanSwitch:
         self.running.reads = set() if is_watched else None
         return self.running
 
-    def learn_roles(self, reports: Sequence[Report], phase: int, epoch: int) -> None:
+    def learn_roles(self, reads: Mapping[int, Sequence[str]], phase: int, epoch: int) -> None:
         """Hold outer weights only where iterations that were watched have used them.
 
-        Every rank sees the same reports, so all ranks make the same tables.
+        Every rank knows what each has read, so all ranks make the same tables.
         """
-        if self.running.reads is not None and any(report.reads for report in reports):
-            reads = [report.reads for report in reports]
+        if self.running.reads is not None and reads:
             self._roles.learn(self.running.plan, reads, phase=phase, epoch=epoch)
             self._hold(known=True)
 

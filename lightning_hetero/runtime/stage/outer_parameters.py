@@ -46,13 +46,13 @@ class OuterRoles:
         return self._watched.get(phase) != epoch
 
     def learn(
-        self, plan: ParallelPlan, reads: Sequence[Sequence[str]], *, phase: int, epoch: int
+        self, plan: ParallelPlan, reads: Mapping[int, Sequence[str]], *, phase: int, epoch: int
     ) -> None:
         """Take in what an iteration of a plan has shown.
 
         Args:
             plan: The plan that ran.
-            reads: The outer parameters that each rank used, by global rank.
+            reads: The outer parameters that ranks used, by global rank.
             phase: The iteration's.
             epoch: The iteration's.
         """
@@ -61,7 +61,7 @@ class OuterRoles:
                 continue
             for stage_index, role in ((0, OuterRole.FIRST), (-1, OuterRole.LAST)):
                 for rank in pipeline.stages[stage_index].ranks:
-                    for name in reads[rank]:
+                    for name in reads.get(rank, ()):
                         self._roles.setdefault(name, set()).add(role)
         self._watched[phase] = epoch
 
