@@ -6,11 +6,10 @@ numbers that minimise the longest one are found by filling all to a common level
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from lightning_hetero.core.arrays import FloatArray
-
 __all__ = ["deal_microbatches", "share_microbatches"]
+
+_PRECISION = 1e-12
+"""Share of the level at which its bisection ends."""
 
 
 def deal_microbatches(
@@ -52,29 +51,31 @@ def share_microbatches(
         total: Micro-batches to share.
         least: Fewest micro-batches of a pipeline.
     """
-    fills, slopes = np.asarray(fills_s), np.asarray(slopes_s)
-    numbers, most = np.asarray(repeats), np.minimum(np.asarray(limits), total)
-    if not int(numbers.sum()) * least <= total <= int((numbers * most).sum()):
+    most = [min(limit, total) for limit in limits]
+    kinds = list(zip(fills_s, slopes_s, most, repeats, strict=True))
+    if not sum(repeats) * least <= total <= sum(n * k for _, _, k, n in kinds):
         return None
 
-    def done(level: float) -> FloatArray:
-        finished: FloatArray = np.floor((level - fills) / slopes + 1e-12)
-        return np.clip(finished, least, most)
+    def done(level: float) -> list[int]:
+        return [
+            min(max(int((level - fill) / slope + 1e-12), least), limit)
+            for fill, slope, limit, _ in kinds
+        ]
 
-    low, high = 0.0, float((fills + slopes * (most + 1)).max())
-    for _ in range(60):
+    low, high = 0.0, max(fill + slope * (limit + 1) for fill, slope, limit, _ in kinds)
+    while high - low > _PRECISION * high:
         middle = (low + high) / 2
-        if done(middle) @ numbers >= total:
+        if sum(n * k for n, k in zip(repeats, done(middle), strict=True)) >= total:
             high = middle
         else:
             low = middle
-    counts = done(high).astype(np.int64)
-    surplus = int((counts * numbers).sum()) - total
-    shares = [[int(k)] * int(n) for k, n in zip(counts, numbers, strict=True)]
+    counts = done(high)
+    surplus = sum(n * k for n, k in zip(repeats, counts, strict=True)) - total
+    shares = [[k] * n for k, n in zip(counts, repeats, strict=True)]
     # At the level where the last micro-batches finish together, some too many are handed out: take
     # one from as many of those that finish last.
-    finish = fills + slopes * counts
-    for index in np.argsort(-finish, kind="stable"):
+    finish = [fill + slope * k for (fill, slope, *_), k in zip(kinds, counts, strict=True)]
+    for index in sorted(range(len(kinds)), key=lambda kind: -finish[kind]):
         if not surplus:
             break
         share = shares[index]

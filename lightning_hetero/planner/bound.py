@@ -27,6 +27,7 @@ __all__ = [
     "UnitSpeeds",
     "bound_iteration_price",
     "bound_iteration_time_s",
+    "bound_work_s",
     "finished_microbatches",
     "measure_speeds",
 ]
@@ -123,7 +124,8 @@ def bound_iteration_time_s(
         )
         return best_mix(devices, work, totals) >= total
 
-    low, high = 0.0, upper_s
+    low = bound_work_s(estimator, nodes, totals, list(compositions))
+    high = max(low, upper_s)
     while high - low > 2e-3 * upper_s:
         middle = (low + high) / 2
         if finishes_all(middle):
@@ -131,6 +133,23 @@ def bound_iteration_time_s(
         else:
             low = middle
     return low
+
+
+def bound_work_s(
+    estimator: Estimator, nodes: Sequence[int], totals: IntArray, tp_degrees: Sequence[int]
+) -> float:
+    """Return seconds that all layers take with all devices at their best, without bubbles.
+
+    Args:
+        estimator: Costs, workload and cluster.
+        nodes: One node of each device type.
+        totals: Devices of each type.
+        tp_degrees: TP degrees that a stage may have.
+    """
+    per_device = np.max(
+        [measure_speeds(estimator, nodes, tp).layers_per_s / tp for tp in tp_degrees], axis=0
+    )
+    return float(estimator.workload.num_microbatches * estimator.num_layers / (totals @ per_device))
 
 
 class _Part(NamedTuple):

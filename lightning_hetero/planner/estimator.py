@@ -40,8 +40,6 @@ class PipelineEstimate:
     """Layers of each stage."""
     slope_s: float
     """Seconds that one more micro-batch takes."""
-    fill_s: float
-    """Seconds besides: the bubble."""
     times: EqualTimes
     """Seconds of every action and message."""
     step_s: tuple[float, ...]
@@ -81,6 +79,7 @@ class Estimator:
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
         self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
+        self._hops: dict[tuple[int, int, bool, int], tuple[float, float]] = {}
         self._exchanges: dict[Arrangement, ExchangeTable] = {}
         self._ends_of: dict[EqualTimes, tuple[float, ...]] = {}
 
@@ -167,26 +166,33 @@ class Estimator:
             self._pipelines[key] = self._estimate_pipeline(pipeline, num_pipelines)
         return self._pipelines[key]
 
+    def least_s(self, arrangement: Arrangement) -> float:
+        """Return about the least seconds of an arrangement: without bubbles and exchange.
+
+        Infinite if a pipeline doesn't fit or there is too little work.
+        """
+        parts = self._parts(arrangement)
+        if parts is None:
+            return np.inf
+        total, repeats = self.workload.num_microbatches, Counter(map(self.key, arrangement))
+        if self.equal_microbatches:
+            share = total // len(arrangement)
+            return share * max(part.slope_s for part in parts.values())
+        return total / sum(repeats[key] / part.slope_s for key, part in parts.items())
+
     def estimate(self, arrangement: Arrangement) -> Estimate | None:
         """Return an estimate, or None if a pipeline doesn't fit or there is too little work."""
-        num_pipelines = len(arrangement)
-        total = self.workload.num_microbatches
-        if num_pipelines > total:
+        parts = self._parts(arrangement)
+        if parts is None:
             return None
+        total = self.workload.num_microbatches
         keys = [self.key(pipeline) for pipeline in arrangement]
         repeats = Counter(keys)
-        parts: dict[_PipelineKey, PipelineEstimate] = {}
-        for key, pipeline in zip(keys, arrangement, strict=True):
-            if key not in parts:
-                part = self.pipeline(pipeline, num_pipelines)
-                if part is None:
-                    return None
-                parts[key] = part
         exchange = self._exchange(arrangement, keys, parts)
         kinds = list(parts.values())
         pulled_s = exchange.pull_start_s([part.times.forward_s for part in kinds])
         waits_s = [_wait_s(part, starts) for part, starts in zip(kinds, pulled_s, strict=True)]
-        fills = [part.fill_s + wait for part, wait in zip(kinds, waits_s, strict=True)]
+        fills = [self._fill_s(part) + wait for part, wait in zip(kinds, waits_s, strict=True)]
         slopes = [part.slope_s for part in kinds]
         limits = [part.most_microbatches for part in kinds]
         numbers = [repeats[key] for key in parts]
@@ -214,6 +220,20 @@ class Estimator:
                 for end, step in zip(row, part.step_s, strict=True)
             ),
         )
+
+    def _parts(self, arrangement: Arrangement) -> dict[_PipelineKey, PipelineEstimate] | None:
+        """Return each class of pipelines with its layers; None if one doesn't fit."""
+        if len(arrangement) > self.workload.num_microbatches:
+            return None
+        parts: dict[_PipelineKey, PipelineEstimate] = {}
+        for pipeline in dict.fromkeys(arrangement):
+            key = self.key(pipeline)
+            if key not in parts:
+                part = self.pipeline(pipeline, len(arrangement))
+                if part is None:
+                    return None
+                parts[key] = part
+        return parts
 
     def _estimate_pipeline(
         self, pipeline: PipelineNodes, num_pipelines: int
@@ -264,37 +284,39 @@ class Estimator:
             for stage, (node, count) in enumerate(zip(nodes, layers, strict=True))
         ]
         pairs = [self.cost.compute_s(shape, self.workload.microbatch) for shape in shapes]
-        tokens = sum(self.workload.microbatch)
-        hops = list(itertools.pairwise(self._stages(pipeline, layers)))
+        hops = [self._hop_s(a, b, tp_degree) for a, b in itertools.pairwise(nodes)]
         times = EqualTimes(
             forward_s=tuple([forward for forward, _ in pairs]),
             backward_s=tuple([backward for _, backward in pairs]),
-            forward_message_s=tuple([self.cost.activation_s(a, b, tokens) for a, b in hops]),
-            backward_message_s=tuple([self.cost.activation_s(b, a, tokens) for a, b in hops]),
+            forward_message_s=tuple([there for there, _ in hops]),
+            backward_message_s=tuple([back for _, back in hops]),
             num_microbatches=max(1, self.workload.num_microbatches // num_pipelines),
         )
         slope_s = steady_round_s(times, blocking=self.cost.layout.blocking_messages)
-        ends_s = self._ends_s(times, times.num_microbatches)
         return PipelineEstimate(
             layers=layers,
             slope_s=slope_s,
-            fill_s=max(ends_s) - slope_s * times.num_microbatches,
             times=times,
             step_s=tuple([self.cost.update_s(shape, num_pipelines) for shape in shapes]),
             most_microbatches=most_microbatches,
         )
 
-    def _stages(self, pipeline: PipelineNodes, layers: Sequence[int]) -> list[StagePlan]:
-        """Return stages on any ranks of their nodes, for what messages between them cost."""
-        firsts = [self._rank_of_node[node] for node in pipeline.nodes]
-        stops = list(itertools.accumulate(layers))
-        return [
-            StagePlan(
-                ranks=tuple(range(first, first + pipeline.tp_degree)),
-                layers=range(stop - count, stop),
+    def _hop_s(self, node: int, after: int, tp_degree: int) -> tuple[float, float]:
+        """Return seconds of a hidden state to the next stage, and of its gradient back."""
+        key = self.classes[node], self.classes[after], node == after, tp_degree
+        found = self._hops.get(key)
+        if found is None:
+            firsts = self._rank_of_node[node], self._rank_of_node[after]
+            one, other = (
+                StagePlan(ranks=tuple(range(first, first + tp_degree)), layers=range(n, n + 1))
+                for n, first in enumerate(firsts)
             )
-            for first, stop, count in zip(firsts, stops, layers, strict=True)
-        ]
+            tokens = sum(self.workload.microbatch)
+            found = self._hops[key] = (
+                self.cost.activation_s(one, other, tokens),
+                self.cost.activation_s(other, one, tokens),
+            )
+        return found
 
     def _exchange(
         self,
@@ -318,6 +340,11 @@ class Estimator:
             ]
             found = self._exchanges[arrangement] = ExchangeTable(holders, self.cost)
         return found
+
+    def _fill_s(self, part: PipelineEstimate) -> float:
+        """Return a pipeline's seconds besides those of its micro-batches: the bubble."""
+        count = part.times.num_microbatches
+        return max(self._ends_s(part.times, count)) - part.slope_s * count
 
     def _ends_s(self, times: EqualTimes, num_microbatches: int) -> tuple[float, ...]:
         """Return when the stages of a pipeline end that starts at once."""

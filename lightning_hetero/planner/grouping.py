@@ -18,7 +18,7 @@ no better cover and is dropped before HiGHS sees it.
 
 import heapq
 import itertools
-import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +28,18 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.patterns import (
     CoverBound,
+    OutOfProgramsError,
     cover_bound,
     enumerate_compositions,
     solve_cover,
 )
 
 __all__ = ["Grouping", "deal_evenly", "effective_power", "group_devices"]
+
+_COVER_PROGRAMS = 50
+"""Linear programmes that a covering programme counts as."""
+_COVER_NODES = 2000
+"""Nodes of its search, at which a covering programme is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,8 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     num_microbatches: int,
     max_stages: int,
     *,
-    time_limit_s: float = 60.0,
+    max_programs: int = 2000,
+    time_limit_s: float | None = None,
 ) -> Grouping:
     """Solve Eq. 3 for units of several types.
 
@@ -78,11 +85,16 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
         min_memory_bytes: Memory that a group needs to hold the model.
         num_microbatches: K of Eq. 2.
         max_stages: Most units in a group, such as the model's number of layers.
-        time_limit_s: Afterwards the best grouping so far is returned, with its gap.
+        max_programs: Linear programmes to solve; afterwards the best grouping so far is returned,
+            with its gap. A covering programme counts as 50 of them.
+        time_limit_s: Deprecated and without effect: results would depend on the machine's load.
 
     Raises:
         PlanningError: No grouping uses every unit and gives each group enough memory.
     """
+    if time_limit_s is not None:
+        text = "time_limit_s has no effect any more; give max_programs."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
     _check(counts, powers, memories_bytes, num_microbatches, max_stages)
     used = [index for index, count in enumerate(counts) if count]
     kept = np.array([counts[i] for i in used], dtype=np.int64)
@@ -94,7 +106,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     power = power * num_microbatches / (num_microbatches + units - 1)
     # Equal powers that differ in their last bits are one candidate for z.
     order = np.lexsort((*compositions.T, -_rounded(power)))
-    search = _IntervalSearch(compositions[order], _rounded(power)[order], kept, time_limit_s)
+    search = _IntervalSearch(compositions[order], _rounded(power)[order], kept, max_programs)
     # A group's effective power is at most its power, so the sum of all powers bounds Eq. 3a.
     search.bound = float(sum(n * power for n, power in zip(counts, powers, strict=True)))
     search.run()
@@ -117,7 +129,7 @@ class _IntervalSearch:
     """Best-first search over intervals of z, candidates in falling order."""
 
     def __init__(
-        self, compositions: IntArray, power: FloatArray, counts: IntArray, time_limit_s: float
+        self, compositions: IntArray, power: FloatArray, counts: IntArray, max_programs: int
     ) -> None:
         self.compositions = compositions
         self.counts = counts
@@ -125,7 +137,7 @@ class _IntervalSearch:
         last = np.flatnonzero(np.diff(power, append=-np.inf) < 0)
         self.candidates = power[last]
         self.ends = last + 1
-        self.deadline = time.monotonic() + time_limit_s
+        self.programs_left = max_programs
         self.bounds: dict[int, CoverBound] = {}
         self.pool: set[int] = set()
         self.resolved: set[int] = set()
@@ -143,7 +155,7 @@ class _IntervalSearch:
             self._start_from_deal()
             self._search_intervals()
             self.finished = True
-        except TimeoutError:
+        except OutOfProgramsError:
             pass
 
     def _start_from_deal(self) -> None:
@@ -181,7 +193,6 @@ class _IntervalSearch:
         self.bound = self.objective
 
     def _push(self, heap: list[tuple[float, int, int]], low: int, high: int) -> None:
-        self._check_time()
         bound = self._interval_bound(low, high)
         if self._improves(bound):
             heapq.heappush(heap, (-bound, low, high))
@@ -201,6 +212,7 @@ class _IntervalSearch:
 
     def _relax(self, candidate: int) -> CoverBound:
         if candidate not in self.bounds:
+            self._spend(1)
             allowed = self.compositions[: self.ends[candidate]]
             self.bounds[candidate] = cover_bound(allowed, self.counts, self.pool)
         return self.bounds[candidate]
@@ -237,22 +249,19 @@ class _IntervalSearch:
         # Σ x_p = counts·π - Σ (p·π - 1)·x_p, so a larger excess can't be in a cover of this size.
         excess = allowed @ relaxed.prices - 1.0
         keep = np.flatnonzero(excess <= relaxed.value - num_groups + 1e-6)
+        self._spend(_COVER_PROGRAMS)
         times = solve_cover(
-            allowed[keep],
-            self.counts,
-            num_groups=num_groups,
-            time_limit_s=self._check_time(),
+            allowed[keep], self.counts, num_groups=num_groups, max_nodes=_COVER_NODES
         )
         if times is None:
             return None
         chosen = np.flatnonzero(times)
         return [tuple(allowed[keep[i]].tolist()) for i in chosen for _ in range(int(times[i]))]
 
-    def _check_time(self) -> float:
-        remaining = self.deadline - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError
-        return remaining
+    def _spend(self, num_programs: int) -> None:
+        self.programs_left -= num_programs
+        if self.programs_left < 0:
+            raise OutOfProgramsError
 
 
 def _rounded(power: FloatArray) -> FloatArray:

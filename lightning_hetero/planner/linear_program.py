@@ -12,6 +12,13 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["LinearProgram", "Solution"]
 
+_INNER_SEARCHES = (
+    "mip_heuristic_run_feasibility_jump",
+    "mip_heuristic_run_rens",
+    "mip_heuristic_run_rins",
+    "mip_heuristic_run_root_reduced_cost",
+    "mip_allow_restart",
+)
 _PROVEN_GAP = 1e-6
 """Relative gap at which an integral solution counts as proven."""
 
@@ -110,6 +117,9 @@ class LinearProgram:
         self._solver.setOptionValue("objective_target", enough)
         if max_nodes is not None:
             self._solver.setOptionValue("mip_max_nodes", max_nodes)
+            # Searches within the search cost more than all the nodes of a short one.
+            for option in _INNER_SEARCHES:
+                self._solver.setOptionValue(option, False)
         self._solver.run()
         return self._solution()
 

@@ -17,6 +17,7 @@ from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = [
     "CoverBound",
+    "OutOfProgramsError",
     "cover_bound",
     "enumerate_compositions",
     "solve_cover",
@@ -53,6 +54,10 @@ def enumerate_compositions(counts: Sequence[int], max_units: int) -> IntArray:
         room = room[parents] - taken
     kept: IntArray = rows[rows.sum(axis=1) > 0]
     return kept
+
+
+class OutOfProgramsError(Exception):
+    """A search has done all the work that it was given; the same input ends at the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,14 +111,14 @@ def solve_cover(
     counts: IntArray,
     *,
     num_groups: int,
-    time_limit_s: float,
+    max_nodes: int,
 ) -> IntArray | None:
     """Return how often to use each composition so that all units form `num_groups` groups or more.
 
     One integer x_p per composition: Σ x_p·p = counts, Σ x_p ≥ num_groups.
 
     Raises:
-        TimeoutError: HiGHS ran out of time before it knew.
+        OutOfProgramsError: HiGHS searched `max_nodes` nodes and didn't know yet.
     """
     if not len(compositions):
         return None
@@ -123,9 +128,9 @@ def solve_cover(
     for column, count in zip(compositions.T, counts, strict=True):
         program.add_row(times, column, lower=count, upper=count)
     program.add_row(times, 1.0, lower=num_groups)
-    solution = program.minimize(time_limit_s=time_limit_s)
+    solution = program.minimize(max_nodes=max_nodes)
     if len(solution.values):
         return solution.integers
     if solution.lower_bound == np.inf:
         return None
-    raise TimeoutError
+    raise OutOfProgramsError

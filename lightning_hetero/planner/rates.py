@@ -8,7 +8,7 @@ t_p and fill f_p finishes (T - f_p)/t_p micro-batches by T, so for a given T the
     subject to  Σ_p x_p·devices_p ≤ devices of every type,  x_p ≥ 0 and whole,
 
 over compositions of every TP degree, and the least T that finishes all of them is found by Newton
-steps: T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
+steps, first with fractions of pipelines, then with whole ones: T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.linear_program import LinearProgram
+from lightning_hetero.planner.linear_program import LinearProgram, Solution
 
 __all__ = ["PipelineRates", "best_mix", "bottleneck_times_s", "choose_pipelines"]
 
-_MAX_COLUMNS = 1500
-_NEWTON_STEPS = 5
+_MAX_COLUMNS = 400
+_NEWTON_STEPS = 8
+_WHOLE_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +74,24 @@ def choose_pipelines(
         return None
     devices = rates.devices[keep]
     slope, fill = rates.slope_s[keep], rates.fill_s[keep]
+
+    def finish_s(times: FloatArray | IntArray) -> float:
+        return float((num_microbatches + times @ (fill / slope)) / (times @ (1 / slope)))
+
+    # Fractions of pipelines first: they cost little and lead close to the least T.
     time_s = float((fill + slope * num_microbatches).min())
-    best: IntArray | None = None
     for _ in range(_NEWTON_STEPS):
+        fractions = _best_fractions(devices, (time_s - fill) / slope, counts)
+        before_s, time_s = time_s, finish_s(fractions)
+        if time_s > before_s * (1 - 1e-3):
+            break
+    best: IntArray | None = None
+    for _ in range(_WHOLE_STEPS):
         work = (time_s - fill) / slope
         times = _most_work(devices, work, counts, num_microbatches)
-        if times is None or float(times @ work) < num_microbatches * (1 + 1e-6):
+        if times is None or (best is not None and finish_s(times) >= time_s):
             break
-        best = times
-        time_s = float((num_microbatches + times @ (fill / slope)) / (times @ (1 / slope)))
+        best, time_s = times, finish_s(times)
     if best is None:
         return None
     result: IntArray = np.zeros(len(rates.slope_s), dtype=np.int64)
@@ -114,7 +124,7 @@ def _most_work(
         return None
     prices = _prices(devices[useful], work[useful], counts)
     loss = (devices[useful] @ prices - work[useful]) / work[useful]
-    chosen = useful[np.argsort(loss, kind="stable")[:_MAX_COLUMNS]]
+    chosen = useful[_largest(-loss, _MAX_COLUMNS)]
     limits = np.where(devices[chosen] > 0, counts // np.maximum(devices[chosen], 1), np.inf)
     program, used = _work_program(devices[chosen], work[chosen], counts, limits.min(axis=1))
     # Every pipeline needs a micro-batch.
@@ -128,19 +138,43 @@ def _most_work(
     return times
 
 
+def _best_fractions(devices: IntArray, work: FloatArray, counts: IntArray) -> FloatArray:
+    """Return how often the relaxation uses each composition."""
+    active, solution = _relax(devices, work, counts)
+    times = np.zeros(len(work))
+    times[active] = solution.values
+    return times
+
+
 def _prices(devices: IntArray, work: FloatArray, counts: IntArray) -> FloatArray:
-    """Return the relaxation's price of a device of each type, adding columns as they pay."""
-    active = np.unique(np.argsort(-work / devices.sum(axis=1), kind="stable")[:32])
+    """Return the relaxation's price of a device of each type."""
+    prices: FloatArray = np.maximum(-_relax(devices, work, counts)[1].row_duals, 0.0)
+    return prices
+
+
+def _relax(devices: IntArray, work: FloatArray, counts: IntArray) -> tuple[IntArray, Solution]:
+    """Solve the programme with fractions, adding columns as they pay; return those it had."""
+    active = np.sort(_largest(work / devices.sum(axis=1), 32))
     while True:
         program, _ = _work_program(devices[active], work[active], counts)
-        prices: FloatArray = np.maximum(-program.minimize().row_duals, 0.0)
-        gain = work - devices @ prices
-        better = np.argsort(-gain, kind="stable")[:16]
+        solution = program.minimize()
+        gain = work - devices @ np.maximum(-solution.row_duals, 0.0)
+        better = _largest(gain, 16)
         better = better[gain[better] > 1e-7 * work[better]]
         added = np.union1d(active, better)
         if len(added) == len(active):
-            return prices
+            return active, solution
         active = added
+
+
+def _largest(values: FloatArray, count: int) -> IntArray:
+    """Return the indices of the largest values; of equal ones the first, on every machine."""
+    if len(values) > count:
+        least = np.partition(values, -count)[-count]
+        indices = np.flatnonzero(values >= least)
+    else:
+        indices = np.arange(len(values))
+    return indices[np.argsort(-values[indices], kind="stable")[:count]]
 
 
 def _work_program(

@@ -7,6 +7,7 @@
 4. A lower bound on every plan says how much could be left (`bound`).
 """
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,9 +37,9 @@ __all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback", "plan"]
 
 _MAX_ENUMERATED = 12_000
 _MAX_ENUMERATED_DEVICES = 6
-_SIMULATED = 24
+_SIMULATED = 12
 _SIMULATED_ACTIONS = 1_500_000
-_SIMULATED_OF_A_PART = 6
+_SIMULATED_OF_A_PART = 3
 _WORTH_SIMULATING = 1.05
 """A part's estimate may be so much above the best simulated plan."""
 _LEAST_OVERHEAD = 1.02
@@ -266,7 +267,7 @@ class _PlanSearch:
         for estimator in self.estimators:
             limit = self.judge.work_done + budget
             num_fitting = 0
-            for estimate in self._estimate(arrangements, estimator):
+            for estimate in self._estimate(arrangements, estimator, most):
                 score = self._rough_score(estimate)
                 enough = num_fitting >= most or score > below * _WORTH_SIMULATING
                 if enough or (self.judge.work_done > limit and fitting):
@@ -282,14 +283,23 @@ class _PlanSearch:
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
     def _estimate(
-        self, arrangements: Sequence[Arrangement], estimator: Estimator
+        self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int
     ) -> list[Estimate]:
-        estimates = []
-        for index, arrangement in enumerate(arrangements):
-            estimate = estimator.estimate(arrangement)
+        """Return the best estimates first: `most` of them, and others that were met on the way.
+
+        Arrangements that would take too long even without bubbles and exchange are left out.
+        """
+        least = [
+            self._weighted(estimator.least_s(arrangement), _nodes_of(arrangement))
+            for arrangement in arrangements
+        ]
+        estimates: list[tuple[float, int, Estimate]] = []
+        for index in sorted(range(len(least)), key=least.__getitem__):
+            if len(estimates) >= most and least[index] > estimates[most - 1][0]:
+                break
+            estimate = estimator.estimate(arrangements[index])
             if estimate is not None:
-                estimates.append((self._rough_score(estimate), index, estimate))
-        estimates.sort(key=lambda entry: entry[:2])
+                bisect.insort(estimates, (self._rough_score(estimate), index, estimate))
         return [estimate for _, _, estimate in estimates]
 
     def _improve(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -313,8 +323,7 @@ class _PlanSearch:
         return sorted(dict.fromkeys(found), key=self.judge.score)
 
     def _rough_score(self, estimate: Estimate) -> float:
-        used = {node for pipeline in estimate.arrangement for node in pipeline.nodes}
-        return self._weighted(estimate.time_s, sorted(used))
+        return self._weighted(estimate.time_s, _nodes_of(estimate.arrangement))
 
     def _score(self, found: ParallelPlan, simulation: Simulation) -> float:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}
@@ -329,6 +338,10 @@ class _PlanSearch:
     def _price(self, found: ParallelPlan) -> float | None:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}
         return self.cost.cluster.price_of(sorted(used))
+
+
+def _nodes_of(arrangement: Arrangement) -> list[int]:
+    return sorted({node for pipeline in arrangement for node in pipeline.nodes})
 
 
 def _has_equal_shares(candidate: Candidate) -> bool:

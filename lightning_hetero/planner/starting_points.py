@@ -5,6 +5,7 @@ pipelines that finish the most micro-batches (`rates`). Stages run from the slow
 fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from lightning_hetero.planner.arrangement import (
     map_groups,
     num_units,
 )
-from lightning_hetero.planner.bound import bound_iteration_time_s
+from lightning_hetero.planner.bound import bound_iteration_time_s, bound_work_s
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
 from lightning_hetero.planner.patterns import enumerate_compositions
@@ -28,7 +29,10 @@ from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, ch
 __all__ = ["bound_time_s", "enumerate_arrangements", "propose_arrangements"]
 
 _MAX_COMPOSITIONS = 6000
-_GROUPING_TIME_LIMIT_S = 20.0
+_GROUPING_PROGRAMS = 500
+"""Most linear programmes for one grouping; 30 to 130 are usual."""
+_MAX_BOUNDED = 600_000
+"""Most compositions for which the bound counts bubbles: about a second of work."""
 
 
 class _Types:
@@ -132,11 +136,10 @@ def bound_time_s(
     """Return seconds that every plan takes at least; `upper_s` are those of a plan that exists."""
     types = _Types(estimator, counts, tp_degrees)
     most_stages = min(estimator.num_layers, sum(counts))
-    compositions = {}
-    for tp_degree in tp_degrees:
-        units = types.units(tp_degree)
-        if sum(units):
-            compositions[tp_degree] = enumerate_compositions(units, most_stages)
+    units = {tp: types.units(tp) for tp in tp_degrees if sum(types.units(tp))}
+    if sum(_num_compositions(row, most_stages) for row in units.values()) > _MAX_BOUNDED:
+        return min(upper_s, bound_work_s(estimator, types.nodes, types.totals, list(units)))
+    compositions = {tp: enumerate_compositions(row, most_stages) for tp, row in units.items()}
     return bound_iteration_time_s(estimator, types.nodes, types.totals, compositions, upper_s)
 
 
@@ -172,8 +175,8 @@ def _by_effective_power(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
                 rooms,
                 types.min_memory_bytes(tp_degree, num_groups, num_stages),
                 max(1, total // num_groups),
-                _max_stages(len(units), estimator.num_layers),
-                time_limit_s=_GROUPING_TIME_LIMIT_S,
+                _max_stages(units, estimator.num_layers),
+                max_programs=_GROUPING_PROGRAMS,
             )
         except PlanningError:
             # Fewer groups own larger shares of the states; more of them need less each.
@@ -185,16 +188,18 @@ def _by_effective_power(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
         num_groups = len(grouping.groups)
 
 
-def _max_stages(num_types: int, num_layers: int) -> int:
+def _max_stages(units: Sequence[int], num_layers: int) -> int:
     """Return the longest pipeline to consider, so that compositions stay in the thousands."""
     longest = num_layers
-    while _num_compositions(num_types, longest) > _MAX_COMPOSITIONS and longest > 8:
+    while _num_compositions(units, longest) > _MAX_COMPOSITIONS and longest > 8:
         longest -= 1
     return longest
 
 
-def _num_compositions(num_types: int, longest: int) -> int:
-    return int(np.prod([(longest + i) / i for i in range(1, num_types + 1)]))
+def _num_compositions(units: Sequence[int], longest: int) -> int:
+    """Return about how many compositions there are of so many units of each type."""
+    within = math.prod((longest + i) / i for i in range(1, len(units) + 1))
+    return int(min(within, math.prod(count + 1 for count in units)))
 
 
 def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
@@ -230,7 +235,7 @@ def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
     """Return compositions of a TP degree and how fast each is."""
     estimator = types.estimator
     units = types.units(tp_degree)
-    longest = _max_stages(len(units), estimator.num_layers)
+    longest = _max_stages(units, estimator.num_layers)
     compositions = enumerate_compositions(units, longest)
     lengths = compositions.sum(axis=1)
     pairs = [
