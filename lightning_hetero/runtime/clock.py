@@ -240,7 +240,7 @@ def _seconds(start: Any, end: Any) -> float:
 _NOT_TRACED = nullcontext()
 
 
-def traced(name: str) -> AbstractContextManager[object]:
-    """Show what runs inside this context as one range of a trace."""
+def traced(name: object) -> AbstractContextManager[object]:
+    """Show what runs inside this context as one range of a trace; `name` as it is printed."""
     # A range costs as much as a small kernel, whether anyone looks or not.
-    return record_function(name) if _profiler_enabled() else _NOT_TRACED
+    return record_function(str(name)) if _profiler_enabled() else _NOT_TRACED

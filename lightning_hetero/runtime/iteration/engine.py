@@ -178,7 +178,7 @@ class Engine:
                 for action, upcoming in zip_longest(schedule, schedule[1:]):
                     passes.expect_gradient(action, upcoming)
                     timed = self.clock.action(action.kind, action.microbatch_index)
-                    with traced(str(action)), timed:
+                    with traced(action), timed:
                         passes.run(action, step)
                         self.buffers.look()
                 is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
@@ -264,11 +264,11 @@ class Engine:
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
         used = self.plans.running.used_somewhere(gradients, agreed.reports.num_missing)
-        self.gradients = {
-            name: gradient.mul_(loss.scale.to(gradient.dtype)).to(self.store.masters[name].dtype)
-            for name, gradient in gradients.items()
-            if name in used
-        }
+        kept = {name: gradient for name, gradient in gradients.items() if name in used}
+        if kept:
+            torch._foreach_mul_(list(kept.values()), loss.scale)
+        masters = self.store.masters
+        self.gradients = {name: item.to(masters[name].dtype) for name, item in kept.items()}
         self.gradients_are_finite = not loss.nonfinite_ranks
         if loss.nonfinite_ranks:
             self.gradients = {}

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.runtime.results.number_kinds import (
-    NO_RATIO,
     Kind,
     check_ratios,
     ends_of,
@@ -101,30 +100,37 @@ class LossSums:
         self.has_nonfinite: Tensor | None = None
         """See the function; None where there are no gradients."""
         self._device = device
-        self._losses: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        self._means: list[tuple[Tensor, Tensor]] = []
+        """With their weights."""
         self._weights: list[Tensor] = []
         self._ratios: list[Tensor] = []
 
     def __len__(self) -> int:
-        return len(self._losses)
+        return len(self._weights)
 
     def add(self, loss: Tensor, judged: LossWeight, weight: Tensor) -> None:
         """Add the loss of a micro-batch; `weight` is its number of targets."""
-        loss = loss.detach().double()
-        if judged.kind is not Kind.SUM:
-            # The mean of no targets is no number, and must count nothing.
-            loss = torch.where(weight > 0, loss * weight, 0.0)
         self.kinds.add(judged.kind)
-        self._losses.append(loss)
+        if judged.kind is Kind.SUM:
+            self._sums.append(loss.detach())
+        else:
+            self._means.append((loss.detach(), weight))
         self._weights.append(weight)
         self._ratios += ratio_of(judged.others, weight)
 
     def totals(self) -> Tensor:
         """Return what this rank says of its losses and gradients, (NUM_TOTALS,)."""
-        totals = torch.tensor([0.0, 0.0, *NO_RATIO, 0.0], dtype=torch.float64, device=self._device)
-        if self._losses:
-            totals[0], totals[1] = torch.stack(self._losses).sum(), torch.stack(self._weights).sum()
-            totals[2], totals[3] = ends_of(self._ratios, self._device)
+        totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=self._device)
+        totals[2], totals[3] = ends_of(self._ratios, self._device)
+        if self._sums:
+            totals[0] += torch.stack(self._sums).double().sum()
+        if self._means:
+            losses, weights = map(torch.stack, zip(*self._means, strict=True))
+            # The mean of no targets is no number, and must count nothing.
+            totals[0] += torch.where(weights > 0, losses * weights, 0.0).sum()
+        if self._weights:
+            totals[1] = torch.stack(self._weights).sum()
         if self.has_nonfinite is not None:
             totals[4] = self.has_nonfinite
         return totals

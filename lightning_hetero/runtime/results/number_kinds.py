@@ -171,7 +171,8 @@ def as_weight(count: Count, device: torch.device) -> Tensor:
     """Return a count as a float64 tensor without waiting for the device."""
     if isinstance(count, Tensor):
         return count.detach().to(device=device, dtype=torch.float64)
-    return torch.tensor(float(count), dtype=torch.float64, device=device)
+    # Filled there: a copy to an accelerator would wait for it.
+    return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
@@ -184,7 +185,7 @@ def ratio_of(others: Sequence[Count], weight: Tensor) -> list[Tensor]:
 def ends_of(ratios: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return the least and the largest ratio; 0 / 0 is none."""
     if not ratios:
-        return list(torch.tensor(NO_RATIO, dtype=torch.float64, device=device))
+        return [as_weight(end, device) for end in NO_RATIO]
     least, largest = NO_RATIO
     return [
         torch.stack([ratio.nan_to_num(nan=least, posinf=least) for ratio in ratios]).amin(),

@@ -1,0 +1,175 @@
+"""What the engine itself costs: layers that compute next to nothing, on two gloo processes.
+
+* Two equal pipelines against DDP: seconds of an iteration over DDP's. Both run in Lightning's loop.
+* One pipeline of two stages against a bare loop of the same 1F1B actions on the same stages: a
+  receive, a forward or a backward, a send, and nothing that looks at anything. The figure is what
+  one more action costs, from iterations of few and of many micro-batches, so that what is paid once
+  an iteration doesn't count.
+
+The figures are CPU seconds of the main thread: what Python adds is computed there, and wall time on
+a machine that others use says more of them. Notes give the same of wall time. Each is a tenth
+percentile over alternating runs: nothing makes Python faster than it is.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.core.actions import ActionKind, schedule_1f1b
+from tests.benchmarks import bench_runtime
+from tests.benchmarks.bench_runtime import (
+    FirstStage,
+    LastStage,
+    PlainModule,
+    Seconds,
+    Stopwatch,
+    lightning_steps,
+    slowest,
+)
+from tests.benchmarks.harness import Row
+from tests.processes import ProcessPool
+from tests.toy import CONTEXT, VOCABULARY, TokenRows, ToyOptions
+
+OPTIONS = ToyOptions(num_layers=4, width=16)
+STEPS = 40
+REPEATS = 3
+ROWS = 2
+"""Samples of a micro-batch."""
+FEW, MANY = 4, 20
+"""Micro-batches."""
+
+
+def undisturbed(steps: list[Seconds]) -> Seconds:
+    wall, cpu = (statistics.quantiles(column, n=10)[0] for column in zip(*steps, strict=True))
+    return wall, cpu
+
+
+def small() -> None:
+    bench_runtime.OPTIONS, bench_runtime.STEPS = OPTIONS, STEPS
+
+
+def against_ddp(rank: int) -> tuple[Seconds, Seconds]:
+    """Return (ours, DDP's) step times on this rank."""
+    small()
+    ours: list[Seconds] = []
+    theirs: list[Seconds] = []
+    for _ in range(REPEATS):
+        ours += lightning_steps(HeteroStrategy(num_microbatches=1), 8 * ROWS)
+        theirs += lightning_steps(DDPStrategy(), 8 * ROWS)
+    return undisturbed(ours), undisturbed(theirs)
+
+
+class BareStage:
+    """One of two stages with nothing around it."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        module = PlainModule(OPTIONS)
+        self._rank = rank
+        self._stage = FirstStage(module) if rank == 0 else LastStage(module)
+        parameters = [*module.model.blocks[2 * rank : 2 * rank + 2].parameters()]
+        self._optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        self._held: deque[tuple[Tensor, Tensor]] = deque()
+
+    def iterate(self, ids: Tensor, labels: Tensor) -> None:
+        count = len(ids) // ROWS
+        self._optimizer.zero_grad()
+        sends: list[Any] = []
+        actions = schedule_1f1b(stage_index=self._rank, num_stages=2, num_microbatches=count)
+        for action in actions:
+            rows = slice(ROWS * action.microbatch_index, ROWS * (action.microbatch_index + 1))
+            if action.kind is ActionKind.FORWARD:
+                sends.append(self._forward(ids[rows], labels[rows]))
+            else:
+                sends.append(self._backward())
+        for work in filter(None, sends):
+            work.wait()
+        self._optimizer.step()
+
+    def _forward(self, ids: Tensor, labels: Tensor) -> Any:
+        if self._rank == 0:
+            given, made = ids, self._stage(ids)
+            work = dist.isend(made.detach(), 1)
+        else:
+            given = torch.empty(ROWS, CONTEXT, OPTIONS.width)
+            dist.recv(given, 0)
+            logits = self._stage(given.requires_grad_())
+            made = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+            work = None
+        self._held.append((given, made))
+        return work
+
+    def _backward(self) -> Any:
+        given, made = self._held.popleft()
+        if self._rank == 1:
+            made.backward()
+            return dist.isend(given.grad, 0)
+        gradient = torch.empty_like(made)
+        dist.recv(gradient, 1)
+        made.backward(gradient)
+        return None
+
+
+def bare_steps(rank: int, num_microbatches: int) -> list[Seconds]:
+    stage, watch = BareStage(rank), Stopwatch()
+    data = TokenRows(ROWS * num_microbatches)
+    for _ in range(STEPS):
+        watch.start()
+        stage.iterate(data.ids, data.labels)
+        watch.stop()
+    return watch.steps
+
+
+def our_steps(rank: int, num_microbatches: int) -> list[Seconds]:
+    strategy = HeteroStrategy(num_stages=2, num_microbatches=num_microbatches)
+    return lightning_steps(strategy, ROWS * num_microbatches)
+
+
+def against_bare_loop(rank: int) -> tuple[Seconds, Seconds]:
+    """Return what an action costs on this rank, (ours, in the bare loop)."""
+    small()
+    cases: dict[tuple[Callable[..., list[Seconds]], int], list[Seconds]] = {
+        (run, count): [] for count in (FEW, MANY) for run in (our_steps, bare_steps)
+    }
+    for _ in range(REPEATS):
+        for (run, count), steps in cases.items():
+            steps += run(rank, count)
+            dist.barrier()
+    times = {case: undisturbed(steps) for case, steps in cases.items()}
+
+    def of_action(run: Callable[..., list[Seconds]]) -> Seconds:
+        pairs = zip(times[run, FEW], times[run, MANY], strict=True)
+        wall, cpu = ((many - few) / (2 * (MANY - FEW)) for few, many in pairs)
+        return wall, cpu
+
+    return of_action(our_steps), of_action(bare_steps)
+
+
+def run() -> list[Row]:
+    pool = ProcessPool()
+    rows = []
+    cases = (
+        ("iteration over DDP's, two equal pipelines", against_ddp, 3e-3, "Lightning DDPStrategy"),
+        ("action over a bare loop's, two stages", against_bare_loop, 1e-4, "isend, recv, 1F1B"),
+    )
+    for name, function, target, peer_name in cases:
+        figures = pool.run(function, 2, timeout_s=500)
+        ours_wall, ours = slowest([item[0] for item in figures])
+        peer_wall, peer = slowest([item[1] for item in figures])
+        note = f"{peer_name}; CPU time; wall time {ours_wall - peer_wall:.2g}"
+        rows.append(
+            Row(
+                name=f"{name}, width 16", ours=ours, peer=peer, unit="s", target=target,
+                better="lower", kind="measured", value=ours - peer, note=note,
+            )
+        )  # fmt: skip
+    pool.close()
+    return rows
