@@ -35,8 +35,7 @@ class RunPlans:
     @property
     def may_use_tensor_parallelism(self) -> bool:
         """Whether a stage of any of them has several ranks."""
-        every = (pipeline for plan in self.candidates for pipeline in plan.pipelines)
-        return any(pipeline.tp_degree > 1 for pipeline in every)
+        return any(plan.has_tensor_parallelism for plan in self.candidates)
 
 
 @dataclass(frozen=True, kw_only=True)

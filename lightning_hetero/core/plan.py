@@ -6,6 +6,7 @@ runtime executes it, and it can be written to JSON and read back.
 """
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,12 +99,6 @@ class PipelinePlan:
                     f"{problem} layers. Let it start at layer {next_layer}."
                 )
             next_layer = stage.layers.stop
-        degrees = sorted({stage.tp_degree for stage in self.stages})
-        if len(degrees) > 1:
-            raise PlanError(
-                f"Stages of one pipeline have tensor-parallel degrees {degrees}. Use one degree in "
-                "a pipeline; different pipelines may differ."
-            )
 
     @property
     def num_stages(self) -> int:
@@ -121,9 +116,19 @@ class PipelinePlan:
         return 4 * self.num_stages if self.num_stages > 1 else 1
 
     @property
+    def tp_degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degree of each stage."""
+        return tuple(stage.tp_degree for stage in self.stages)
+
+    @property
     def tp_degree(self) -> int:
-        """Tensor-parallel degree, the same in every stage."""
-        return self.stages[0].tp_degree
+        """Deprecated: the largest of `tp_degrees`, because stages may differ."""
+        warnings.warn(
+            "Stages of a pipeline may differ in their TP degree: use PipelinePlan.tp_degrees.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return max(self.tp_degrees)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -156,7 +161,7 @@ class ParallelPlan:
     """
 
     pipelines: tuple[PipelinePlan, ...]
-    """The model replicas; they may differ in stages, layer splits and TP degree."""
+    """The model replicas; they may differ in stages, layer splits and TP degrees."""
     _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -255,39 +260,57 @@ class ParallelPlan:
                 f"last stage of every pipeline end at layer {num_layers}."
             )
 
+    @property
+    def has_tensor_parallelism(self) -> bool:
+        """Whether any stage has several ranks."""
+        return any(stage.tp_degree > 1 for _, _, stage in self.iter_stages())
+
     @classmethod
     def even(
-        cls, *, world_size: int, num_layers: int, num_stages: int = 1, tp_degree: int = 1
+        cls,
+        *,
+        world_size: int,
+        num_layers: int,
+        num_stages: int = 1,
+        tp_degree: int | Sequence[int] = 1,
     ) -> Self:
         """Return equal pipelines of `num_stages` stages whose layer counts differ by one at most.
+
+        Args:
+            world_size: Number of ranks; all get a place.
+            num_layers: Layers of the model.
+            num_stages: Stages of each pipeline.
+            tp_degree: Ranks of each stage, or one number for each stage.
 
         Raises:
             PlanError: `world_size` isn't a multiple of a pipeline's ranks, or there are fewer
                 layers than stages.
         """
-        size = num_stages * tp_degree
-        if num_stages < 1 or tp_degree < 1 or world_size % size:
+        degrees = [tp_degree] * num_stages if isinstance(tp_degree, int) else [*tp_degree]
+        fits = len(degrees) == num_stages > 0 and min(degrees) > 0
+        if not fits or world_size % sum(degrees):
             raise PlanError(
                 f"{world_size} processes can't be split into pipelines of {num_stages} stages × "
                 f"{tp_degree} tensor-parallel ranks. Choose num_stages × tp_degree that divides "
-                f"{world_size}."
+                f"{world_size}, or one degree for each stage whose sum does."
             )
         if num_layers < num_stages:
             raise PlanError(
                 f"{num_layers} layers can't fill {num_stages} stages. Use at most {num_layers}."
             )
         cuts = [num_layers * index // num_stages for index in range(num_stages + 1)]
+        firsts = [sum(degrees[:index]) for index in range(num_stages + 1)]
         pipelines = tuple(
             PipelinePlan(
                 stages=tuple(
                     StagePlan(
-                        ranks=tuple(range(base + s * tp_degree, base + (s + 1) * tp_degree)),
+                        ranks=tuple(range(base + firsts[s], base + firsts[s + 1])),
                         layers=range(cuts[s], cuts[s + 1]),
                     )
                     for s in range(num_stages)
                 )
             )
-            for base in range(0, world_size, size)
+            for base in range(0, world_size, firsts[-1])
         )
         return cls(pipelines=pipelines)
 

@@ -174,9 +174,17 @@ class CostModel(ABC):
     def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
         """Return the seconds in which an activation or its gradient goes to the next stage.
 
-        Each rank sends to its counterpart. With unequal TP degrees the smaller group bounds it.
+        Each rank sends to its counterpart. A larger group gets it in pieces, several from one
+        sender, and puts them together over its own links; see `core.neighbours`.
         """
-        return self.transfer_s(sender.ranks[0], receiver.ranks[0], self._hidden_bytes(num_tokens))
+        num_bytes, count = self._hidden_bytes(num_tokens), receiver.tp_degree
+        if count <= sender.tp_degree:
+            return self.transfer_s(sender.ranks[0], receiver.ranks[0], num_bytes)
+        sent = -(-count // sender.tp_degree) * self.transfer_s(
+            sender.ranks[0], receiver.ranks[0], num_bytes / count
+        )
+        gathered = (count - 1) * self.transfer_s(*receiver.ranks[:2], num_bytes / count)
+        return sent + gathered
 
     def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
         """Return the seconds of a ring all-reduce: 2(n-1) messages of 1/n over the slowest link."""

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_hetero.core.neighbours import deal_pieces
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
@@ -230,8 +231,17 @@ class RunModel:
         )
 
     def _boundary_s_per_byte(self, pipeline: PipelinePlan, stage: int, *, healthy: bool) -> float:
-        pairs = zip(pipeline.stages[stage].ranks, pipeline.stages[stage + 1].ranks, strict=True)
-        return max(self._s_per_byte(a, b, healthy=healthy) for a, b in pairs)
+        """Return the seconds of a byte of an activation, or of its gradient if that is slower.
+
+        Pieces for a larger group, several from one sender, go one after another.
+        """
+        groups = pipeline.stages[stage].ranks, pipeline.stages[stage + 1].ranks
+        by_sender: Counter[tuple[bool, int]] = Counter()
+        for is_gradient, (senders, receivers) in enumerate((groups, groups[::-1])):
+            for piece in deal_pieces(senders, receivers):
+                seconds = self._s_per_byte(piece.sender, piece.receiver, healthy=healthy)
+                by_sender[bool(is_gradient), piece.sender] += seconds / piece.count
+        return max(by_sender.values())
 
     def _s_per_byte(self, rank_a: int, rank_b: int, *, healthy: bool) -> float:
         ratio = 1.0 if healthy else self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)

@@ -189,7 +189,8 @@ def _moves_of_both_ends(plan: ParallelPlan, pair: Pair) -> Iterator[tuple[_Swap,
             return
         stages = plan.pipelines[place.pipeline_index].stages
         own = stages[place.stage_index].ranks
-        swaps.append([(own, stage.ranks) for stage in stages if stage.ranks != own])
+        others = (stage.ranks for stage in stages if stage.ranks != own)
+        swaps.append([(own, ranks) for ranks in others if len(ranks) == len(own)])
     for move in product(*swaps):
         ranks = [rank for swap in move for group in swap for rank in group]
         if len(set(ranks)) == len(ranks):

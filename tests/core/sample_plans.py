@@ -16,11 +16,14 @@ def random_plan(
     rng.shuffle(free)
     pipelines: list[PipelinePlan] = []
     while free and (not pipelines or rng.random() < 0.85):
-        degree = rng.choice([d for d in degrees if d <= len(free)])
-        num_stages = rng.randint(1, min(num_layers, len(free) // degree))
+        num_stages = rng.randint(1, min(num_layers, len(free)))
         cuts = [0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers]
         stages = []
-        for start, stop in pairwise(cuts):
+        one = rng.choice([d for d in degrees if d * num_stages <= len(free)])
+        is_mixed = rng.random() < 0.5
+        for left, (start, stop) in zip(range(num_stages - 1, -1, -1), pairwise(cuts), strict=True):
+            able = [d for d in degrees if d <= len(free) - left]
+            degree = rng.choice(able) if is_mixed else one
             ranks, free = free[:degree], free[degree:]
             stages.append(_stage(rng, tuple(ranks), range(start, stop)))
         pipelines.append(PipelinePlan(stages=tuple(stages)))

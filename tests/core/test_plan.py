@@ -68,17 +68,17 @@ def test_place_finds_each_rank_where_the_plan_names_it(rng):
 
 @given(
     num_pipelines=st.integers(1, 5),
-    num_stages=st.integers(1, 6),
-    tp_degree=st.integers(1, 4),
+    degrees=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     extra_layers=st.integers(0, 20),
 )
-def test_even_splits_ranks_once_and_layers_to_within_one(
-    num_pipelines, num_stages, tp_degree, extra_layers
-):
-    world_size = num_pipelines * num_stages * tp_degree
+def test_even_splits_ranks_once_and_layers_to_within_one(num_pipelines, degrees, extra_layers):
+    num_stages, world_size = len(degrees), num_pipelines * sum(degrees)
     num_layers = num_stages + extra_layers
     plan = ParallelPlan.even(
-        world_size=world_size, num_layers=num_layers, num_stages=num_stages, tp_degree=tp_degree
+        world_size=world_size,
+        num_layers=num_layers,
+        num_stages=num_stages,
+        tp_degree=degrees[0] if len(set(degrees)) == 1 else degrees,
     )
     assert plan.num_pipelines == num_pipelines
     assert plan.max_stages == num_stages
@@ -86,7 +86,14 @@ def test_even_splits_ranks_once_and_layers_to_within_one(
     assert plan.num_layers == num_layers
     counts = [len(item.layers) for _, _, item in plan.iter_stages()]
     assert max(counts) - min(counts) <= 1
-    assert {item.tp_degree for item in plan.pipelines} == {tp_degree}
+    assert {item.tp_degrees for item in plan.pipelines} == {tuple(degrees)}
+    assert plan.has_tensor_parallelism == (max(degrees) > 1)
+
+
+def test_a_degree_of_whole_pipelines_is_deprecated():
+    mixed = pipeline(stage((0,), 0, 2), stage((1, 2), 2, 4))
+    with pytest.warns(DeprecationWarning, match="PipelinePlan.tp_degrees"):
+        assert mixed.tp_degree == 2
 
 
 def test_the_ranks_of_a_pipeline_share_its_layers():
@@ -155,8 +162,14 @@ def test_stages_say_what_they_recompute_in_json_and_in_the_table():
             ["Stage 1", "layer 1", "end at 2", "repeats", "start at layer 2"],
         ),
         (
-            lambda: pipeline(stage((0,), 0, 2), stage((1, 2), 2, 4)),
-            ["degrees [1, 2]", "one degree"],
+            lambda: ParallelPlan.even(
+                world_size=6, num_layers=4, num_stages=2, tp_degree=(1, 2, 3)
+            ),
+            ["2 stages", "(1, 2, 3)", "one degree for each stage"],
+        ),
+        (
+            lambda: ParallelPlan.even(world_size=6, num_layers=4, num_stages=1, tp_degree=()),
+            ["6 processes", "num_stages × tp_degree"],
         ),
         (lambda: ParallelPlan(pipelines=()), ["no pipelines", "at least one"]),
         (

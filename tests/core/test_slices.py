@@ -134,7 +134,8 @@ def test_the_shards_of_a_tensor_parallel_group_make_up_the_parameter(rng, tied):
             pushed[key] += [row for start, stop in item.pushes for row in range(start, stop)]
         for (pipeline_index, stage_index), rows in pushed.items():
             assert sorted(rows) == list(range(spec.cut_length))
-            copies = 1 if spec.tp_dim is not None else plan.pipelines[pipeline_index].tp_degree
+            stage = plan.pipelines[pipeline_index].stages[stage_index]
+            copies = 1 if spec.tp_dim is not None else stage.tp_degree
             whole = [row for row in range(spec.cut_length) for _ in range(copies)]
             assert sorted(held[pipeline_index, stage_index]) == whole
         stages = [

@@ -18,6 +18,7 @@ from itertools import groupby, zip_longest
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS, Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.neighbours import Neighbour, Piece, find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import Message, TransferTable
 from lightning_hetero.runtime.stage.activations import HEADER_BYTES
@@ -227,9 +228,11 @@ class _Steps:
         self._num_microbatches = iteration.num_microbatches[place.pipeline_index]
         self._receives: dict[Action, int] = {}
         self._headers: dict[Action, int] = {}
-        self._sends: dict[ActionKind, deque[int]] = defaultdict(deque)
+        self._sends: dict[ActionKind, deque[list[int]]] = defaultdict(deque)
         self._previous, self._next = (
-            stages[index].ranks[place.tp_rank] if 0 <= index < len(stages) else None
+            find_neighbour(program.global_rank, self._group, stages[index].ranks)
+            if 0 <= index < len(stages)
+            else None
             for index in (place.stage_index - 1, place.stage_index + 1)
         )
 
@@ -250,14 +253,14 @@ class _Steps:
 
     def _expect(self, action: Action) -> None:
         """Begin to receive what comes first of a forward, if there is one."""
-        rank, source = self._program.global_rank, self._previous
+        source = self._previous
         is_new = action not in self._receives and action not in self._headers
         if source is None or not is_new or action.microbatch_index >= self._num_microbatches:
             return
-        if self._iteration.headers_apart:
-            self._headers[action] = self._header("receive header of", action, source, rank)
+        if self._is_apart(source.received):
+            self._headers[action] = self._header("receive header of", action, source.received)
         else:
-            self._receives[action] = self._transfer("receive", action, source, rank)
+            self._receives[action] = self._transfer("receive", action, source.received)
 
     def _receive(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
@@ -265,41 +268,42 @@ class _Steps:
             if action in self._headers:
                 # Only the header says what to receive, so the rank waits for it.
                 self._wait(f"read header of {action}", self._headers[action])
-        source = self._previous if action.kind is ActionKind.FORWARD else self._next
+        source = self._source(action)
         if source is not None and action not in self._receives:
-            rank = self._program.global_rank
-            self._receives[action] = self._transfer("receive", action, source, rank)
+            self._receives[action] = self._transfer("receive", action, source.received)
 
     def _wait(self, label: str, position: int) -> None:
         self._program.append(
             Operation(kind=OperationKind.COMPUTE, label=label, waits_for=(position,))
         )
 
-    def _header(
-        self, verb: str, action: Action, source: int, destination: int, *waits_for: int
-    ) -> int:
+    def _header(self, verb: str, action: Action, piece: Piece, *waits_for: int) -> int:
+        transfer = Transfer(piece.sender, piece.receiver, HEADER_BYTES, f"header {action}")
         return self._program.append(
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
                 communicator=HEADERS,
-                transfers=(Transfer(source, destination, HEADER_BYTES, f"header {action}"),),
+                transfers=(transfer,),
                 waits_for=waits_for,
             )
         )
 
-    def _transfer(
-        self, verb: str, action: Action, source: int, destination: int, *waits_for: int
-    ) -> int:
-        num_bytes = self._iteration.activation_bytes
-        if action.kind is ActionKind.FORWARD and not self._iteration.headers_apart:
+    def _is_apart(self, piece: Piece) -> bool:
+        return self._iteration.headers_apart or piece.count > 1
+
+    def _transfer(self, verb: str, action: Action, piece: Piece, *waits_for: int) -> int:
+        start, stop = piece.bounds(self._iteration.activation_bytes)
+        num_bytes = stop - start
+        if action.kind is ActionKind.FORWARD and not self._is_apart(piece):
             num_bytes += HEADER_BYTES
+        transfer = Transfer(piece.sender, piece.receiver, num_bytes, str(action))
         return self._program.append(
             Operation(
                 kind=OperationKind.TRANSFER,
                 label=f"{verb} {action}",
                 communicator=FORWARD if action.kind is ActionKind.FORWARD else BACKWARD,
-                transfers=(Transfer(source, destination, num_bytes, str(action)),),
+                transfers=(transfer,),
                 waits_for=waits_for,
             )
         )
@@ -308,7 +312,7 @@ class _Steps:
         forward = action.kind is ActionKind.FORWARD
         needs = self._pulls if forward else ()
         if action in self._receives:
-            needs = (*needs, self._receives[action])
+            needs = (*needs, self._arrival(action))
         done = self._program.append(
             Operation(kind=OperationKind.COMPUTE, label=str(action), waits_for=needs)
         )
@@ -324,13 +328,37 @@ class _Steps:
                 )
             )
         destination = self._next if forward else self._previous
-        if destination is not None:
-            self._send(action, destination, done)
+        if destination is not None and destination.sent:
+            self._send(action, destination.sent, done)
 
-    def _send(self, action: Action, destination: int, done: int) -> None:
-        rank, kept = self._program.global_rank, self._sends[action.kind]
+    def _source(self, action: Action) -> Neighbour | None:
+        return self._previous if action.kind is ActionKind.FORWARD else self._next
+
+    def _arrival(self, action: Action) -> int:
+        """Return the operation after which the whole message is there."""
+        source, position = self._source(action), self._receives[action]
+        assert source is not None
+        if source.received.count == 1:
+            return position
+        return self._program.append(
+            Operation(
+                kind=OperationKind.COLLECTIVE,
+                label=f"gather {action}",
+                communicator=self._tensor,
+                ranks=self._group,
+                num_bytes=-(-self._iteration.activation_bytes // source.received.count),
+                waits_for=(position,),
+            )
+        )
+
+    def _send(self, action: Action, pieces: Sequence[Piece], done: int) -> None:
+        kept = self._sends[action.kind]
         if len(kept) == MAX_KEPT_SENDS:
-            self._wait(f"let go before {action}", kept.popleft())
-        if action.kind is ActionKind.FORWARD and self._iteration.headers_apart:
-            self._header("announce", action, rank, destination, done)
-        kept.append(self._transfer("send", action, rank, destination, done))
+            for position in kept.popleft():
+                self._wait(f"let go before {action}", position)
+        positions = []
+        for piece in pieces:
+            if action.kind is ActionKind.FORWARD and self._is_apart(piece):
+                self._header("announce", action, piece, done)
+            positions.append(self._transfer("send", action, piece, done))
+        kept.append(positions)

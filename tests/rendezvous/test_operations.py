@@ -1,4 +1,5 @@
 import re
+from collections import Counter
 from random import Random
 
 import pytest
@@ -85,8 +86,11 @@ def test_a_step_waits_for_what_it_receives_and_a_send_for_what_it_sends(rng, rul
         for item in items:
             if is_action(item):
                 needs = set(pulled) if item.label.startswith("F") else set()
-                if f"receive {item.label}" in position:
-                    needs.add(position[f"receive {item.label}"])
+                received = position.get(f"receive {item.label}")
+                if received is not None:
+                    gathered = position.get(f"gather {item.label}", received)
+                    assert gathered == received or items[gathered].waits_for == (received,)
+                    needs.add(gathered)
                 assert set(item.waits_for) == needs
             elif item.label.startswith("send "):
                 step = item.label.removeprefix("send ")
@@ -96,22 +100,26 @@ def test_a_step_waits_for_what_it_receives_and_a_send_for_what_it_sends(rng, rul
 @given(rng=st.randoms(use_true_random=False), rule=RULES)
 def test_traffic_is_the_tables_messages_and_one_activation_for_each_border(rng, rule):
     plan, table, iteration, operations = random_iteration(rng, rule)
+    total = 0
     for rank, items in operations.items():
         headed = [item for item in items if item.communicator != HEADERS]
         transfers = [transfer for item in headed for transfer in item.transfers]
         messages = [m for m in [*table.pull(rank), *table.push(rank)] if m.source != m.destination]
         sent = [table.numel(m) * 2 for m in messages if m.source == rank]
         received = [table.numel(m) * 2 for m in messages if m.destination == rank]
-        borders = 0
         if place := plan.place(rank):
-            last = plan.pipelines[place.pipeline_index].num_stages - 1
+            degrees = plan.pipelines[place.pipeline_index].tp_degrees
+            own, stage = degrees[place.stage_index], place.stage_index
             count = iteration.num_microbatches[place.pipeline_index]
-            borders = count * ((place.stage_index > 0) + (place.stage_index < last))
-        activations = [100] * borders
-        outgoing = [item.num_bytes for item in transfers if item.source == rank]
+            for other in (*degrees[max(stage - 1, 0) : stage], *degrees[stage + 1 : stage + 2]):
+                # A larger group puts pieces together.
+                received += [100 // own if own > other else 100] * count
         incoming = [item.num_bytes for item in transfers if item.destination == rank]
-        assert sorted(outgoing) == sorted([*sent, *activations])
-        assert sorted(incoming) == sorted([*received, *activations])
+        assert sorted(incoming) == sorted(received)
+        outgoing = [item.num_bytes for item in transfers if item.source == rank]
+        assert not Counter(sent) - Counter(outgoing)
+        total += sum(outgoing) - sum(incoming)
+    assert total == 0
 
 
 def test_a_rank_without_work_pushes_at_once_and_an_idle_owner_only_exchanges():

@@ -44,6 +44,7 @@ WITHOUT_WORK = plan_of(
 MANY = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3), num_microbatches=4))
 SHARED = plan_of(pipeline(stage([0, 1], 0, 2), stage([2, 3], 2, 3)))
 SHARED_AND_SINGLE = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
+SPREAD = plan_of(pipeline(stage(2, 0, 1), stage([3, 0], 1, 2), stage(1, 2, 3)))
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 JOBS = {
@@ -55,7 +56,9 @@ JOBS = {
         plans=plans(MANY), world_size=2, num_iterations=2, options={"ownership": "even"}
     ),
     "tensor parallelism": Job(
-        plans=plans(SHARED, SHARED_AND_SINGLE), world_size=4, options={"tp_plan": TP_PLAN}
+        plans=plans(SHARED, SHARED_AND_SINGLE, SPREAD),
+        world_size=4,
+        options={"tp_plan": TP_PLAN},
     ),
 }
 
@@ -85,7 +88,7 @@ def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
         )
     shared = {item.ranks for items in lists.values() for item in items if item.ranks}
     shared.discard(tuple(range(job.world_size)))
-    assert shared == ({(0, 1), (2, 3), (0, 2)} if "tp_plan" in job.options else set())
+    assert shared == ({(0, 1), (2, 3), (0, 2), (0, 3)} if "tp_plan" in job.options else set())
 
 
 Message = tuple[int, int, int]

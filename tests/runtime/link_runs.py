@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage import activations
@@ -37,21 +38,26 @@ def messages() -> list[list[Tensor]]:
     ]
 
 
-def exchange(rank: int) -> None:
-    """Send all of them from rank 0 to rank 1, and twice their values back as gradients."""
+def exchange(rank: int, first: list[int], second: list[int]) -> None:
+    """Send all of them from one group to another, and twice their values back as gradients."""
     dist.init_process_group("gloo")
     device = torch.device("cpu")
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in (first, second)}
+    is_first = rank in first
+    own, other = (first, second) if is_first else (second, first)
+    neighbour = find_neighbour(rank, own, other)
     link = ActivationLink(
-        previous=0 if rank else None,
-        following=None if rank else 1,
+        previous=None if is_first else neighbour,
+        following=neighbour if is_first else None,
         comms=Communicators.create(device=device, timeout=timedelta(seconds=60)),
         device=device,
         clock=ComputeClock(device),
+        group=groups[tuple(own)],
     )
     for index, tensors in enumerate(messages()):
         note = [bytes([i % 256, i // 256]) for i in range(NUM_NOTES * index)]
         learned = [tensor for tensor in tensors if tensor.requires_grad]
-        if rank == 0:
+        if is_first:
             link.send_activation(Handover(tensors, note))
             link.expect_gradient(index, learned)
             assert_equal(link.receive_gradient(index), [2 * tensor.detach() for tensor in learned])

@@ -12,6 +12,7 @@ import torch
 
 from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.clock import ComputeClock
@@ -133,7 +134,7 @@ class PlanSwitch:
         plan.check_num_layers(self._store.layout.num_layers)
         if plan.max_stages > 1:
             self._store.layout.require_layers()
-        if self._tensor_parallel is None and any(p.tp_degree > 1 for p in plan.pipelines):
+        if self._tensor_parallel is None and plan.has_tensor_parallelism:
             raise PlanError(
                 "The plan uses tensor parallelism, for which the module wasn't prepared, because "
                 "the first plan had none. Give HeteroStrategy(tp_plan=...)."
@@ -211,8 +212,12 @@ class PlanSwitch:
         stages = () if place is None else plan.pipelines[place.pipeline_index].stages
         before = after = None
         if place is not None:
-            peers = [stage.ranks[place.tp_rank] for stage in stages]
-            before, _, after = (None, *peers, None)[place.stage_index :][:3]
+            groups = [stage.ranks for stage in stages]
+            rank, own = self._comms.global_rank, groups[place.stage_index]
+            before, _, after = (
+                group and find_neighbour(rank, own, group)
+                for group in (None, *groups, None)[place.stage_index :][:3]
+            )
         return RunningPlan(
             plan=plan,
             place=place,
@@ -224,6 +229,7 @@ class PlanSwitch:
             link=ActivationLink(
                 previous=before,
                 following=after,
+                group=None if self._tensor_parallel is None else self._tensor_parallel.group,
                 comms=self._comms,
                 device=store.device,
                 clock=self._clock,

@@ -19,6 +19,10 @@ What comes next is received while the current action still computes: the gradien
 what was sent, and the message or, on accelerators, the header of the next activation. It is posted
 behind the send before it, where the order on the communicator has it anyway.
 
+All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
+the other stage's group, and the groups may differ in size (`core.neighbours`). Where a larger group
+receives pieces, headers are messages of their own among CPUs, too.
+
 What is sent is let go once it has arrived: at most `MAX_KEPT_SENDS` are kept in each direction,
 however many micro-batches there are. In 1F1B the older ones have arrived by then, so waiting for
 them costs nothing; in passes forward only it keeps a fast stage from running ahead.
@@ -36,8 +40,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
+from lightning_hetero.core.neighbours import Neighbour, Piece
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.stage.packed_tensors import (
+    Form,
+    form_of,
+    offsets_of,
+    pack,
+    payload_of,
+    payload_sizes,
+    unpack,
+)
 
 __all__ = ["ActivationLink", "Handover", "HiddenForm"]
 
@@ -46,37 +60,22 @@ HEADER_BYTES = 512
 _LENGTHS = struct.Struct("<QQ")
 """What each message begins with: the bytes of its header's content and of the whole message."""
 LENGTHS_BYTES = _LENGTHS.size
-_ALIGNMENT_BYTES = 64
-"""Of packed tensors, so that each can be viewed in its own dtype, and kernels find it aligned."""
-
 
 HiddenForm = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a hidden state."""
 
 
-class _Form(NamedTuple):
-    """The form of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
 class _Header(NamedTuple):
     """All of a handover but the values of its tensors."""
 
-    tensors: tuple[_Form, ...]
+    tensors: tuple[Form, ...]
     left: tuple[bytes, ...]
     forms: tuple[HiddenForm, ...]
     changes_input: bool
 
     @classmethod
     def of(cls, sent: "Handover") -> "_Header":
-        forms = tuple(map(_form_of, sent.tensors))
+        forms = tuple(map(form_of, sent.tensors))
         return cls(forms, tuple(sent.left), tuple(sent.forms), sent.changes_input)
 
 
@@ -102,60 +101,63 @@ class Handover:
 class _Posted:
     """Receives under way: the first tensor by itself, the others packed."""
 
-    forms: tuple[_Form, ...]
+    forms: tuple[Form, ...]
+    piece: Piece
+    """What this rank receives of each."""
     works: list[tuple[dist.Work, Tensor]]
     buffers: list[Tensor]
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors, given the whole buffers."""
         if not self.forms:
             return []
-        others = _unpack(self.buffers[1], self.forms[1:]) if self.forms[1:] else []
-        return [*_unpack(self.buffers[0], self.forms[:1]), *others]
+        others = unpack(whole[1], self.forms[1:]) if self.forms[1:] else []
+        return [*unpack(whole[0], self.forms[:1]), *others]
 
 
 class ActivationLink:
     """One rank's two neighbours in its pipeline.
 
     Args:
-        previous: Global rank that holds the stage before with the same `tp_rank`; None if first.
-        following: The same for the next stage; None if last.
-        comms: Forward and backward carry activations and gradients, control the headers of those
-            on accelerators.
+        previous: The stage before; None if this rank's is the first.
+        following: The next stage; None if this rank's is the last.
+        comms: Forward and backward carry activations and gradients, control the headers that travel
+            apart.
         device: Where activations lie.
         clock: Times the waits.
+        group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
     """
 
     def __init__(
         self,
         *,
-        previous: int | None,
-        following: int | None,
+        previous: Neighbour | None,
+        following: Neighbour | None,
         comms: Communicators,
         device: torch.device,
         clock: ComputeClock,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.previous = previous
         self.following = following
+        self._group = group
         self._comms = comms
         self._device = device
         self._clock = clock
-        self._headers_apart = device.type != "cpu"
         self._inbox = _Inbox()
         self._outbox = _Outbox()
         self._gradients: dict[int, _Posted] = {}
         self._sent_forward = _Sends()
         self._sent_backward = _Sends()
 
-    @property
-    def _first_group(self) -> dist.ProcessGroup | None:
-        """The communicator of headers, and of what travels with them."""
-        return self._comms.control if self._headers_apart else self._comms.forward
-
     def expect_activation(self) -> None:
         """Begin to receive what the stage before hands on next, if that hasn't begun yet."""
         assert self.previous is not None
         if self._inbox.work is None:
-            self._inbox.post(self.previous, self._first_group)
+            piece = self.previous.received
+            is_apart = self._is_apart(piece)
+            group = self._comms.control if is_apart else self._comms.forward
+            self._inbox.post(piece.sender, group)
 
     def receive_activation(self) -> Handover:
         """Return what the stage before hands on for its next micro-batch.
@@ -164,20 +166,20 @@ class ActivationLink:
         """
         assert self.previous is not None
         self.expect_activation()
-        inbox = self._inbox
+        inbox, piece = self._inbox, self.previous.received
+        is_apart = self._is_apart(piece)
         while inbox.work is not None:
             # What only announces counts no bytes of its own.
-            is_payload = not self._headers_apart and inbox.capacity > LENGTHS_BYTES
+            is_payload = not is_apart and inbox.capacity > LENGTHS_BYTES
             num_bytes = inbox.capacity if is_payload else 0
-            self._clock.wait_for(inbox.work, peer=self.previous, num_bytes=num_bytes)
+            self._clock.wait_for(inbox.work, peer=piece.sender, num_bytes=num_bytes)
             if inbox.must_grow():
-                inbox.post(self.previous, self._first_group)
+                self.expect_activation()
         header, payload = inbox.open()
-        if self._headers_apart:
-            posted = self._post(header.tensors, self.previous, self._comms.forward)
-            received = self._wait(posted, self.previous)
+        if is_apart:
+            received = self._wait(self._post(header.tensors, piece, self._comms.forward))
         else:
-            received = _unpack(payload, header.tensors)
+            received = unpack(payload, header.tensors)
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         return Handover(received, [*header.left], [*header.forms], header.changes_input)
@@ -185,58 +187,85 @@ class ActivationLink:
     def send_activation(self, sent: Handover) -> None:
         """Hand a micro-batch on to the next stage, without waiting for it."""
         assert self.following is not None
+        if not self.following.sent:
+            return
         self._clock.before_send()
         self._sent_forward.make_room(self._clock)
-        inside = [] if self._headers_apart else sent.tensors
-        messages = self._outbox.messages(_Header.of(sent), inside)
-        sends = [(self._first_group, message) for message in messages]
-        if self._headers_apart:
-            sends += [(self._comms.forward, part) for part in _payload(sent.tensors)]
-        self._sent_forward.add(sends, self.following)
+        pieces = self.following.sent
+        is_apart = self._is_apart(pieces[0])
+        first_group = self._comms.control if is_apart else self._comms.forward
+        headers = self._outbox.messages(_Header.of(sent), [] if is_apart else sent.tensors)
+        payload = payload_of(sent.tensors) if is_apart else []
+        messages = []
+        for piece in pieces:
+            messages += [_Message(first_group, piece, header) for header in headers]
+            messages += _cut(self._comms.forward, piece, payload)
+        self._sent_forward.add(messages)
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
         """Begin to receive the gradients of what was sent, if that hasn't begun yet."""
         assert self.following is not None
         if microbatch_index not in self._gradients:
-            forms = tuple(map(_form_of, sent))
-            posted = self._post(forms, self.following, self._comms.backward)
+            forms = tuple(map(form_of, sent))
+            posted = self._post(forms, self.following.received, self._comms.backward)
             self._gradients[microbatch_index] = posted
 
     def receive_gradient(self, microbatch_index: int) -> list[Tensor]:
         """Return the gradients of what was sent, in its order."""
-        assert self.following is not None
-        return self._wait(self._gradients.pop(microbatch_index), self.following)
+        return self._wait(self._gradients.pop(microbatch_index))
 
     def send_gradient(self, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of what was received back, without waiting for them."""
         assert self.previous is not None
+        if not self.previous.sent:
+            return
         self._clock.before_send()
         self._sent_backward.make_room(self._clock)
-        sends = [(self._comms.backward, part) for part in _payload(gradients)]
-        self._sent_backward.add(sends, self.previous)
+        payload = payload_of(gradients)
+        pieces = self.previous.sent
+        self._sent_backward.add([m for p in pieces for m in _cut(self._comms.backward, p, payload)])
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         self._sent_forward.clear()
         self._sent_backward.clear()
 
-    def _wait(self, posted: _Posted, peer: int) -> list[Tensor]:
+    def _is_apart(self, piece: Piece) -> bool:
+        """Whether the header of a message, of which this is a piece, is a message of its own."""
+        return self._device.type != "cpu" or piece.count > 1
+
+    def _wait(self, posted: _Posted) -> list[Tensor]:
+        piece = posted.piece
         for work, buffer in posted.works:
-            self._clock.wait_for(work, peer=peer, num_bytes=buffer.nbytes)
-        return posted.tensors()
+            self._clock.wait_for(work, peer=piece.sender, num_bytes=buffer.nbytes)
+        sizes = payload_sizes(posted.forms)
+        pairs = zip(posted.buffers, sizes, strict=True)
+        return posted.tensors([self._whole(own, piece.count, size) for own, size in pairs])
+
+    def _whole(self, own: Tensor, count: int, size: int) -> Tensor:
+        """Return all bytes of a message of which each rank of the group has received a piece."""
+        if count == 1 or not size:
+            return own
+        padded = own.new_zeros(-(-size // count))
+        padded[: own.numel()] = own
+        whole = own.new_empty(count * padded.numel())
+        dist.all_gather_into_tensor(whole, padded, group=self._group)
+        return whole[:size]
 
     def _post(
-        self, forms: tuple[_Form, ...], peer: int, group: dist.ProcessGroup | None
+        self, forms: tuple[Form, ...], piece: Piece, group: dist.ProcessGroup | None
     ) -> _Posted:
-        sizes = [form.num_bytes for form in forms[:1]]
-        sizes += [_offsets(forms[1:])[-1]] if forms[1:] else []
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        bounds = map(piece.bounds, payload_sizes(forms))
+        buffers = [
+            torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+            for start, stop in bounds
+        ]
         works = []
         for buffer in filter(Tensor.numel, buffers):
-            work = dist.irecv(buffer, peer, group=group)
+            work = dist.irecv(buffer, piece.sender, group=group)
             assert work is not None
             works.append((work, buffer))
-        return _Posted(forms, works, buffers)
+        return _Posted(forms, piece, works, buffers)
 
 
 class _Inbox:
@@ -289,12 +318,12 @@ class _Outbox:
             self._last = header, pickle.dumps(tuple(header))
         content = self._last[1]
         start = _header_bytes(content)
-        length = start + _offsets(header.tensors)[-1] if tensors else start
+        length = start + offsets_of(header.tensors)[-1] if tensors else start
         message = torch.empty(length, dtype=torch.uint8)
         lengths = _LENGTHS.pack(len(content), length)
         memoryview(message.numpy())[: LENGTHS_BYTES + len(content)] = lengths + content
         if tensors:
-            _pack(tensors, header.tensors, message[start:])
+            pack(tensors, header.tensors, message[start:])
         if length <= self._capacity:
             return [message]
         announced = message[: self._capacity].clone()
@@ -314,12 +343,12 @@ class _Sends:
             with clock.waiting():
                 self._let_go()
 
-    def add(self, parts: Sequence[tuple[dist.ProcessGroup | None, Tensor]], peer: int) -> None:
-        """Send tensors to a peer and keep them."""
+    def add(self, messages: Sequence["_Message"]) -> None:
+        """Send all messages of a micro-batch and keep them."""
         sends = []
-        for group, part in parts:
+        for group, piece, part in messages:
             if part.numel():
-                work = dist.isend(part, peer, group=group)
+                work = dist.isend(part, piece.receiver, group=group)
                 assert work is not None
                 sends.append((work, part))
         self._kept.append(sends)
@@ -335,46 +364,23 @@ class _Sends:
         self._kept.popleft()
 
 
-def _form_of(tensor: Tensor) -> _Form:
-    return _Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+class _Message(NamedTuple):
+    group: dist.ProcessGroup | None
+    piece: Piece
+    part: Tensor
+
+
+def _cut(
+    group: dist.ProcessGroup | None, piece: Piece, payload: Sequence[Tensor]
+) -> list[_Message]:
+    """Return messages with a piece of each tensor of a payload."""
+    bounds = (piece.bounds(part.numel()) for part in payload)
+    return [
+        _Message(group, piece, part[start:stop])
+        for part, (start, stop) in zip(payload, bounds, strict=True)
+    ]
 
 
 def _header_bytes(content: bytes) -> int:
     """Return how many bytes a header takes in its message."""
     return -(-(LENGTHS_BYTES + len(content)) // HEADER_BYTES) * HEADER_BYTES
-
-
-def _payload(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bytes of the first tensor, and those of the others end to end."""
-    parts = [_bytes_of(tensor) for tensor in tensors[:1]]
-    if tensors[1:]:
-        forms = [_form_of(tensor) for tensor in tensors[1:]]
-        parts.append(parts[0].new_empty(_offsets(forms)[-1]))
-        _pack(tensors[1:], forms, parts[1])
-    return parts
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _pack(tensors: Sequence[Tensor], forms: Sequence[_Form], packed: Tensor) -> None:
-    for start, form, tensor in zip(_offsets(forms), forms, tensors, strict=False):
-        packed[start : start + form.num_bytes] = _bytes_of(tensor)
-
-
-def _unpack(packed: Tensor, forms: Sequence[_Form]) -> list[Tensor]:
-    tensors = []
-    for start, form in zip(_offsets(forms), forms, strict=False):
-        found = packed[start : start + form.num_bytes].view(form.dtype).view(form.shape)
-        # No view: what changes one of them in place has changed no other.
-        tensors.append(torch.empty(0, dtype=form.dtype, device=packed.device).set_(found))
-    return tensors
-
-
-def _offsets(forms: Sequence[_Form]) -> list[int]:
-    """Return where each packed tensor begins, and the length of all."""
-    offsets = [0]
-    for form in forms:
-        offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-    return offsets

@@ -213,7 +213,9 @@ class StageBoundary:
         if cuts:
             self._leavings.refuse_pieces(call.index, before, rest)
         if not current.is_last_stage and len(current.handed_on.left) == call.index:
-            self._leavings.note(before, hidden, rest, current.handed_on)
+            # Other stages may cut tokens elsewhere, or nowhere.
+            form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
+            self._leavings.note(before, form, rest, current.handed_on)
         return output
 
     def _note_changes(

@@ -90,7 +90,7 @@ class LayerLeavings:
 
         Args:
             before: What `look` returned before it ran.
-            hidden: The layer's hidden state; what isn't smaller stays.
+            hidden: The layer's hidden state, or its whole form; what isn't smaller stays.
             rest: What it returned besides; None where that is an argument.
             handover: Changed in place.
         """

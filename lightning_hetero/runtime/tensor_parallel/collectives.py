@@ -203,6 +203,12 @@ class StageGroup:
             whole.register_hook(restore)  # type: ignore[no-untyped-call]
         return whole
 
+    def form_of_whole(self, hidden: Tensor) -> Tensor:
+        """Return a tensor without values of the form of the activation that this is a piece of."""
+        shape = list(hidden.shape)
+        shape[TOKENS] = self._num_tokens
+        return torch.empty(shape, dtype=hidden.dtype, device="meta")
+
     def token_sizes(self, tensor: Tensor, *, whole: bool) -> list[int]:
         """Return the ranks' tokens where rows are tokens, or several sequences' tokens."""
         assert self.peers is not None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -98,6 +99,11 @@ class TensorParallel:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """This rank's group under the plan that runs; None where its stage has one rank."""
+        return None if self.stage.peers is None else self.stage.peers.group
+
     def enter_plan(self, plan: ParallelPlan, comms: Communicators) -> None:
         """Take this rank's place in a plan; collective where the plan has new groups.
 
@@ -120,13 +126,13 @@ class TensorParallel:
     def check_degrees(self, plan: ParallelPlan) -> None:
         """Raise ModelError unless every degree of the plan divides heads and features."""
         name, largest = self._largest
-        for index, pipeline in enumerate(plan.pipelines):
-            if largest % pipeline.tp_degree:
+        for pipeline_index, stage_index, stage in plan.iter_stages():
+            if largest % stage.tp_degree:
                 able = [str(d) for d in range(1, largest + 1) if largest % d == 0]
                 raise ModelError(
-                    f"Pipeline {index} has tensor-parallel degree {pipeline.tp_degree}, which "
-                    f"{name} can't be cut into. Degrees that work for this model: "
-                    f"{', '.join(able)}."
+                    f"Pipeline {pipeline_index} stage {stage_index} has tensor-parallel degree "
+                    f"{stage.tp_degree}, which {name} can't be cut into. Degrees that work for "
+                    f"this model: {', '.join(able)}."
                 )
 
 

@@ -44,7 +44,7 @@ def materialized(
 ) -> SliceStore:
     """Materialize one rank's slices; what exists on all ranks alike needs no process group."""
     layout = ModelLayout.of(module)
-    if any(p.tp_degree > 1 for p in plan.pipelines):
+    if plan.has_tensor_parallelism:
         layout = TensorParallel(module, layout).layout
     world_size = len(plan.ranks)
     store = SliceStore(

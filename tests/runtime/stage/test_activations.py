@@ -11,8 +11,12 @@ pytestmark = pytest.mark.dist
 THREE = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
 
 
-def test_each_message_may_have_other_sizes_and_dtypes(pool: ProcessPool) -> None:
-    pool.run(exchange, 2)
+@pytest.mark.parametrize(("first", "second"), [([0], [1]), ([2], [3, 0, 1]), ([3, 0], [2, 1])])
+def test_each_message_may_have_other_sizes_and_dtypes(
+    pool: ProcessPool, first: list[int], second: list[int]
+) -> None:
+    # Each group is the smaller one for its own messages, and the larger one for the others'.
+    pool.run(exchange, len(first + second), first, second)
 
 
 def test_a_rank_keeps_no_more_messages_than_may_be_on_their_way(pool: ProcessPool) -> None:

@@ -37,9 +37,9 @@ OPTIMIZERS = {"packed": "adamw", "toy": "sgd"}
 MIXED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 3)))
 STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3)))
 MIXED_STAGED = plan_of(pipeline(stage([2, 0], 0, 3)), pipeline(stage(1, 0, 2), stage(3, 2, 3)))
-THREE_STAGES_BESIDE = plan_of(
-    pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(4, 2, 3)), pipeline(stage([3, 2], 0, 3))
-)
+WIDER = plan_of(pipeline(stage(0, 0, 1), stage([4, 1], 1, 3)), pipeline(stage([3, 2], 0, 3)))
+BULGE = plan_of(pipeline(stage(2, 0, 1), stage([3, 0], 1, 2), stage(1, 2, 3)))
+NARROWER = plan_of(pipeline(stage([2, 0], 0, 2), stage(1, 2, 3)))
 FOUR = plan_of(pipeline(stage([1, 0, 2, 3], 0, 3)))
 
 
@@ -60,9 +60,10 @@ def check(pool: ProcessPool, case: Case, options: dict[str, Any] | None = None) 
         (MIXED, 3, {"tied": True, "accumulate": 2, "clip_val": 0.1}),
         (STAGED, 4, {"tied": True, "clip_val": 0.3}),
         (MIXED_STAGED, 4, {"num_microbatches": 3}),
-        (THREE_STAGES_BESIDE, 5, {"ownership": "even"}),
+        (WIDER, 5, {"ownership": "even", "tied": True}),
+        (BULGE, 4, {"tied": True, "num_microbatches": 4}),
     ],
-    ids=["mixed", "staged", "mixed and staged", "beside three stages"],
+    ids=["mixed", "staged", "mixed and staged", "wider", "bulge"],
 )
 def test_unequal_degrees_train_as_a_single_device_does(
     pool: ProcessPool, model: str, plan: dict[str, Any], world_size: int, features: dict[str, Any]
@@ -75,12 +76,15 @@ def test_four_ranks_share_each_layer_of_a_toy(pool: ProcessPool) -> None:
     check(pool, Case(plan=FOUR, world_size=4, model="toy", optimizer="sgd", clip_val=0.2))
 
 
-@pytest.mark.parametrize("plan", [MIXED, STAGED], ids=["mixed", "staged"])
+@pytest.mark.parametrize(
+    ("plan", "world_size"),
+    [(MIXED, 3), (STAGED, 4), (BULGE, 4), (NARROWER, 3)],
+    ids=["mixed", "staged", "bulge", "narrower"],
+)
 def test_sequence_parallelism_changes_nothing_but_rounding(
-    pool: ProcessPool, plan: dict[str, Any]
+    pool: ProcessPool, plan: dict[str, Any], world_size: int
 ) -> None:
     # Packed micro-batches of random lengths: most numbers of tokens are odd.
-    world_size = 3 if plan is MIXED else 4
     case = Case(plan=plan, world_size=world_size, model="packed", tied=True, clip_val=0.2)
     check(pool, case, {"sequence_parallel": True})
 
@@ -93,10 +97,13 @@ def test_a_loss_on_sharded_logits_is_the_loss(pool: ProcessPool, model: str) -> 
     check(pool, Case(plan=STAGED, world_size=4, model=model, optimizer=optimizer), options)
 
 
-def test_predictions_from_sharded_logits_are_whole(pool: ProcessPool) -> None:
-    case = Case(plan=STAGED, world_size=4, model="toy")
+@pytest.mark.parametrize(("plan", "world_size"), [(STAGED, 4), (NARROWER, 3)])
+def test_predictions_from_sharded_logits_are_whole(
+    pool: ProcessPool, plan: dict[str, Any], world_size: int
+) -> None:
+    case = Case(plan=plan, world_size=world_size, model="toy")
     options = {"tp_plan": {**TOY_PLAN, "head": "vocab_loss"}}
-    for differences in pool.run(predict_sharded, 4, case, options):
+    for differences in pool.run(predict_sharded, world_size, case, options):
         assert max(differences) < 1e-5
 
 
@@ -109,26 +116,29 @@ def test_sharded_logits_become_whole_only_where_something_needs_that(pool: Proce
 
 @st.composite
 def sharded_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
-    """Up to two pipelines of one or two stages and degrees 1, 2 and 4 on four ranks."""
+    """Up to two pipelines of one to three stages and degrees 1, 2 and 4 on four ranks."""
     ranks = list(draw(st.permutations(range(4))))
     shapes = draw(
         st.sampled_from(
             [
                 [(2, 2)],
-                [(2, 1), (2, 1)],
-                [(2, 1), (1, 2)],
-                [(2, 1), (1, 1)],
-                [(1, 2), (2, 1)],
-                [(4, 1)],
+                [(2,), (2,)],
+                [(2,), (1, 1)],
+                [(2,), (1,)],
+                [(2, 1), (1,)],
+                [(1,), (1, 2)],
+                [(1, 2, 1)],
+                [(2, 1, 1)],
+                [(4,)],
             ]
         )
     )
-    model = "toy" if shapes == [(4, 1)] else draw(st.sampled_from(["toy", "packed"]))
+    model = "toy" if shapes == [(4,)] else draw(st.sampled_from(["toy", "packed"]))
     pipelines = []
-    for degree, num_stages in shapes:
-        cut = [0, 3] if num_stages == 1 else [0, draw(st.integers(1, 2)), 3]
+    for degrees in shapes:
+        cut = [0, *sorted(draw(st.permutations([1, 2]))[: len(degrees) - 1]), 3]
         stages = []
-        for first, last in pairwise(cut):
+        for degree, (first, last) in zip(degrees, pairwise(cut), strict=True):
             stages.append(stage([ranks.pop() for _ in range(degree)], first, last))
         pipelines.append(pipeline(*stages))
     case = Case(
@@ -150,7 +160,7 @@ def sharded_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
 
 @given(drawn=sharded_cases())
 @settings(
-    max_examples=6,
+    max_examples=9,
     derandomize=True,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -177,7 +187,7 @@ def test_a_checkpoint_of_one_degree_resumes_under_another(
     pool: ProcessPool, tmp_path: Path, first_degree: int
 ) -> None:
     case = Case(plan=STAGED, world_size=4, model="toy", num_rows=16, batch_size=4, tied=True)
-    other = replace(case, plan=plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 3))), world_size=2)
+    other = replace(case, plan=NARROWER, world_size=3)
     first, later = (other, case) if first_degree == 1 else (case, other)
     path = str(tmp_path / "half.ckpt")
     whole = pool.run(train_sharded, first.world_size, first, TOY, 2, path)[0]

@@ -1,0 +1,64 @@
+"""Decide which ranks of one stage send to which ranks of the next, and which part of a message.
+
+Every rank of a stage's group has the whole activation, and every rank of the next one needs it;
+gradients go back the same way. Groups of equal size send rank by rank. Where the receiving group is
+smaller, some senders have nothing to do. Where it is larger, a sender serves several ranks: each
+gets a piece, and the group puts the pieces together over its own links, which are the faster ones.
+So b receivers of a senders take ⌈b/a⌉/b of an activation from a sender's link in place of ⌈b/a⌉
+whole ones, and (b - 1)/b of one inside the group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Neighbour", "Piece", "deal_pieces", "find_neighbour"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank sends to another of a message's bytes: one of `count` equal pieces."""
+
+    sender: int
+    receiver: int
+    index: int = 0
+    count: int = 1
+
+    def bounds(self, num_bytes: int) -> tuple[int, int]:
+        """Return [first, last + 1) among a message's bytes; last pieces may be short or empty."""
+        size = -(-num_bytes // self.count)
+        return min(self.index * size, num_bytes), min((self.index + 1) * size, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The stage before or after, as one rank sees it."""
+
+    received: Piece
+    """What the rank receives from it."""
+    sent: tuple[Piece, ...]
+    """What the rank sends to it; nothing if others of its group do that."""
+
+
+def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Piece, ...]:
+    """Return what each receiver gets, one piece for each, in order.
+
+    Pieces are numbered by global rank, as communicators order their members.
+    """
+    count = len(receivers) if len(receivers) > len(senders) else 1
+    order = sorted(receivers)
+    return tuple(
+        Piece(
+            sender=senders[place * len(senders) // len(receivers)],
+            receiver=rank,
+            index=order.index(rank) if count > 1 else 0,
+            count=count,
+        )
+        for place, rank in enumerate(receivers)
+    )
+
+
+def find_neighbour(global_rank: int, own: Sequence[int], other: Sequence[int]) -> Neighbour:
+    """Return another stage's group as a rank of the group `own` sees it."""
+    received = deal_pieces(other, own)[own.index(global_rank)]
+    sent = (piece for piece in deal_pieces(own, other) if piece.sender == global_rank)
+    return Neighbour(received=received, sent=tuple(sent))

@@ -1,0 +1,46 @@
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.neighbours import Piece, deal_pieces, find_neighbour
+
+
+@st.composite
+def two_groups(draw):
+    ranks = draw(st.permutations(range(draw(st.integers(2, 12)))))
+    cut = draw(st.integers(1, len(ranks) - 1))
+    return tuple(ranks[:cut]), tuple(ranks[cut:])
+
+
+@given(groups=two_groups(), num_bytes=st.integers(0, 100))
+def test_every_receiver_has_all_bytes_after_its_group_has_put_pieces_together(groups, num_bytes):
+    senders, receivers = groups
+    pieces = deal_pieces(senders, receivers)
+    assert [piece.receiver for piece in pieces] == list(receivers)
+    assert {piece.sender for piece in pieces} <= set(senders)
+    parts = [piece.bounds(num_bytes) for piece in sorted(pieces, key=lambda p: p.receiver)]
+    if len(receivers) <= len(senders):
+        assert parts == [(0, num_bytes)] * len(receivers)
+        assert len({piece.sender for piece in pieces}) == len(receivers)
+    else:
+        assert parts[0][0] == 0
+        assert parts[-1][1] == num_bytes
+        assert all(one[1] == other[0] for one, other in pairwise(parts))
+        most = max(sum(p.sender == rank for p in pieces) for rank in senders)
+        assert most == -(-len(receivers) // len(senders))
+
+
+@given(groups=two_groups())
+def test_what_one_rank_sends_another_one_receives(groups):
+    sent, received = set(), set()
+    for own, other in (groups, groups[::-1]):
+        for rank in own:
+            neighbour = find_neighbour(rank, own, other)
+            sent.update(neighbour.sent)
+            received.add(neighbour.received)
+    assert sent == received
+
+
+def test_groups_of_one_size_send_whole_messages_rank_by_rank():
+    assert deal_pieces((4, 1), (0, 3)) == (Piece(4, 0), Piece(1, 3))
