@@ -123,11 +123,8 @@ class PipelinePlan:
     @property
     def tp_degree(self) -> int:
         """Deprecated: the largest of `tp_degrees`, because stages may differ."""
-        warnings.warn(
-            "Stages of a pipeline may differ in their TP degree: use PipelinePlan.tp_degrees.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        text = "Use PipelinePlan.tp_degrees: the stages of a pipeline may differ."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return max(self.tp_degrees)
 
     @property
