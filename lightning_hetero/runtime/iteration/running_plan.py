@@ -215,7 +215,7 @@ class PlanSwitch:
             groups = [stage.ranks for stage in stages]
             rank, own = self._comms.global_rank, groups[place.stage_index]
             before, _, after = (
-                group and find_neighbour(rank, own, group)
+                None if group is None else find_neighbour(rank, own, group)
                 for group in (None, *groups, None)[place.stage_index :][:3]
             )
         return RunningPlan(
