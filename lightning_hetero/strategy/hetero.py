@@ -38,6 +38,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
+from lightning_hetero.runtime.exchange.messages import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
@@ -79,6 +80,10 @@ class HeteroStrategy(HookedStrategy):
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon.
+        exchange: How weights and gradients travel between ranks: by "messages" between two ranks,
+            by "collectives" of all that hold a layer (gradients are summed in the pipelines' order
+            either way), or by collectives with "reduce-scatter", which sums in the compute dtype
+            and an order of its own. "auto" takes collectives, on gloo only above 8 ranks.
         tp_plan: How tensor parallelism shards modules, name pattern to style (see
             `runtime.tensor_parallel.styles`); None takes the module's own plan. One given here also
             allows a later plan with tensor parallelism where the first has none.
@@ -123,6 +128,8 @@ class HeteroStrategy(HookedStrategy):
         num_microbatches: int | None = None,
         layers: str | None = None,
         ownership: Ownership | Literal["auto", "holders", "even", "parameter"] = Ownership.AUTO,
+        exchange: ExchangeKind
+        | Literal["auto", "messages", "collectives", "reduce-scatter"] = ExchangeKind.AUTO,
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
@@ -163,6 +170,7 @@ class HeteroStrategy(HookedStrategy):
             sequence_parallel=sequence_parallel,
             config=EngineConfig(
                 ownership=Ownership(ownership),
+                exchange=ExchangeKind(exchange),
                 layer_options=LayerOptions(
                     activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
                 ),
@@ -229,8 +237,7 @@ class HeteroStrategy(HookedStrategy):
         """
         for plan in plans:
             self.engine.plans.check(plan)
-            # All ranks together, so that no iteration waits for a group to be made.
-            self._processes.comms.tensor_parallel_group(plan)
+        self.engine.plans.prepare(plans)
         self.candidate_plans = tuple(plans)
         self.candidate_costs = None if costs is None else tuple(tuple(item) for item in costs)
         if self.datamodule is None:

@@ -1,26 +1,44 @@
-"""Parts that pull and push share: messages of one unit for one peer, and the stream that packs.
+"""What pull and push share: how a unit travels, the stream that packs, and waiting for messages.
 
-Every message holds all pieces of one unit for one peer (see `core.transfers`), in the compute
-dtype, so a rank moves one stage's worth of bytes each way per iteration, as reduce-scatter and
-all-gather do (Hydraulis §5.2; AutoHet's layer-wise synchronisation, §III).
+All pieces of one unit travel together (see `core.transfers`), in the compute dtype, so a rank moves
+one stage's worth of bytes each way per iteration, as reduce-scatter and all-gather do (Hydraulis
+§5.2; AutoHet's layer-wise synchronisation, §III).
 
 Floor: with D equal pipelines of stage bytes S each rank sends S·(D-1)/D and receives as much, for
 push and for pull. Receive buffers take the same memory while the exchange lasts.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_hetero.core.transfers import Message
 from lightning_hetero.runtime.clock import ComputeClock
 
-__all__ = ["ExchangeOptions", "SideStream", "in_units", "pack", "split_works", "wait_for_all"]
+__all__ = [
+    "ExchangeKind",
+    "ExchangeOptions",
+    "SideStream",
+    "split_works",
+    "wait_for_all",
+]
+
+
+class ExchangeKind(StrEnum):
+    """How units travel between their owners and their holders."""
+
+    AUTO = "auto"
+    """MESSAGES on gloo among few ranks, else COLLECTIVES."""
+    MESSAGES = "messages"
+    """One message for each unit and peer."""
+    COLLECTIVES = "collectives"
+    """One collective for each unit, and gradients summed by their owner in pipeline order."""
+    REDUCE_SCATTER = "reduce-scatter"
+    """COLLECTIVES, and the backend sums gradients, in the compute dtype and an order of its own,
+    where all ranks of a unit hold it whole."""
 
 
 class SideStream:
@@ -61,21 +79,18 @@ class ExchangeOptions:
     """How a plan's pull and push run."""
 
     group: dist.ProcessGroup | None
-    """The communicator; None with one rank."""
+    """The communicator of messages; None with one rank."""
+    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
+    """Returns the communicator of the collectives of some ranks, ascending; None if there is none,
+    and what they exchange goes by messages."""
+    kind: ExchangeKind
+    """How units travel."""
     dtype: torch.dtype
     """Dtype of what travels, in which stages compute."""
     clock: ComputeClock
     """Times the waits."""
     side_stream: SideStream
     """Where messages are packed."""
-
-
-def in_units(messages: Sequence[Message]) -> dict[int, list[Message]]:
-    """Return the messages by unit, units in the order in which they come."""
-    units: dict[int, list[Message]] = defaultdict(list)
-    for message in messages:
-        units[message.unit].append(message)
-    return dict(units)
 
 
 def split_works(
@@ -101,8 +116,3 @@ def wait_for_all(
         return
     for work, (peer, num_bytes) in zip(works, senders, strict=True):
         clock.wait_for(work, peer=peer, num_bytes=num_bytes, is_exchange=True)
-
-
-def pack(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return rows end to end in one new buffer."""
-    return torch.cat([row.to(dtype).reshape(-1) for row in rows])

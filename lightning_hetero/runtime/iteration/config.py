@@ -8,6 +8,7 @@ import torch
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice, assign_owners
+from lightning_hetero.runtime.exchange.messages import ExchangeKind
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
@@ -43,6 +44,8 @@ class EngineConfig:
     num_microbatches: int = 1
     """Micro-batches of a pipeline for which the plan names no number."""
     ownership: Ownership = Ownership.AUTO
+    exchange: ExchangeKind = ExchangeKind.AUTO
+    """How weights and gradients travel between owners and holders."""
     compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""

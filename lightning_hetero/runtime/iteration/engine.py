@@ -109,6 +109,7 @@ class Engine:
             communicators,
             clock=clock,
             dtype=config.compute_dtype,
+            exchange=config.exchange,
             tensor_parallel=tensor_parallel,
         )
         """The plan that runs, made ready."""

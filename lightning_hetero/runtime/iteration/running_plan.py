@@ -5,20 +5,24 @@ slices stay with their owners, everything else is made anew. That is why a plan 
 iteration to the next.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
+from lightning_hetero.core.slices import OuterRole
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
+from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
+from lightning_hetero.runtime.exchange.routes import are_collective
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
@@ -95,10 +99,11 @@ class PlanSwitch:
         comms: The communicators.
         clock: Times the waits.
         dtype: Dtype of the compute weights.
+        exchange: How weights and gradients travel.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a plan runs on
         self,
         plan: ParallelPlan,
         store: SliceStore,
@@ -106,17 +111,52 @@ class PlanSwitch:
         *,
         clock: ComputeClock,
         dtype: torch.dtype,
+        exchange: ExchangeKind,
         tensor_parallel: TensorParallel | None,
     ) -> None:
         self._store = store
         self._comms = comms
         self._clock = clock
         self._dtype = dtype
+        self._exchange = exchange
         self._tensor_parallel = tensor_parallel
         self._roles = OuterRoles()
         self._specs = self._roles.apply(store.specs.values(), known=False)
+        self.prepare([plan])
         self.running = self._make_ready(plan, shares_memory=True)
         """The plan that runs."""
+
+    def prepare(self, plans: Sequence[ParallelPlan]) -> None:
+        """Make the groups of plans that may run, so that no iteration waits for one to be made.
+
+        Collective over all ranks where there are new ones. A plan that wasn't prepared runs, too:
+        what has no group goes by messages.
+        """
+        numels: Counter[tuple[int, ...]] = Counter()
+        for plan in plans:
+            if self._tensor_parallel is not None:
+                self._comms.tensor_parallel_group(plan)
+            outer = [spec for spec in self._specs if spec.layer is None]
+            # What is outside the layers is held at both ends, and at one end once that is known.
+            tables = [self.table_of(plan)]
+            for role in OuterRole:
+                at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
+                tables.append(TransferTable(at_end, self._store.slices, plan))
+            for table in tables:
+                for unit in table.units:
+                    numels[unit.kind.members] += sum(spec.numel for spec in unit.specs)
+        # The heaviest first, in one order on all ranks.
+        wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
+        self._comms.make_exchange_groups(wanted)
+
+    def _are_collective(self, members: tuple[int, ...]) -> bool:
+        if self._comms.exchange is None:
+            return False
+        backend = dist.get_backend(self._comms.exchange)
+        return are_collective(self._exchange, backend, len(members))
+
+    def _group_of(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return self._comms.exchange_group(members) if self._are_collective(members) else None
 
     def table_of(self, plan: ParallelPlan) -> TransferTable:
         """Return what a plan would move between which ranks; communicates nothing."""
@@ -205,6 +245,8 @@ class PlanSwitch:
         weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
         options = ExchangeOptions(
             group=self._comms.exchange,
+            group_of=self._group_of,
+            kind=self._exchange,
             dtype=self._dtype,
             clock=self._clock,
             side_stream=SideStream(store.device),

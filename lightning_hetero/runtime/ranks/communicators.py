@@ -6,7 +6,7 @@ saved and recovered beside training, from another thread, on a group of their ow
 fills the seam that `checkpoint.transport` leaves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +19,14 @@ from torch import Tensor
 from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["Communicators", "GroupTransport"]
+__all__ = ["MAX_EXCHANGE_GROUPS", "Communicators", "GroupTransport"]
+
+MAX_EXCHANGE_GROUPS = 32
+"""Communicators of pull and push that a run makes at most, besides the one of all ranks.
+
+There is one for each set of ranks that hold a unit together, which the cuts between stages decide.
+NCCL keeps buffers in each.
+"""
 
 _T = TypeVar("_T")
 
@@ -43,6 +50,9 @@ class Communicators:
     timeout: timedelta = timedelta(minutes=5)
     """How long an operation may wait, also in groups made later."""
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _exchange_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -75,7 +85,8 @@ class Communicators:
         NCCL's kernels would wait for it until NCCL's own timeout, also in a teardown.
         """
         made = (self.forward, self.backward, self.exchange, self.values, self.control)
-        for group in (*made, *self._groups.values(), dist.group.WORLD):
+        later = (*self._groups.values(), *self._exchange_groups.values())
+        for group in (*made, *later, dist.group.WORLD):
             if group is not None:
                 with suppress(Exception):
                     group.abort()
@@ -118,6 +129,24 @@ class Communicators:
             if self.global_rank in stage.ranks:
                 own = self._groups[stage.ranks]
         return own
+
+    def exchange_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the communicator of pull and push among some ranks, ascending; None without one.
+
+        Communicates nothing.
+        """
+        return self.exchange if len(ranks) == self.world_size else self._exchange_groups.get(ranks)
+
+    def make_exchange_groups(self, wanted: Iterable[tuple[int, ...]]) -> None:
+        """Make the communicators of sets of ranks, the first ones first, as far as there are any.
+
+        Collective over all ranks, which want the same in the same order. See `MAX_EXCHANGE_GROUPS`.
+        """
+        for ranks in wanted:
+            is_new = len(ranks) < self.world_size and ranks not in self._exchange_groups
+            if is_new and len(self._exchange_groups) < MAX_EXCHANGE_GROUPS:
+                made = dist.new_group(list(ranks), timeout=self.timeout)
+                self._exchange_groups[ranks] = made
 
 
 class GroupTransport:

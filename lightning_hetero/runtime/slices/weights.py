@@ -241,6 +241,11 @@ class ComputeWeights:
                 home.copy_(master.detach())
                 master.data = home
 
+    def gradient(self, name: str) -> Tensor:
+        """Return the gradient of this rank's shard of a parameter, zeros if there is none."""
+        shard = self.shards[name]
+        return torch.zeros_like(shard) if shard.grad is None else shard.grad
+
     def clear_gradients(self, dtype: torch.dtype) -> None:
         """Forget the gradients of the last iteration; the next one's are summed in `dtype`."""
         for shard in self.shards.values():

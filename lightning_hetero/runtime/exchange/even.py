@@ -1,0 +1,286 @@
+"""Units that all members hold whole and own in pieces of one size: all-gather and its reverse.
+
+Pieces that differ by a row are padded to one size where that costs little. Then a unit is a
+rectangle, a row of it for each member: a pull is one all-gather; a push is one all-to-all of rows
+and a sum over them in pipeline order, or one reduce-scatter. Packing takes a few operations for
+each parameter, whatever the number of ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.core.slices import Interval, ParameterSpec
+from lightning_hetero.core.transfers import Unit
+from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions
+from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
+
+__all__ = ["EvenPieces", "GatheredUnit", "ScatteredUnit"]
+
+_MOST_PADDING = 1 / 8
+"""Bytes that padding may add, as a share of the unit's. Pieces of R rows among D ranks need D/R of
+theirs at most, so rows that are 8 times as many as ranks always go."""
+_ADDED_IN_TURN = 64
+"""Up to so many pipelines are summed one after another, as messages are. More are summed by one
+operation, whose order follows from their number."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One parameter's rows, padded so that each member has as many."""
+
+    width: int
+    """Rows of each piece."""
+    padded: Tensor | None
+    """Index of the parameter's row for each row of the rectangle, None if they are alike."""
+    real: Tensor | None
+    """Index of the rectangle's row for each row of the parameter."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Interval], device: torch.device) -> Self:
+        """Lay the members' pieces out."""
+        width = max(stop - start for start, stop in pieces)
+        if all(piece == (i * width, (i + 1) * width) for i, piece in enumerate(pieces)):
+            return cls(width, None, None)
+        starts, stops = torch.tensor(pieces, device=device).unbind(1)
+        padded = starts[:, None] + torch.arange(width, device=device)
+        place = torch.arange(padded.numel(), device=device).view(padded.shape)
+        is_real = padded < stops[:, None]
+        real = place.new_empty(int(stops.max())).scatter_(0, padded[is_real], place[is_real])
+        return cls(width, padded.clamp(max=len(real) - 1).flatten(), real)
+
+
+class EvenPieces:
+    """How all units of a kind lie in a rectangle of (member, elements), on one rank.
+
+    Args:
+        specs: The parameters of one of them.
+        members: The ranks that hold and own them, ascending.
+        own_rows: The rows that each owns, as [parameter][member].
+        store: This rank's slices.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParameterSpec],
+        members: Sequence[int],
+        own_rows: Sequence[Sequence[Interval]],
+        store: SliceStore,
+    ) -> None:
+        self.members = members
+        self.own_index = members.index(store.global_rank)
+        self._rows = [_Rows.of(pieces, store.device) for pieces in own_rows]
+        self._own = [pieces[self.own_index] for pieces in own_rows]
+        self._dims = [spec.cut_dim for spec in specs]
+        self._shapes = [
+            spec.shape_of_rows(rows.width) if spec.shape else (rows.width,)
+            for spec, rows in zip(specs, self._rows, strict=True)
+        ]
+        self._sizes = [
+            spec.row_numel * rows.width for spec, rows in zip(specs, self._rows, strict=True)
+        ]
+        self.numel = sum(self._sizes)
+        """Elements of each member's piece, padding included."""
+
+    @classmethod
+    def of(cls, unit: Unit, store: SliceStore) -> "EvenPieces | None":
+        """Return how a unit's kind lies; None if its pieces are too unlike or parts are held."""
+        own_rows, members = unit.kind.own_rows, unit.kind.members
+        if own_rows is None or not all(spec.numel for spec in unit.specs):
+            return None
+        padded = exact = 0
+        for spec, pieces in zip(unit.specs, own_rows, strict=True):
+            width = max(stop - start for start, stop in pieces)
+            padded += width * len(members) * spec.row_numel
+            exact += spec.numel
+        if padded > (1 + _MOST_PADDING) * exact:
+            return None
+        return cls(unit.specs, members, own_rows, store)
+
+    def pack_wholes(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the rectangle of whole parameters, (members, elements)."""
+        parts = []
+        for tensor, rows, dim in zip(tensors, self._rows, self._dims, strict=True):
+            whole = tensor.to(dtype) if tensor.ndim else tensor.to(dtype).reshape(1)
+            if rows.padded is not None:
+                whole = whole.index_select(dim, rows.padded)
+            pieces = whole.unflatten(dim, (len(self.members), rows.width)).movedim(dim, 0)
+            parts.append(pieces.reshape(len(self.members), -1))
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def pack_own(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Return this rank's row of the rectangle from its own rows of the parameters."""
+        parts = []
+        for tensor, shape, dim in zip(tensors, self._shapes, self._dims, strict=True):
+            own = tensor.to(dtype) if tensor.ndim else tensor.to(dtype).reshape(1)
+            if tuple(own.shape) != shape:
+                piece = own.new_zeros(shape)
+                piece.narrow(dim, 0, own.shape[dim]).copy_(own)
+                own = piece
+            parts.append(own.reshape(-1))
+        return torch.cat(parts)
+
+    def unpack_wholes(self, rectangle: Tensor, targets: Sequence[Tensor]) -> None:
+        """Fill whole parameters from the rectangle."""
+        parts = torch.split(rectangle, self._sizes, dim=1)
+        items = zip(targets, parts, self._rows, self._shapes, self._dims, strict=True)
+        for target, part, rows, shape, dim in items:
+            pieces = part.unflatten(1, shape).movedim(0, dim)
+            whole = target if target.ndim else target.reshape(1)
+            if rows.real is None:
+                whole.unflatten(dim, (len(self.members), rows.width)).copy_(pieces)
+            else:
+                whole.copy_(pieces.flatten(dim, dim + 1).index_select(dim, rows.real))
+
+    def unpack_own(self, row: Tensor) -> list[Tensor]:
+        """Return this rank's own rows of the parameters from its row of the rectangle."""
+        return [
+            part.view(shape).narrow(dim, 0, stop - start)
+            for part, shape, dim, (start, stop) in zip(
+                torch.split(row, self._sizes), self._shapes, self._dims, self._own, strict=True
+            )
+        ]
+
+    def own_rows_of(self, wholes: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
+        """Return this rank's own rows of whole parameters, as views."""
+        items = zip(wholes, specs, self._own, strict=True)
+        return [narrow_rows(whole, spec, *rows) for whole, spec, rows in items]
+
+
+@dataclass
+class _EvenUnit:
+    """One unit's part in every exchange."""
+
+    unit: Unit
+    pieces: EvenPieces
+    store: SliceStore
+    weights: ComputeWeights
+    options: ExchangeOptions
+    group: dist.ProcessGroup
+    """The communicator of the unit's members."""
+    _work: dist.Work | None = None
+    _given: Tensor | None = None
+    """May not be freed while it is sent."""
+    _received: Tensor | None = None
+
+    travels = True
+    """Whether this rank takes part in a communication."""
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.options.dtype, device=self.store.device)
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._given = self._received = None
+
+
+class GatheredUnit(_EvenUnit):
+    """A unit whose weights are gathered from all its members."""
+
+    @cached_property
+    def arriving_weights(self) -> dict[str, nn.Parameter]:
+        """The compute weights that a pull brings up to date."""
+        return {spec.name: self.weights.shards[spec.name] for spec in self.unit.specs}
+
+    @cached_property
+    def _views(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Slices and compute weights, whose places never change."""
+        names = [spec.name for spec in self.unit.specs]
+        masters = [self.store.masters[name].detach() for name in names]
+        return masters, [self.weights.shards[name].detach() for name in names]
+
+    def post(self) -> None:
+        """Post the all-gather."""
+        given = self._given = self.pieces.pack_own(self._views[0], self.options.dtype)
+        received = self._received = self._empty(len(self.pieces.members) * given.numel())
+        self._work = dist.all_gather_into_tensor(received, given, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the weights, and put them where they belong."""
+        assert self._work is not None
+        assert self._received is not None
+        self._work.wait()
+        rectangle = self._received.view(len(self.pieces.members), -1)
+        self.pieces.unpack_wholes(rectangle, self._views[1])
+        self._work = self._received = None
+
+
+class ScatteredUnit(_EvenUnit):
+    """A unit whose gradients are summed where its rows are owned."""
+
+    @property
+    def leaving(self) -> set[str]:
+        """The parameters whose gradients leave this rank."""
+        return {spec.name for spec in self.unit.specs}
+
+    @property
+    def _is_summed_on_its_way(self) -> bool:
+        return self.options.kind is ExchangeKind.REDUCE_SCATTER
+
+    def _gradients(self) -> list[Tensor]:
+        return [self.weights.gradient(spec.name) for spec in self.unit.specs]
+
+    def post(self) -> None:
+        """Post the gradients, which are final."""
+        given = self._given = self.pieces.pack_wholes(self._gradients(), self.options.dtype)
+        if self._is_summed_on_its_way:
+            received = self._received = self._empty(self.pieces.numel)
+            self._work = dist.reduce_scatter_tensor(
+                received, given.view(-1), group=self.group, async_op=True
+            )
+        else:
+            received = self._received = torch.empty_like(given)
+            self._work = dist.all_to_all_single(received, given, group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the other holders' gradients."""
+        assert self._work is not None
+        self._work.wait()
+
+    def sum(self) -> dict[str, Tensor]:
+        """Return the sums of what this rank owns, in order of pipeline, then rank."""
+        assert self._received is not None
+        names = [spec.name for spec in self.unit.specs]
+        masters = [self.store.masters[name] for name in names]
+        dtype = torch.float32
+        for master in masters:
+            dtype = torch.promote_types(dtype, master.dtype)
+        total = (
+            self._received.to(dtype) if self._is_summed_on_its_way else self._sum_in_order(dtype)
+        )
+        owned = self.pieces.unpack_own(total)
+        return {
+            name: item.reshape(master.shape)
+            for name, item, master in zip(names, owned, masters, strict=True)
+            if master.numel()
+        }
+
+    def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
+        received, own_index = self._received, self.pieces.own_index
+        assert received is not None
+        rows = self.pieces.own_rows_of(self._gradients(), self.unit.specs)
+        own = self.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
+        if len(received) > _ADDED_IN_TURN:
+            received[own_index] = 0
+            return torch.sum(received, 0, dtype=dtype) + own
+        total: Tensor | None = None
+        for index in self._order:
+            row = own if index == own_index else received[index]
+            total = row.to(dtype, copy=True) if total is None else total.add_(row)
+        assert total is not None
+        return total
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """Positions of the members in order of pipeline, then rank."""
+        holdings = self.weights.table.holdings(self.unit.specs[0].name)
+        positions = {rank: index for index, rank in enumerate(self.pieces.members)}
+        order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
+        return [positions[item.global_rank] for item in order]

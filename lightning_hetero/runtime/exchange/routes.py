@@ -1,0 +1,134 @@
+"""Which way each unit goes from and to this rank: messages, or one collective of its members.
+
+A collective needs a communicator of exactly the unit's members. `Communicators` makes them at the
+set-up, at most `MAX_EXCHANGE_GROUPS`, and what has none goes by messages. On gloo few ranks send
+messages, because they are quicker there and say which peer was late (`MOST_BY_MESSAGES`).
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.core.transfers import Unit, UnitKind
+from lightning_hetero.runtime.exchange.even import EvenPieces, GatheredUnit, ScatteredUnit
+from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions
+from lightning_hetero.runtime.exchange.parcels import (
+    Parcel,
+    PulledParcels,
+    PushedParcels,
+    parcels_of,
+)
+from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
+
+__all__ = ["MOST_BY_MESSAGES", "PulledUnit", "PushedUnit", "Routes", "are_collective"]
+
+MOST_BY_MESSAGES = 8
+"""Ranks of a unit that send messages on gloo, unless the kind of exchange is named."""
+
+
+def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
+    """Return whether a unit of so many members goes by a collective where there is a group."""
+    if num_members == 1 or kind is ExchangeKind.MESSAGES:
+        return False
+    return kind is not ExchangeKind.AUTO or backend != "gloo" or num_members > MOST_BY_MESSAGES
+
+
+class PulledUnit(Protocol):
+    """A unit's part in every pull: `post`, `wait`, `finish`."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether this rank takes part in a communication."""
+
+    @property
+    def arriving_weights(self) -> dict[str, nn.Parameter]:
+        """The compute weights that a pull brings up to date."""
+
+    def post(self) -> None:
+        """Copy what is kept here, and post what travels."""
+
+    def wait(self) -> None:
+        """Wait for the weights, and put them where they belong."""
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+
+
+class PushedUnit(Protocol):
+    """A unit's part in every push: `post`, `wait`, `finish`, `sum`."""
+
+    @property
+    def travels(self) -> bool:
+        """Whether this rank takes part in a communication."""
+
+    @property
+    def leaving(self) -> set[str]:
+        """The parameters whose gradients leave this rank."""
+
+    def post(self) -> None:
+        """Post the gradients, which are final."""
+
+    def wait(self) -> None:
+        """Wait for the other holders' gradients."""
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+
+    def sum(self) -> dict[str, Tensor]:
+        """Return the sums of what this rank owns, in order of pipeline, then rank."""
+
+
+class Routes:
+    """The ways of one plan's units on one rank; what units have in common is computed once.
+
+    Args:
+        store: The rank's slices.
+        weights: The plan's compute weights.
+        options: How units travel.
+    """
+
+    def __init__(
+        self, store: SliceStore, weights: ComputeWeights, options: ExchangeOptions
+    ) -> None:
+        self._store = store
+        self._weights = weights
+        self._options = options
+        self._even: dict[UnitKind, EvenPieces | None] = {}
+        self._parcels: dict[tuple[UnitKind, bool], tuple[Parcel, ...]] = {}
+
+    def pulled(self, unit: Unit) -> PulledUnit | None:
+        """Return a unit's part in every pull; None if nothing of it moves here."""
+        if self._store.global_rank not in unit.kind.members:
+            return None
+        group, even = self._find(unit)
+        common = self._store, self._weights, self._options
+        if group is not None and even is not None:
+            return GatheredUnit(unit, even, *common, group)
+        pulled = PulledParcels(unit, self._parcels_of(unit, push=False), *common, group)
+        return pulled if pulled.travels or pulled.arriving_weights else None
+
+    def pushed(self, unit: Unit) -> PushedUnit | None:
+        """Return a unit's part in every push; None if nothing of it is held or owned here."""
+        if self._store.global_rank not in unit.kind.members:
+            return None
+        group, even = self._find(unit)
+        common = self._store, self._weights, self._options
+        if group is not None and even is not None:
+            return ScatteredUnit(unit, even, *common, group)
+        parcels = self._parcels_of(unit, push=True)
+        return PushedParcels(unit, parcels, *common, group)
+
+    def _find(self, unit: Unit) -> tuple[dist.ProcessGroup | None, EvenPieces | None]:
+        """Return the communicator of a unit's members, and its pieces if they are even."""
+        kind = unit.kind
+        group = self._options.group_of(kind.members)
+        if group is not None and kind not in self._even:
+            self._even[kind] = EvenPieces.of(unit, self._store)
+        return group, self._even.get(kind)
+
+    def _parcels_of(self, unit: Unit, *, push: bool) -> tuple[Parcel, ...]:
+        key = unit.kind, push
+        if key not in self._parcels:
+            self._parcels[key] = parcels_of(unit, self._store, self._weights, push=push)
+        return self._parcels[key]

@@ -1,0 +1,70 @@
+"""Whichever way weights and gradients travel, a run is the same bit for bit."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.processes import ProcessPool
+from tests.runtime.exchange_runs import Exchanged, run_by
+from tests.runtime.runs import Case, pipeline, plan_of, stage
+
+pytestmark = pytest.mark.dist
+
+EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1)))
+UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
+SHARED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
+TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+CASES = {
+    "equal pipelines": Case(plan=EQUAL, world_size=3, width=32, num_rows=12),
+    "whole parameters": Case(plan=EQUAL, world_size=3, ownership="parameter", num_rows=12),
+    "unequal pipelines, bf16": Case(
+        plan=UNEQUAL, world_size=3, num_microbatches=2, precision="bf16-mixed", num_rows=8
+    ),
+    "owners everywhere, tensor parallelism": Case(
+        plan=SHARED,
+        world_size=4,
+        ownership="even",
+        tied=True,
+        options=(("tp_plan", TP_PLAN),),
+        num_rows=8,
+    ),
+}
+
+
+def ways_of(found: list[dict[str, Exchanged]], kind: str) -> Counter[str]:
+    return sum((item[kind].ways for item in found), Counter())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_give_what_messages_give_bit_for_bit(pool: ProcessPool, name: str) -> None:
+    case = CASES[name]
+    found = pool.run(run_by, case.world_size, case, ("messages", "collectives"))
+    for item in found:
+        one, other = item["messages"].outcome, item["collectives"].outcome
+        assert one.losses == other.losses
+        for key, weights in one.weights.items():
+            assert np.array_equal(weights, other.weights[key]), key
+    assert all(way.endswith("messages") for way in ways_of(found, "messages"))
+    ways = ways_of(found, "collectives")
+    assert all(way.endswith("collective") for way in ways)
+    is_even = name == "equal pipelines"
+    assert ("GatheredUnit collective" in ways) == is_even or name.startswith("unequal")
+    assert ("PushedParcels collective" in ways) != is_even
+
+
+def test_a_reduce_scatter_gives_the_same_but_for_rounding(pool: ProcessPool) -> None:
+    case = CASES["equal pipelines"]
+    found = pool.run(run_by, case.world_size, case, ("collectives", "reduce-scatter"))
+    for item in found:
+        one, other = item["collectives"].outcome, item["reduce-scatter"].outcome
+        np.testing.assert_allclose(one.losses, other.losses, rtol=1e-5)
+        for key, weights in one.weights.items():
+            np.testing.assert_allclose(weights, other.weights[key], rtol=1e-4, atol=1e-5)
+
+
+def test_few_ranks_send_messages_on_gloo_unless_told_otherwise(pool: ProcessPool) -> None:
+    case = CASES["equal pipelines"]
+    found = pool.run(run_by, case.world_size, case, ("auto",))
+    assert all(way.endswith("messages") for way in ways_of(found, "auto"))
