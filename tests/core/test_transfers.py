@@ -184,6 +184,9 @@ def test_layers_of_1024_ranks_are_of_few_kinds(degrees):
     assert len({unit.kind for unit in table.units}) == num_stages
     assert len(set(map(id, slices.values()))) == num_stages
     assert {len(unit.kind.members) for unit in table.units} == {1024 // num_stages}
+    for rank in (0, 511, 1023):
+        calls = sum(rank in unit.kind.members for unit in table.units)
+        assert calls == 80 // num_stages, "one a layer of the rank's stage"
 
 
 def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: int) -> ParallelPlan:

@@ -11,16 +11,16 @@ ranks than can run here. `check_rendezvous` executes the lists under NCCL's rule
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS, Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import Neighbour, Piece, find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
-from lightning_hetero.core.transfers import Message, TransferTable
+from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.stage.activations import HEADER_BYTES
 
 __all__ = [
@@ -80,11 +80,11 @@ class Operation:
     communicator: str = ""
     """Name of the queue it joins; empty for compute steps."""
     transfers: tuple[Transfer, ...] = ()
-    """Members of a TRANSFER."""
+    """Members of a TRANSFER; in a COLLECTIVE what each rank sends to each, where that differs."""
     ranks: tuple[int, ...] = ()
     """Global ranks of a COLLECTIVE."""
     num_bytes: int = 0
-    """Payload of a COLLECTIVE."""
+    """Payload of a COLLECTIVE that is of one size on all ranks."""
     waits_for: tuple[int, ...] = ()
     """Positions in the rank's list of earlier operations that must have ended."""
     is_async: bool = False
@@ -110,6 +110,8 @@ class Iteration:
     """Size of one weight or gradient value in an exchange."""
     early_gradients: bool = True
     """Whether a stage begins to receive a gradient while the forward before it still computes."""
+    collective_of: Callable[[tuple[int, ...]], str] = lambda _: ""
+    """Name of the communicator by which some ranks exchange a unit together; empty for messages."""
     headers_apart: bool = True
     """Whether headers travel by themselves, as on accelerators, or within activations."""
 
@@ -135,8 +137,8 @@ def iteration_operations(
         )
     operations = {}
     for global_rank in range(iteration.world_size):
-        program = _Program(global_rank, table, iteration.value_bytes)
-        pulls = program.exchange("pull", table.pull(global_rank))
+        program = _Program(global_rank, iteration)
+        pulls = program.exchange("pull", table.units)
         place = plan.place(global_rank)
         if place is not None:
             stages = plan.pipelines[place.pipeline_index].stages
@@ -146,7 +148,8 @@ def iteration_operations(
                 num_microbatches=counts[place.pipeline_index],
             )
             _Steps(program, stages, place, iteration, pulls).run(actions)
-        program.exchange("push", table.push(global_rank), waits_for=program.last_step)
+        units = tuple(reversed(table.trainable_units))
+        program.exchange("push", units, waits_for=program.last_step)
         program.append(
             Operation(
                 kind=OperationKind.COLLECTIVE,
@@ -163,12 +166,11 @@ def iteration_operations(
 class _Program:
     """The list of one rank while it grows."""
 
-    def __init__(self, global_rank: int, table: TransferTable, value_bytes: int) -> None:
+    def __init__(self, global_rank: int, iteration: Iteration) -> None:
         self.global_rank = global_rank
         self.operations: list[Operation] = []
         self.last_step: tuple[int, ...] = ()
-        self._table = table
-        self._value_bytes = value_bytes
+        self._iteration = iteration
 
     def append(self, operation: Operation) -> int:
         """Issue an operation and return its position."""
@@ -179,34 +181,44 @@ class _Program:
         return position
 
     def exchange(
-        self, verb: str, messages: Sequence[Message], waits_for: tuple[int, ...] = ()
+        self, verb: str, units: Sequence[Unit], waits_for: tuple[int, ...] = ()
     ) -> tuple[int, ...]:
-        """Append one group for each unit and return their positions."""
+        """Append one group of messages or one collective for each unit; returns their positions."""
         positions = []
-        for unit, members in groupby(messages, key=lambda message: message.unit):
-            tag = f"{verb} {unit}"
-            transfers = tuple(self._as_transfers(members, tag))
-            if not transfers:
+        for unit in units:
+            if self.global_rank not in unit.kind.members:
                 continue
-            positions.append(
-                self.append(
-                    Operation(
-                        kind=OperationKind.TRANSFER,
-                        label=f"{verb} of unit {unit}",
-                        communicator=EXCHANGE,
-                        transfers=transfers,
-                        waits_for=waits_for,
-                    )
+            tag, label = f"{verb} {unit.index}", f"{verb} of unit {unit.index}"
+            together = self._iteration.collective_of(unit.kind.members)
+            transfers = () if together else tuple(self._transfers(unit, tag, push=verb == "push"))
+            if together:
+                found = Operation(
+                    kind=OperationKind.COLLECTIVE,
+                    label=label,
+                    communicator=together,
+                    ranks=unit.kind.members,
+                    is_async=True,
+                    waits_for=waits_for,
                 )
-            )
+            elif transfers:
+                found = Operation(
+                    kind=OperationKind.TRANSFER,
+                    label=label,
+                    communicator=EXCHANGE,
+                    transfers=transfers,
+                    waits_for=waits_for,
+                )
+            else:
+                continue
+            positions.append(self.append(found))
         return tuple(positions)
 
-    def _as_transfers(self, messages: Iterator[Message], tag: str) -> Iterator[Transfer]:
-        for message in messages:
+    def _transfers(self, unit: Unit, tag: str, *, push: bool) -> Iterator[Transfer]:
+        for move in unit.kind.moves(self.global_rank, push=push):
             # A message to oneself is a copy, which no communicator sees.
-            if message.source != message.destination:
-                num_bytes = self._table.numel(message) * self._value_bytes
-                yield Transfer(message.source, message.destination, num_bytes, tag)
+            if move.source != move.destination:
+                num_bytes = unit.kind.numel(move) * self._iteration.value_bytes
+                yield Transfer(move.source, move.destination, num_bytes, tag)
 
 
 class _Steps:

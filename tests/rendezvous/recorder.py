@@ -33,7 +33,9 @@ _PAYLOADS = {
     "reduce_scatter_tensor": "input",
 }
 """Collectives, with the argument that is of one size on all ranks."""
-_UNSEEN = ("all_gather_coalesced", "all_reduce_coalesced", "all_to_all", "all_to_all_single")
+_SPLIT = "all_to_all_single"
+"""Each rank sends each other as much as it says."""
+_UNSEEN = ("all_gather_coalesced", "all_reduce_coalesced", "all_to_all")
 
 
 class Recorder:
@@ -46,7 +48,7 @@ class Recorder:
         self._patches: list[Any] = []
 
     def __enter__(self) -> Self:
-        for name in (*_MESSAGES, *_PAYLOADS, *_UNSEEN):
+        for name in (*_MESSAGES, *_PAYLOADS, _SPLIT, *_UNSEEN):
             # One function for both modules: members of a batch are told apart by identity.
             recorded = self._stand_in(name, getattr(dist, name))
             self._patch(dist, name, recorded)
@@ -115,14 +117,16 @@ class Recorder:
         return recorded
 
     def _operation(self, name: str, given: dict[str, Any]) -> Operation:
-        if name in _PAYLOADS:
+        if name in (*_PAYLOADS, _SPLIT):
             group = given.get("group") or dist.group.WORLD
-            payload = _PAYLOADS[name]
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            payload = _PAYLOADS.get(name)
             return Operation(
                 kind=OperationKind.COLLECTIVE,
                 label=f"{name} {self._tag}".strip(),
                 communicator=group.group_name,
-                ranks=tuple(sorted(dist.get_process_group_ranks(group))),
+                transfers=self._splits(given, ranks) if name == _SPLIT else (),
+                ranks=ranks,
                 num_bytes=0 if payload is None else given[payload].nbytes,
                 is_async=bool(given.get("async_op")),
             )
@@ -138,6 +142,21 @@ class Recorder:
             communicator=(members[0].get("group") or dist.group.WORLD).group_name,
             transfers=tuple(self._transfer(name, member) for member in members),
         )
+
+    def _splits(self, given: dict[str, Any], ranks: tuple[int, ...]) -> tuple[Transfer, ...]:
+        """Return what an all-to-all sends and receives here, empty parts left out."""
+        own, found = dist.get_rank(), []
+        for side in ("input", "output"):
+            tensor = given[side]
+            sizes = given.get(f"{side}_split_sizes")
+            if sizes is None:
+                sizes = [len(tensor) // len(ranks)] * len(ranks)
+            row_bytes = tensor[:1].nbytes
+            for peer, size in zip(ranks, sizes, strict=True):
+                if peer != own and size:
+                    ends = (own, peer) if side == "input" else (peer, own)
+                    found.append(Transfer(*ends, size * row_bytes, self._tag))
+        return tuple(found)
 
     def _transfer(self, name: str, given: dict[str, Any]) -> Transfer:
         tensor, own = given["tensor"], dist.get_rank()

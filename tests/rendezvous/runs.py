@@ -72,6 +72,8 @@ class _Look(L.Callback):
         comms = trainer.strategy.engine.comms
         for name in (FORWARD, BACKWARD, EXCHANGE, CONTROL):
             self.names[getattr(comms, name).group_name] = name
+        for ranks, group in comms._exchange_groups.items():
+            self.names[group.group_name] = exchange_among(ranks)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._begin = len(self._recorder.operations)
@@ -85,11 +87,21 @@ class _Look(L.Callback):
             world_size=world_size,
             num_microbatches=tuple(engine.num_microbatches),
             activation_bytes=num_rows // sum(engine.num_microbatches) * CONTEXT * WIDTH * 4,
+            collective_of=lambda members: self._collective_of(engine, members),
             headers_apart=False,
         )
         lists = iteration_operations(strategy.plan, self.tables[-1], iteration)
         self.expected.append(lists[trainer.global_rank])
         strategy.change_plan(self._job.plans[trainer.global_step % len(self._job.plans)])
+
+    def _collective_of(self, engine: Any, members: tuple[int, ...]) -> str:
+        group = engine.plans._group_of(members)
+        return "" if group is None else self.names[group.group_name]
+
+
+def exchange_among(ranks: tuple[int, ...]) -> str:
+    """Return the name of the communicator in which some ranks, not all, pull and push."""
+    return f"{EXCHANGE} {list(ranks)}"
 
 
 def record(rank: int, job: Job) -> Found:
@@ -130,8 +142,8 @@ def _noted_tables(tables: list[TransferTable]) -> Any:
 def _swapped_pulls() -> Any:
     prepare = Pull._prepare
 
-    def swapped(pull: Pull, messages: Any) -> Any:
-        units = list(prepare(pull, messages).items())
+    def swapped(pull: Pull, *args: Any) -> Any:
+        units = list(prepare(pull, *args).items())
         layers = [index for index, (unit, _) in enumerate(units) if unit >= 0]
         if len(layers) > 1:
             first, second = layers[:2]

@@ -72,7 +72,7 @@ class _Ranks:
             side[key].append((member, transfer))
         if item.kind is OperationKind.COLLECTIVE:
             self.arrivals[item.communicator].append(member)
-            self.num_open[member] = 1
+            self.num_open[member] += 1
 
     def meet_messages(self) -> bool:
         for key, sent in self.sends.items():

@@ -43,6 +43,7 @@ def random_operations(
         num_microbatches=tuple(rng.randint(0, max_microbatches) for _ in plan.pipelines),
         activation_bytes=rng.randint(1, 9),
         early_gradients=rng.random() < 0.5,
+        collective_of=rng.choice([lambda _: "", lambda members: f"{EXCHANGE} {members}"]),
     )
     return operations_of(plan, rule, iteration, tied=rng.random() < 0.5)
 
@@ -67,10 +68,14 @@ def test_no_even_plan_of_64_ranks_blocks(num_stages, tp_degree, rule):
     plan = ParallelPlan.even(
         world_size=64, num_layers=num_layers, num_stages=num_stages, tp_degree=tp_degree
     )
-    iteration = Iteration(
-        world_size=64, num_microbatches=(16,) * plan.num_pipelines, activation_bytes=8
-    )
-    check_rendezvous(operations_of(plan, rule, iteration, tied=True))
+    for collective_of in (lambda _: "", lambda members: f"{EXCHANGE} {members}"):
+        iteration = Iteration(
+            world_size=64,
+            num_microbatches=(16,) * plan.num_pipelines,
+            activation_bytes=8,
+            collective_of=collective_of,
+        )
+        check_rendezvous(operations_of(plan, rule, iteration, tied=True))
 
 
 def swapped(items: tuple[Operation, ...], first: int, second: int) -> tuple[Operation, ...]:

@@ -4,6 +4,7 @@ NCCL isn't here to block. So gloo runs record what each rank issues and waits fo
 message of a fit to the last one of a test, and the checker executes that.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,6 +43,10 @@ IDLE = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
 WITHOUT_WORK = plan_of(
     pipeline(stage(0, 0, 3), num_microbatches=0), pipeline(stage(2, 0, 1), stage(1, 1, 3))
 )
+EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
+TWO_AND_ONE = plan_of(
+    pipeline(stage(0, 0, 2), stage(1, 2, 3)), pipeline(stage(2, 0, 3), num_microbatches=1)
+)
 MANY = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3), num_microbatches=4))
 SHARED = plan_of(pipeline(stage([0, 1], 0, 2), stage([2, 3], 2, 3)))
 SHARED_AND_SINGLE = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
@@ -60,6 +65,11 @@ JOBS = {
         plans=plans(SHARED, SHARED_AND_SINGLE, SPREAD),
         world_size=4,
         options={"tp_plan": TP_PLAN},
+    ),
+    "collectives": Job(
+        plans=plans(EQUAL, TWO_AND_ONE, UNEQUAL),
+        world_size=3,
+        options={"exchange": "collectives"},
     ),
 }
 
@@ -87,9 +97,33 @@ def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
             and plan.pipelines[place.pipeline_index].num_stages > 1
             for plan in job.plans
         )
-    shared = {item.ranks for items in lists.values() for item in items if item.ranks}
+    assert runs_in_one_queue(lists)
+    shared = {
+        item.ranks
+        for items in lists.values()
+        for item in items
+        if item.ranks and not item.communicator.startswith(EXCHANGE)
+    }
     shared.discard(tuple(range(job.world_size)))
     assert shared == ({(0, 1), (2, 3), (0, 2), (0, 3)} if "tp_plan" in job.options else set())
+
+
+def runs_in_one_queue(lists: Lists) -> bool:
+    """Return whether pulls and pushes run through if a rank runs one at a time, whatever the group.
+
+    So many kernels of communicators can be on a device that one has to wait for another.
+    """
+    queued = {}
+    for rank, items in lists.items():
+        last, waiting = None, []
+        for position, item in enumerate(items):
+            if item.communicator.startswith(EXCHANGE):
+                before = item.waits_for if last is None else (*item.waits_for, last)
+                last, item = position, replace(item, waits_for=before)
+            waiting.append(item)
+        queued[rank] = tuple(waiting)
+    check_rendezvous(queued)
+    return runs_through(queued)
 
 
 Message = tuple[int, int, int]
@@ -99,7 +133,8 @@ def messages_of(items: Sequence[Operation]) -> dict[str, list[list[Message]]]:
     """Return by communicator the groups of messages in the order issued."""
     queues: dict[str, list[list[Message]]] = defaultdict(list)
     for item in items:
-        if item.transfers and item.communicator != CONTROL:
+        is_message = item.kind is OperationKind.TRANSFER and item.communicator != CONTROL
+        if item.transfers and is_message:
             found = sorted((x.source, x.destination, x.num_bytes) for x in item.transfers)
             # Headers of pieces have a queue of their own beside what all ranks agree on.
             name = CONTROL if item.communicator == HEADERS else item.communicator
@@ -115,6 +150,41 @@ def test_an_iteration_issues_the_messages_of_its_model(recorded, name):
         assert len(found.iterations) == len(found.expected) == JOBS[name].num_iterations
         for issued, expected in zip(found.iterations, found.expected, strict=True):
             assert messages_of(issued) == messages_of(expected)
+            assert collectives_of(issued) == collectives_of(expected)
+
+
+def collectives_of(items: Sequence[Operation]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return pulls and pushes of units by collectives, in the order issued."""
+    return [
+        (
+            item.communicator,
+            re.sub(r"^(all|reduce)_\S+ |\.post|of unit ", "", item.label),
+            item.ranks,
+        )
+        for item in items
+        if item.kind is OperationKind.COLLECTIVE and item.communicator.startswith(EXCHANGE)
+    ]
+
+
+def test_pieces_of_another_size_in_a_recorded_collective_are_found(recorded):
+    lists = lists_of(recorded["collectives"])
+    items = list(lists[1])
+    place = next(i for i, x in enumerate(items) if x.transfers and "all_to_all" in x.label)
+    first = items[place].transfers[0]
+    larger = replace(first, num_bytes=first.num_bytes + 4)
+    items[place] = replace(items[place], transfers=(larger, *items[place].transfers[1:]))
+    assert_found(lists | {1: tuple(items)}, "all_to_all_single", f"of {first.num_bytes} bytes")
+
+
+def test_each_unit_is_one_collective_each_way_and_no_iteration_makes_a_group(recorded):
+    job = JOBS["collectives"]
+    for found in recorded["collectives"]:
+        for issued in found.iterations:
+            together = collectives_of(issued)
+            assert len(set(together)) == len(together) <= 2 * (job.num_layers + 2)
+            names = {item.communicator.split(" ")[0] for item in issued if item.communicator}
+            assert names <= {EXCHANGE, FORWARD, BACKWARD, CONTROL}
+            assert not any(x.transfers for x in issued if x.label.startswith("batch_isend"))
 
 
 def test_what_ranks_agree_on_is_a_row_of_each_up_to_rank_0_and_all_of_them_down(recorded):

@@ -102,11 +102,13 @@ def resident_mb() -> float:
     return pages * getpagesize() / 2**20
 
 
-def change_often(rank: int, num_changes: int, freeze_every: int) -> Left:
+def change_often(
+    rank: int, num_changes: int, freeze_every: int, exchange: str = "messages"
+) -> Left:
     torch.manual_seed(0)
     changes = ChangesPlan(look_every=100, freeze_every=freeze_every)
     trainer = L.Trainer(
-        strategy=HeteroStrategy(plan=ParallelPlan.from_dict(PLANS[0])),
+        strategy=HeteroStrategy(plan=ParallelPlan.from_dict(PLANS[0]), exchange=exchange),  # type: ignore[arg-type]
         callbacks=[changes],
         **quiet(devices=2, max_steps=num_changes, val_check_interval=min(num_changes, 7)),
         limit_val_batches=1 if freeze_every else 0,

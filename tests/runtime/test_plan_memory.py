@@ -8,9 +8,12 @@ from tests.runtime.plan_changes import PLANS, change_often, count_plans_at_once
 pytestmark = pytest.mark.dist
 
 
-def test_no_shard_or_gradient_outlives_its_plan(pool: ProcessPool) -> None:
-    for left in pool.run(change_often, 2, 3 * len(PLANS), 5):
-        assert left.num_changes == 3 * len(PLANS)
+@pytest.mark.parametrize(("exchange", "rounds"), [("messages", 3), ("collectives", 1)])
+def test_no_shard_or_gradient_outlives_its_plan(
+    pool: ProcessPool, exchange: str, rounds: int
+) -> None:
+    for left in pool.run(change_often, 2, rounds * len(PLANS), 5, exchange):
+        assert left.num_changes == rounds * len(PLANS)
         assert (left.most_alive, left.alive_behind) == (0, 0)
 
 

@@ -109,7 +109,7 @@ class EvenPieces:
             whole = tensor.to(dtype) if tensor.ndim else tensor.to(dtype).reshape(1)
             if rows.padded is not None:
                 whole = whole.index_select(dim, rows.padded)
-            pieces = whole.unflatten(dim, (len(self.members), rows.width)).movedim(dim, 0)
+            pieces = torch.unflatten(whole, dim, (len(self.members), rows.width)).movedim(dim, 0)
             parts.append(pieces.reshape(len(self.members), -1))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -130,10 +130,10 @@ class EvenPieces:
         parts = torch.split(rectangle, self._sizes, dim=1)
         items = zip(targets, parts, self._rows, self._shapes, self._dims, strict=True)
         for target, part, rows, shape, dim in items:
-            pieces = part.unflatten(1, shape).movedim(0, dim)
+            pieces = torch.unflatten(part, 1, shape).movedim(0, dim)
             whole = target if target.ndim else target.reshape(1)
             if rows.real is None:
-                whole.unflatten(dim, (len(self.members), rows.width)).copy_(pieces)
+                torch.unflatten(whole, dim, (len(self.members), rows.width)).copy_(pieces)
             else:
                 whole.copy_(pieces.flatten(dim, dim + 1).index_select(dim, rows.real))
 

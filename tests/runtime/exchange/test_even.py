@@ -1,0 +1,102 @@
+"""Rectangles of pieces against pieces taken one by one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, ParameterSpec, assign_owners
+from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.runtime.exchange.even import EvenPieces
+from lightning_hetero.runtime.slices.weights import narrow_rows
+
+MANY_ROWS = ParameterSpec(name="many rows", shape=(3000, 2), layer=0)
+"""Beside it what a few rows are padded by doesn't count."""
+
+
+def store_of(rank: int) -> Any:
+    return SimpleNamespace(global_rank=rank, device=torch.device("cpu"))
+
+
+def unit_of_layer(specs: list[ParameterSpec], world_size: int, weights: Any = None) -> Unit:
+    plan = ParallelPlan.even(world_size=world_size, num_layers=1)
+    slices = assign_owners(
+        specs, plan, world_size=world_size, ownership=Ownership.HOLDERS, weights=weights
+    )
+    (unit,) = TransferTable(specs, slices, plan).units
+    return unit
+
+
+@given(
+    world_size=st.integers(2, 9),
+    shapes=st.lists(
+        st.one_of(
+            st.just(()),
+            st.tuples(st.integers(1, 40)),
+            st.tuples(st.integers(1, 40), st.integers(1, 4)),
+            st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 3)),
+        ),
+        max_size=4,
+    ),
+    shift=st.floats(0.0, 0.02),
+)
+def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, shapes, shift):
+    specs = [
+        ParameterSpec(name=str(i), shape=shape, layer=0, tp_dim=1 if len(shape) == 3 else None)
+        for i, shape in enumerate(shapes)
+    ]
+    specs.append(MANY_ROWS)
+    weights = [1.0 + shift * (rank % 2) for rank in range(world_size)]
+    unit = unit_of_layer(specs, world_size, weights)
+    own_rows = unit.kind.own_rows
+    assert own_rows is not None
+    wholes = [torch.randn(spec.shape) for spec in specs]
+    pieces = [EvenPieces.of(unit, store_of(rank)) for rank in range(world_size)]
+    packed = pieces[0].pack_wholes(wholes, torch.float32)
+    assert packed.shape == (world_size, pieces[0].numel)
+    for rank, even in enumerate(pieces):
+        expected = [
+            narrow_rows(whole, spec, *rows[rank])
+            for whole, spec, rows in zip(wholes, specs, own_rows, strict=True)
+        ]
+        taken = even.own_rows_of(wholes, specs)
+        for found in (even.unpack_own(packed[rank]), taken):
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+        # From owners to holders and back.
+        packed[rank] = even.pack_own(taken, torch.float32)
+    filled = [torch.zeros(spec.shape) for spec in specs]
+    pieces[-1].unpack_wholes(packed, filled)
+    for one, other in zip(filled, wholes, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("rows", "is_even"), [(64, True), (63, True), (20, False), (17, False)])
+def test_pieces_are_padded_to_one_size_where_that_costs_little(rows, is_even):
+    unit = unit_of_layer([ParameterSpec(name="x", shape=(rows, 4), layer=0)], 8)
+    assert (EvenPieces.of(unit, store_of(3)) is not None) == is_even
+
+
+class Counting(TorchFunctionMode):
+    """Counts what is asked of torch."""
+
+    num_calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_1000_ranks_pack_a_layer_in_a_few_operations():
+    specs = [ParameterSpec(name=str(i), shape=(8192, 1), layer=0) for i in range(9)]
+    even = EvenPieces.of(unit_of_layer(specs, 1000), store_of(7))
+    wholes = [torch.randn(spec.shape) for spec in specs]
+    with Counting() as counting:
+        packed = even.pack_wholes(wholes, torch.float32)
+        even.unpack_wholes(packed, wholes)
+    assert 0 < counting.num_calls < 30 * len(specs)
