@@ -4,8 +4,10 @@
 `autoplan` makes plans where that is asked for.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -61,7 +63,7 @@ class PlanRequest:
     @classmethod
     def of(
         cls,
-        plan: ParallelPlan | AutoPlan | str | Path | None,
+        plan: ParallelPlan | AutoPlan | Mapping[str, Any] | str | Path | None,
         *,
         num_stages: int | None,
         num_candidate_plans: int,
@@ -69,12 +71,20 @@ class PlanRequest:
         """Return the request that `HeteroStrategy`'s arguments of these names make.
 
         Raises:
-            PlanError: The plan's file can't be read.
+            PlanError: The plan's file can't be read, or there is no such plan.
+            ConfigurationError: It is nothing that names a plan.
         """
         if plan == "auto":
             plan = AutoPlan() if num_stages is None else None
         elif isinstance(plan, str | Path):
             plan = ParallelPlan.load(plan)
+        elif isinstance(plan, Mapping):
+            plan = ParallelPlan.from_dict(plan)
+        elif not isinstance(plan, ParallelPlan | AutoPlan | None):
+            raise ConfigurationError(
+                f"plan is of type {type(plan).__name__}; give a ParallelPlan, its dictionary, the "
+                'path of its JSON file, "auto", an AutoPlan, or None for equal pipelines.'
+            )
         return cls(plan=plan, num_stages=num_stages or 1, num_candidate_plans=num_candidate_plans)
 
     def check_world_size(self, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Ask a remote store once, before anything is computed, whether it will take checkpoints.
+"""Ask a remote store once, before anything is computed or read, and say what is missing.
 
 Its own operations are tried again for minutes, which is right in the middle of a run and wrong at
 its start, where a missing bucket or key is the usual reason. Reasons that may pass by themselves
@@ -14,7 +14,7 @@ from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.checkpoint.store import FsspecStore
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["probe_store"]
+__all__ = ["look_at_store", "probe_store"]
 
 _PATIENCE_S = 7.0
 _REFUSED_KEYS = (
@@ -60,6 +60,30 @@ def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
                 f"Can't write to {url}: {reason} Refusing to start from step 0 without a place for "
                 f"checkpoints. ({_innermost(error)})"
             ) from error
+
+
+def look_at_store(url: str, **options: Any) -> None:
+    """Ask a remote store whether anything is there.
+
+    Args:
+        url: Of a run or of a folder of runs; local folders aren't asked.
+        **options: For fsspec's filesystem.
+
+    Raises:
+        CheckpointError: There isn't, or the store doesn't say. Within 10 seconds.
+    """
+    if local_folder(url) is not None:
+        return
+    store = FsspecStore(url, **options)
+    try:
+        Deadline(_PATIENCE_S, max_hanging=1).run(lambda _: store.check_exists())
+    except Exception as error:
+        # Stores raise their client library's own types.
+        reason = _reason(error, has_served=False)
+        if isinstance(error, FileNotFoundError):
+            reason = "there is no such bucket or folder, or nothing is in it."
+        if reason is not None:
+            raise CheckpointError(f"Can't read {url}: {reason} ({_innermost(error)})") from error
 
 
 def _reason(error: BaseException, *, has_served: bool) -> str | None:

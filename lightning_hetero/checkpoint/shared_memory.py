@@ -4,12 +4,23 @@ A run keeps its newest checkpoint there for its own restart and frees it at its 
 for good frees nothing.
 """
 
+import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["SHARED_MEMORY", "MemoryPlace", "memory_places", "own_folder"]
+from lightning_hetero.core.errors import ConfigurationError
+
+__all__ = [
+    "SHARED_MEMORY",
+    "MemoryPlace",
+    "has_shared_memory",
+    "make_own_folder",
+    "memory_places",
+    "own_folder",
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux keeps shared memory."""
@@ -24,9 +35,34 @@ class MemoryPlace(NamedTuple):
     """When anything was last written, seconds since the epoch."""
 
 
+def has_shared_memory() -> bool:
+    """Whether this machine has any; some containers have none, or one that nobody may write."""
+    return os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+
+
 def own_folder() -> Path:
-    """Return this user's folder in shared memory."""
+    """Return this user's folder in shared memory, which may not be there yet."""
     return SHARED_MEMORY / f"lightning_hetero-{os.getuid()}"
+
+
+def make_own_folder() -> Path:
+    """Return this user's folder in shared memory, which nobody else can read or replace.
+
+    Raises:
+        ConfigurationError: Somebody else has made it.
+    """
+    folder = own_folder()
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigurationError(
+            f"{folder} is no folder of this user's (its owner has the id {status.st_uid}), so what "
+            "is in it can't be trusted. Have it deleted, or give LayerwiseCheckpoint "
+            "shared_memory=False."
+        )
+    folder.chmod(0o700)
+    return folder
 
 
 def memory_places() -> Iterator[MemoryPlace]:
@@ -37,13 +73,11 @@ def memory_places() -> Iterator[MemoryPlace]:
     for folder in sorted(root.iterdir()):
         if folder.is_symlink() or not folder.is_dir():
             continue
-        num_bytes, last_s = 0, folder.stat().st_mtime
-        for path in folder.rglob("*"):
-            try:
+        num_bytes, last_s = 0, 0.0
+        for path in (folder, *folder.rglob("*")):
+            # A run that still writes may have deleted it meanwhile.
+            with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
-            except FileNotFoundError:
-                # A run that still writes has deleted it meanwhile.
-                continue
-            num_bytes += status.st_size
-            last_s = max(last_s, status.st_mtime)
+                num_bytes += status.st_size
+                last_s = max(last_s, status.st_mtime)
         yield MemoryPlace(folder, num_bytes, last_s)

@@ -230,6 +230,11 @@ class FsspecStore:
                 self._fs.rm_file(temporary)
             raise
 
+    def check_exists(self) -> None:
+        """Raise FileNotFoundError if nothing is below the URL; one small request."""
+        self._fs.invalidate_cache()
+        self._fs.info(self._path)
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Fetch one byte range."""
         if stop is not None and stop <= start:

@@ -17,6 +17,7 @@ from lightning_hetero.checkpoint.inspection import (
     look,
     verify,
 )
+from lightning_hetero.checkpoint.probing import look_at_store
 from lightning_hetero.checkpoint.pruning import prune
 from lightning_hetero.checkpoint.retry import RetryPolicy, local_folder, open_store
 from lightning_hetero.checkpoint.shared_memory import memory_places
@@ -84,7 +85,10 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
     ]
     if arguments.action == "list":
         _list(tiers, arguments.paths)
-    elif arguments.action == "inspect":
+        return 0
+    for path in arguments.paths:
+        look_at_store(path)
+    if arguments.action == "inspect":
         _inspect(tiers, arguments.step)
     elif arguments.action == "verify":
         return _verify(tiers, arguments.step)
@@ -124,7 +128,7 @@ def _list(tiers: Sequence[Tier], paths: Sequence[str]) -> None:
     readable = [tier for tier in tiers if problems[tier.name] is None]
     if readable:
         print(list_checkpoints(readable))
-    closed = [f"Can't list {path}: {why}." for path, why in problems.items() if why is not None]
+    closed = [why for why in problems.values() if why is not None]
     if closed:
         raise CheckpointError(" ".join(closed))
 
@@ -132,12 +136,15 @@ def _list(tiers: Sequence[Tier], paths: Sequence[str]) -> None:
 def _problem(tier: Tier, path: str) -> str | None:
     folder = local_folder(path)
     if folder is not None and not folder.exists():
-        return "there is no such folder"
+        return f"Can't read {path}: there is no such folder."
     try:
+        look_at_store(path)
         tier.store.list()
+    except CheckpointError as error:
+        return str(error)
     except Exception as error:
         # Stores raise their client library's own types.
-        return str(error).rstrip(".")
+        return f"Can't read {path}: {error}."
     return None
 
 

@@ -24,14 +24,18 @@ def let_models_attend_packed(module: nn.Module) -> None:
     from transformers import PreTrainedModel
 
     from lightning_hetero.models.huggingface import use_packed_attention
-    from lightning_hetero.models.huggingface.packed import attends_packed
+    from lightning_hetero.models.huggingface.packed import attends_packed, watch_lone_ids
 
     for model in module.modules():
-        if isinstance(model, PreTrainedModel) and not attends_packed(model):
-            try:
-                use_packed_attention(model)
-            except ModelError as error:
-                raise ModelError(
-                    f"HeteroDataModule packs samples end to end. {error} Give the data module a "
-                    "`collate` that pads them."
-                ) from error
+        if not isinstance(model, PreTrainedModel):
+            continue
+        if attends_packed(model):
+            watch_lone_ids(model)
+            continue
+        try:
+            use_packed_attention(model)
+        except ModelError as error:
+            raise ModelError(
+                f"HeteroDataModule packs samples end to end. {error} Give the data module a "
+                "`collate` that pads them."
+            ) from error

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models.loss import IGNORED_LABEL
+from lightning_hetero.models.packed_ids import remember_packed
 
 __all__ = ["QUADRATIC_WEIGHT", "PackedBatch", "PackedCollate", "pack_samples"]
 
@@ -62,6 +63,10 @@ class PackedBatch:
     """Where samples start and the last one ends, int32, (samples + 1,)."""
     max_seqlen: int
     """Tokens of the longest sample."""
+
+    def __post_init__(self) -> None:
+        # So that a model that gets the ids alone can be told from one that gets one sample.
+        remember_packed(self.input_ids, self.cu_seqlens)
 
     @property
     def num_samples(self) -> int:

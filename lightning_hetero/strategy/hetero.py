@@ -68,10 +68,10 @@ class HeteroStrategy(HookedStrategy):
         trainer.fit(model, loader)
 
     Args:
-        plan: The plan to run: a `ParallelPlan`, a path to its JSON file, "auto" or an `AutoPlan`
-            to make one for the devices that run (see `lightning_hetero.autoplan`), or None for
-            equal pipelines of `num_stages` stages. Under an automatic plan an iteration takes the
-            loader's batch times the number of ranks, as DDP does, else times that of pipelines.
+        plan: The plan to run: a `ParallelPlan`, its dictionary or the path of its JSON file; "auto"
+            or an `AutoPlan` to make one for the devices that run (see `lightning_hetero.autoplan`);
+            or None for equal pipelines of `num_stages` stages. Under an automatic plan an iteration
+            takes the loader's batch times the ranks, as DDP does, else times the pipelines.
         num_candidate_plans: Plans that "auto" has at hand for a `HeteroDataModule`, which chooses
             one for every iteration; the first is the best without changing.
         num_stages: Stages of each equal pipeline; if given, "auto" means None.
@@ -121,7 +121,7 @@ class HeteroStrategy(HookedStrategy):
 
     def __init__(  # noqa: PLR0913 - Lightning hands the last five over by name
         self,
-        plan: ParallelPlan | AutoPlan | str | Path | None = "auto",
+        plan: ParallelPlan | AutoPlan | Mapping[str, Any] | str | Path | None = "auto",
         *,
         num_candidate_plans: int = 1,
         num_stages: int | None = None,

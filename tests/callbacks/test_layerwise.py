@@ -15,8 +15,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
-from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, claims
+from lightning_hetero.checkpoint import FsspecStore, LocalStore, RetryPolicy, claims, shared_memory
 from lightning_hetero.checkpoint.claims import OWNER_FILE, _process
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import Leg, export, fit, train
@@ -137,7 +136,7 @@ def test_a_failed_run_goes_on_from_memory_unless_its_folder_was_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
     fails = Fails()
     for steps in (2, 4, 2):
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -151,7 +150,7 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
     write = LocalStore.write
 
     def full(self: LocalStore, name: str, chunks: Any) -> None:
@@ -175,7 +174,7 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
 def test_memory_alone_is_not_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all nodes share was deleted to start anew; a node's memory has no say in that."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
     fails = Fails()
     url = f"memory://{tmp_path.name}"
     for steps in (2, 4, 2):

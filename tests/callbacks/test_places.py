@@ -19,6 +19,7 @@ from lightning_hetero.checkpoint import (
     SoloTransport,
     TierKind,
     Transport,
+    shared_memory,
 )
 from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
@@ -28,7 +29,7 @@ from tests.checkpoint.states import run_ranks
 @pytest.fixture(autouse=True)
 def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(places, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
 
 
 def at(path: str | None, local_dir: str | None = None, **options: Any) -> Places:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
@@ -198,18 +197,6 @@ def test_shared_memory_of_old_runs_is_freed(tmp_path, monkeypatch, capsys):
     assert [path.name for path in shared_memory.own_folder().iterdir()] == ["new"]
     assert main(["checkpoint", "prune", "--memory", "--older-than", "0"]) == 0
     assert list(shared_memory.own_folder().iterdir()) == []
-
-
-def test_runs_keep_their_memory_where_prune_looks():
-    node = places.Places(
-        path_or_url="x",
-        local_dir=None,
-        shared_memory=True,
-        keep=1,
-        storage_options={},
-        retry=None,
-    )
-    assert node.memory_dir is None or node.memory_dir.parent == shared_memory.own_folder()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,15 @@ def test_what_cannot_run_on_the_devices_is_refused_before_processes_start() -> N
         L.Trainer(**quiet(devices=3, strategy=HeteroStrategy(num_stages=2)))
 
 
+def test_a_plan_is_taken_as_the_dictionary_that_its_json_holds() -> None:
+    plan = plan_of(pipeline(stage(0, 0, 3)))
+    L.Trainer(**quiet(devices=1, strategy=HeteroStrategy(plan)))
+    with pytest.raises(PlanError, match="Did you mean ranks"):
+        HeteroStrategy({"pipelines": [{"stages": [{"rank": [0], "layers": [0, 3]}]}]})
+    with pytest.raises(ConfigurationError, match="plan is of type int; give a ParallelPlan"):
+        HeteroStrategy(3)  # type: ignore[arg-type]
+
+
 def test_no_script_to_run_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["-c"])
     with pytest.raises(ConfigurationError, match='start_method="fork"'):

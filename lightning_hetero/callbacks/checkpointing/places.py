@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import socket
-import stat
 import time
 import uuid
 from collections import defaultdict
@@ -31,6 +30,12 @@ from lightning_hetero.checkpoint.claims import Lease, machine_id
 from lightning_hetero.checkpoint.deadlines import Deadline, Progress
 from lightning_hetero.checkpoint.probing import probe_store
 from lightning_hetero.checkpoint.retry import local_folder
+from lightning_hetero.checkpoint.shared_memory import (
+    has_shared_memory,
+    make_own_folder,
+    memory_places,
+    own_folder,
+)
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
@@ -38,7 +43,6 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe"]
 
 _log = logging.getLogger(__name__)
-_SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_NOTE_S = 1.0
 _KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
 """How long shared memory keeps what a failed run has left, from its last step on."""
@@ -95,7 +99,7 @@ class Places:
         never do, whatever they are called.
         """
         host = socket.gethostname()
-        memory = _random_name(_private_memory()) if self.memory_dir is not None else ""
+        memory = _random_name(make_own_folder()) if self.memory_dir is not None else ""
         disk = "" if self.local_dir is None else _random_name(Path(self.local_dir))
         text = f"{machine_id()} {memory} {disk or self.local_dir}"
         return f"{host}-{hashlib.sha256(text.encode()).hexdigest()[:8]}", disk
@@ -103,15 +107,14 @@ class Places:
     @property
     def memory_dir(self) -> Path | None:
         """Folder in shared memory, None if there is none; another one for other places or users."""
-        # Some containers have none, or one that nobody may write.
-        if not self.shared_memory or not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        if not self.shared_memory or not has_shared_memory():
             return None
         endpoint = self.storage_options.get("endpoint_url")
         places = [
             item and str(local_folder(item) or item) for item in (self.path_or_url, self.local_dir)
         ]
         digest = hashlib.sha256(repr((places, endpoint)).encode()).hexdigest()[:16]
-        return _SHARED_MEMORY / f"lightning_hetero-{os.getuid()}" / digest
+        return own_folder() / digest
 
     def tiers(self) -> list[Tier]:
         """Return the tiers, fastest first.
@@ -121,7 +124,7 @@ class Places:
         """
         tiers = []
         if self.memory_dir is not None:
-            _private_memory()
+            make_own_folder()
             self.memory_dir.mkdir(mode=0o700, exist_ok=True)
             store = LocalStore(self.memory_dir, private=True, stall_s=self.stall_s)
             tiers.append(Tier(kind=TierKind.MEMORY, store=store, keep=1))
@@ -171,21 +174,16 @@ class Places:
         Runs that still train note every step there, so theirs is never so old.
         """
         own = self.memory_dir
-        if own is None:
-            return
-        for folder in own.parent.glob("*/"):
-            with contextlib.suppress(OSError):
-                files = [item.stat() for item in (folder, *folder.rglob("*"))]
-                age_s = time.time() - max(item.st_mtime for item in files)
-                if folder != own and age_s > _KEPT_IN_MEMORY_S:
-                    freed = sum(item.st_size for item in files)
-                    _log.warning(
-                        "Freeing %.1f MB of shared memory in %s, which a run left %.0f days ago.",
-                        freed / 1e6,
-                        folder,
-                        age_s / 86400,
-                    )
-                    shutil.rmtree(folder, ignore_errors=True)
+        for place in () if own is None else memory_places():
+            age_s = time.time() - place.last_write_s
+            if place.folder != own and age_s > _KEPT_IN_MEMORY_S:
+                _log.warning(
+                    "Freeing %.1f MB of shared memory in %s, which a run left %.0f days ago.",
+                    place.num_bytes / 1e6,
+                    place.folder,
+                    age_s / 86400,
+                )
+                shutil.rmtree(place.folder, ignore_errors=True)
 
     def forget_memory(self) -> None:
         """Free the shared memory: the run has ended, and the other places have all."""
@@ -196,22 +194,6 @@ class Places:
     def _progress_path(self) -> Path | None:
         folder = self.memory_dir or (None if self.local_dir is None else Path(self.local_dir))
         return None if folder is None else folder / "progress.json"
-
-
-def _private_memory() -> Path:
-    """Return this user's folder in shared memory, which nobody else can read or replace."""
-    folder = _SHARED_MEMORY / f"lightning_hetero-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise ConfigurationError(
-            f"{folder} is no folder of this user's (its owner has the id {status.st_uid}), so what "
-            "is in it can't be trusted. Have it deleted, or give LayerwiseCheckpoint "
-            "shared_memory=False."
-        )
-    folder.chmod(0o700)
-    return folder
 
 
 def _random_name(folder: Path) -> str:

@@ -18,9 +18,10 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_hetero.core.errors import BatchError, ModelError
 from lightning_hetero.models.attention import check_backend, varlen_attention
+from lightning_hetero.models.packed_ids import num_samples_seen
 from lightning_hetero.models.packing import PackedBatch
 
-__all__ = ["attends_packed", "packed_inputs", "use_packed_attention"]
+__all__ = ["attends_packed", "packed_inputs", "use_packed_attention", "watch_lone_ids"]
 
 _NAME = "lightning_hetero_"
 
@@ -85,6 +86,16 @@ def packed_inputs(batch: PackedBatch, *, labels: bool = False) -> dict[str, Any]
     return inputs
 
 
+def watch_lone_ids(model: PreTrainedModel) -> None:
+    """Let a model that attends by transformers' own flash attention refuse a packed batch's ids.
+
+    Those that attend as `use_packed_attention` says do so already. Again changes nothing.
+    """
+    is_watched = _refuse_lone_ids in model._forward_pre_hooks.values()
+    if not is_watched and not model.config._attn_implementation.startswith(_NAME):
+        model.register_forward_pre_hook(_refuse_lone_ids, with_kwargs=True)
+
+
 class _PackedAttention:
     """What the registries hold under one name.
 
@@ -113,6 +124,7 @@ class _PackedAttention:
         self.register()
         self._is_packed = kwargs.get("cu_seq_lens_q") is not None
         if not self._is_packed:
+            _refuse_lone_ids(model, args, kwargs)
             return args, kwargs
         if kwargs.get("attention_mask") is not None:
             raise BatchError(
@@ -170,6 +182,23 @@ class _PackedAttention:
             backend=self._backend,
         )
         return output_THD[None], None
+
+
+def _refuse_lone_ids(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a packed batch's token ids without word of where its samples end.
+
+    With a mask of the user's own there is nothing to refuse.
+    """
+    says_ends = any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "attention_mask"))
+    if says_ends or len(args) > 1:
+        return
+    count = num_samples_seen(kwargs.get("input_ids", args[0] if args else None))
+    if count > 1:
+        raise BatchError(
+            f"{type(model).__name__} got the token ids of {count} packed samples without their "
+            "borders, so they would see each other. Give it the whole batch: model(**batch), or "
+            "model(**packed_inputs(batch)) for logits without a loss."
+        )
 
 
 def _first_position(model: nn.Module) -> int:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.core.errors import BatchError, ConfigurationError, ModelError
 from lightning_hetero.data import HeteroDataModule
+from lightning_hetero.data.packed_models import let_models_attend_packed
 from lightning_hetero.models import pack_samples, register_attention
 from lightning_hetero.models.attention import attention_backends
 from lightning_hetero.models.huggingface import packed_inputs, use_packed_attention
@@ -269,3 +270,39 @@ def test_a_packed_batch_with_a_mask_or_several_rows_is_refused(llama):
         llama(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
     with pytest.raises(BatchError, match="is one row"):
         llama(**inputs | {"input_ids": inputs["input_ids"].repeat(2, 1)})
+
+
+def lone_ids(batch):
+    """Token ids of packed samples as users hand them on."""
+    yield {"input_ids": batch["input_ids"]}
+    yield {"input_ids": batch.input_ids[None, :-1], "labels": batch["labels"][:, :-1]}
+    yield {"input_ids": batch.to("cpu").input_ids.unsqueeze(0), "use_cache": False}
+    # Transformers finds samples by positions in no bidirectional model, and in none with a cache.
+    yield {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+
+
+def test_ids_of_a_packed_batch_without_their_borders_are_refused(llama):
+    use_packed_attention(llama)
+    batch = pack_samples(samples())
+    for inputs in lone_ids(batch):
+        with pytest.raises(BatchError, match=r"of 4 packed samples .*model\(\*\*batch\)"):
+            llama(**inputs)
+    with pytest.raises(BatchError, match="LlamaForCausalLM got the token ids of 4"):
+        llama(batch["input_ids"])
+    # One sample, other rows, and a mask that keeps samples apart are what they seem.
+    first, second = batch.cu_seqlens[2:4].tolist()
+    logits = llama(**packed_inputs(batch)).logits[:, first:second]
+    torch.testing.assert_close(llama(batch["input_ids"][:, first:second]).logits, logits)
+    llama(batch.input_ids[None].clone())
+    llama(pack_samples(samples()[:1])["input_ids"])
+    llama(batch["input_ids"], attention_mask=torch.ones(1, sum(LENGTHS)))
+
+
+def test_flash_attention_of_transformers_refuses_lone_ids_too(llama):
+    llama.config._attn_implementation_internal = "flash_attention_2"
+    for _ in range(2):
+        let_models_attend_packed(torch.nn.ModuleList([llama]))
+    llama.config._attn_implementation_internal = "sdpa"
+    assert len(llama._forward_pre_hooks) == 1
+    with pytest.raises(BatchError, match="of 4 packed samples"):
+        llama(pack_samples(samples())["input_ids"])
