@@ -1,19 +1,17 @@
 """Run an iteration of the engine for each of Lightning's steps, under the plan of its batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from torch import nn
 
-from lightning_hetero.core.errors import BatchError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealer import Dealer
-from lightning_hetero.models.batches import AssignedBatch, fingerprint_of
+from lightning_hetero.models.batches import AssignedBatch, fingerprint_of, tensors_of
+from lightning_hetero.runtime.embedding_rows import explain_unknown_rows
 from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.appended_lists import extend_lists
@@ -58,6 +56,7 @@ class Steps:
         # Here, because on an accelerator reading values would wait for it.
         self._engine.fingerprint = fingerprint_of(parts)
         moved = [move(part, device, dataloader_idx) for part in parts]
+        self._engine.rows.note_batch(tensors_of(parts), tensors_of(moved))
         if isinstance(batch, AssignedBatch):
             return replace(batch, microbatches=tuple(moved))
         return moved[0]
@@ -70,10 +69,10 @@ class Steps:
         """Train on a batch; collective."""
 
         def step(microbatch: Any) -> Any:
-            with _naming_unknown_rows(self._module):
-                return self._module.training_step(microbatch, *args, **kwargs)
+            return self._module.training_step(microbatch, *args, **kwargs)
 
-        loss, records = self._engine.run(step, batch, self._key(args))
+        with explain_unknown_rows(self._module):
+            loss, records = self._engine.run(step, batch, self._key(args))
         return {"loss": loss, **(self._leave_behind(records) or {})}
 
     def evaluate(
@@ -94,13 +93,11 @@ class Steps:
             kwargs: The same, by name.
             of_pipeline: Whether to return only what this rank's pipeline made.
         """
-
-        def explained_step(microbatch: Any) -> Any:
-            with _naming_unknown_rows(self._module):
-                return step(microbatch, *args, **kwargs)
-
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
-        _, records = self._engine.run(explained_step, batch, self._key(args))
+        with explain_unknown_rows(self._module):
+            _, records = self._engine.run(
+                lambda microbatch: step(microbatch, *args, **kwargs), batch, self._key(args)
+            )
         return self._leave_behind(records, of_pipeline=of_pipeline)
 
     def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
@@ -130,30 +127,3 @@ def epoch_to_load(trainer: pl.Trainer) -> int:
         and counted.processed < counted.started
     )
     return int(trainer.current_epoch + has_ended)
-
-
-@contextmanager
-def _naming_unknown_rows(module: nn.Module) -> Iterator[None]:
-    """Say which embedding was asked for which row, where torch says no more than "out of range".
-
-    Raises:
-        BatchError: In place of the IndexError of an embedding of the module.
-    """
-    try:
-        yield
-    except IndexError as error:
-        following = error.__traceback__
-        while following is not None:
-            known = following.tb_frame.f_locals
-            following = following.tb_next
-            embedding, rows = known.get("self"), known.get("input")
-            if isinstance(embedding, nn.Embedding) and isinstance(rows, torch.Tensor):
-                name = next((n for n, item in module.named_modules() if item is embedding), "?")
-                raise BatchError(
-                    f"The embedding {name!r} has {embedding.num_embeddings} rows (0 to "
-                    f"{embedding.num_embeddings - 1}), but the batch asks for rows "
-                    f"{int(rows.min())} to {int(rows.max())}. If these are token ids, take the "
-                    "tokenizer that the model was made for, or a vocabulary of at least "
-                    f"{int(rows.max()) + 1}; if positions, shorter samples or more positions."
-                ) from error
-        raise

@@ -95,8 +95,21 @@ class ToyLMModule(Recorded):
         return StatefulDataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
 
 
+class UnknownToken(ToyLMModule):
+    """One token id, or one label, is beyond the vocabulary."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        changed = {"unknown id": 0, "unknown label": 1}[self.case.model]
+        parts = [part.clone() for part in batch]
+        parts[changed][0, 0] = VOCABULARY + 2
+        return super().training_step(parts, batch_idx)
+
+
+OWN_MODULES = {"toy": ToyLMModule, "unknown id": UnknownToken, "unknown label": UnknownToken}
+
+
 def make_module(case: Case) -> Recorded:
-    return ToyLMModule(case) if case.model == "toy" else MODULES[case.model](case)
+    return (OWN_MODULES | MODULES)[case.model](case)
 
 
 class SaveAt(L.Callback):

@@ -8,12 +8,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelSummary
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PlanError
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
-from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
+from tests.toy import VOCABULARY, TokenRows, ToyModule, ToyOptions, loader, quiet
 
 
 class UnknownTokens(ToyModule):
@@ -24,11 +25,33 @@ class UnknownTokens(ToyModule):
         return super().training_step((ids + 5 * (ids == ids.max()), labels), batch_idx)
 
 
+class AssertsOnDevice(ToyModule):
+    """Plays what CUDA says of an index outside of a tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def fit(module: ToyModule, rows: DataLoader[Any]) -> None:
+    options = quiet(max_steps=4, devices=1, strategy=HeteroStrategy(plan=None))
+    L.Trainer(**options).fit(module, rows)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_rows_that_an_embedding_does_not_have_are_named() -> None:
-    trainer = L.Trainer(**quiet(max_steps=4, devices=1, strategy=HeteroStrategy(plan=None)))
-    with pytest.raises(BatchError, match=rf"'model.wte' has {VOCABULARY} rows .* at least 2\d"):
-        trainer.fit(UnknownTokens(ToyOptions()), loader(8, 4))
+    named = rf"'model.wte' has {VOCABULARY} rows .* at least 2\d"
+    with pytest.raises(BatchError, match=named) as caught:
+        fit(UnknownTokens(ToyOptions()), loader(8, 4))
+    assert isinstance(caught.value.__cause__, IndexError)
+    # What the batch brings is seen before any kernel is.
+    rows = TokenRows(8)
+    rows.ids[5] += 6
+    with pytest.raises(BatchError, match=named) as caught:
+        fit(ToyModule(ToyOptions()), DataLoader(rows, batch_size=4))
+    assert caught.value.__cause__ is None
+    with pytest.raises(RuntimeError, match="device-side assert") as failed:
+        fit(AssertsOnDevice(ToyOptions()), loader(8, 4))
+    assert "a label that the logits have no class for" in failed.value.__notes__[0]
 
 
 def test_what_cannot_run_on_the_devices_is_refused_before_processes_start() -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
 from lightning_hetero.runtime.clock import ComputeClock, traced
+from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -103,6 +104,8 @@ class Engine:
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
         self._calls = ModuleCalls(module, has_slices=has_slices)
+        self.rows = EmbeddingRows(module)
+        """Must be told of each batch before it runs."""
         self.plans = PlanSwitch(
             plan,
             self.store,
@@ -309,6 +312,7 @@ class Engine:
         self.logs.remove()
         self.boundary.remove()
         self._calls.remove()
+        self.rows.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

@@ -27,6 +27,7 @@ __all__ = [
     "TPGroup",
     "gather_shards",
     "gather_tokens",
+    "local_index",
     "piece_sizes",
     "reduce_partial",
     "reduce_to_tokens",
@@ -52,6 +53,23 @@ def piece_sizes(length: int, count: int) -> list[int]:
     """Return the sizes of `count` pieces of a length."""
     pieces = (piece_of(length, index, count) for index in range(count))
     return [stop - start for start, stop in pieces]
+
+
+def local_index(index: Tensor, length: int, peers: TPGroup) -> tuple[Tensor, Tensor]:
+    """Return where a rank's piece of a length has what whole indices name, and which lie elsewhere.
+
+    Those that lie in other ranks' pieces are 0 here. Those that lie in nobody's stay outside, on
+    every rank: what looks them up refuses them, as it does without tensor parallelism.
+
+    Raises:
+        IndexError: Some lie in nobody's; on a CPU, where looking costs no waiting.
+    """
+    start, stop = piece_of(length, peers.tp_rank, peers.degree)
+    exists = (index >= 0) & (index < length)
+    if index.is_cpu and not exists.all():
+        raise IndexError(f"Index {int(index[~exists][0])} is out of range: there are {length}.")
+    foreign = exists & ((index < start) | (index >= stop))
+    return (index - start).masked_fill(foreign, 0), foreign
 
 
 def _all_reduce(tensor: Tensor, peers: TPGroup) -> Tensor:

@@ -24,6 +24,7 @@ from lightning_hetero.runtime.tensor_parallel.collectives import (
     TPGroup,
     gather_shards,
     gather_tokens,
+    local_index,
     piece_sizes,
     reduce_partial,
     reduce_to_tokens,
@@ -113,9 +114,9 @@ class ShardedForward:
 
     def _embedding(self, peers: TPGroup, ids: Tensor) -> Tensor:
         start, stop = piece_of(self._length, peers.tp_rank, peers.degree)
-        foreign = (ids < start) | (ids >= stop)
+        own_ids, foreign = local_index(ids, self._length, peers)
         with _local_padding(self._item.module, start, stop):
-            vectors = self._forward((ids - start).masked_fill(foreign, 0))
+            vectors = self._forward(own_ids)
         return reduce_partial(vectors.masked_fill(foreign[..., None], 0), peers)
 
     def _embedding_features(self, peers: TPGroup, ids: Tensor) -> Tensor:

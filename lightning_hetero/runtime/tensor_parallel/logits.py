@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_hetero.core.slices import piece_of
 from lightning_hetero.runtime.results.targets import Classification
 from lightning_hetero.runtime.tensor_parallel.collectives import (
     TPGroup,
     gather_shards,
+    local_index,
     piece_sizes,
     reduce_partial,
 )
@@ -136,12 +136,11 @@ def _cross_entropy(logits: ShardedLogits, *args: Any, **kwargs: Any) -> Any:
 def _token_losses(logits: ShardedLogits, target: Tensor, counted: Tensor) -> Tensor:
     """Return log(sum of exponentials) - the target's logit, 0 where not counted; (tokens,)."""
     peers, shard = logits.peers, logits.as_subclass(Tensor)
-    start, stop = piece_of(logits.length, peers.tp_rank, peers.degree)
     largest = shard.detach().amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=peers.group)
     shifted = shard - largest[:, None]
     exponentials = reduce_partial(shifted.exp().sum(-1), peers)
-    foreign = (target < start) | (target >= stop)
-    own = shifted.gather(-1, (target - start).masked_fill(foreign, 0)[:, None])[:, 0]
+    own_target, foreign = local_index(target.masked_fill(~counted, 0), logits.length, peers)
+    own = shifted.gather(-1, own_target[:, None])[:, 0]
     at_target = reduce_partial(own.masked_fill(foreign, 0), peers)
     return (exponentials.log() - at_target).masked_fill(~counted, 0)

@@ -229,6 +229,21 @@ def test_modules_without_a_plan_and_impossible_sequence_parallelism_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("unknown id", "IndexError: Index 25 is out of range: there are 23"),
+        ("unknown label", "IndexError: Index 25 is out of range: there are 23"),
+    ],
+)
+def test_a_token_beyond_a_sharded_vocabulary_is_refused_on_every_rank(
+    pool: ProcessPool, model: str, message: str
+) -> None:
+    case = Case(plan=plan_of(pipeline(stage([0, 1], 0, 3))), world_size=2, model=model)
+    options = {"tp_plan": {**TOY_PLAN, "head": "vocab_loss"}}
+    assert all(message in error for error in pool.run(fit_error, 2, case, options))
+
+
+@pytest.mark.parametrize(
     ("plan", "error", "message"),
     [
         ({"blocks.*.qkv": "diagonal"}, ConfigurationError, "'diagonal' for 'blocks.*.qkv'"),

@@ -1,0 +1,123 @@
+"""Name the embedding that is asked for a row it doesn't have: a vocabulary too small, as a rule.
+
+On a CPU torch says no more than "index out of range in self". On CUDA the kernel asserts, and every
+later call of the process fails with an error that names neither rows nor model. So the integers of
+a batch are looked at on the host, before they go to the device: one pass over them (100,000 token
+ids: 0.03 ms), and nothing waits for the device unless one is too large for an embedding.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.core.errors import BatchError
+
+__all__ = ["EmbeddingRows", "explain_unknown_rows"]
+
+_ID_DTYPES = (torch.int32, torch.int64)
+_DEVICE_ASSERT = (
+    "A kernel was given an index outside of a tensor: as a rule a label that the logits have no "
+    "class for, or a token id that the embedding has no row for. Run a step with accelerator='cpu' "
+    "or CUDA_LAUNCH_BLOCKING=1 to see which."
+)
+
+
+class EmbeddingRows:
+    """Checks what a module's embeddings are asked for, as far as it is known from the batch.
+
+    Embeddings whose class has a forward of its own, which may count rows otherwise, are left out.
+
+    Args:
+        module: The user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._handles = [
+            item.register_forward_pre_hook(self._check)
+            for item in module.modules()
+            if isinstance(item, nn.Embedding) and type(item).forward is nn.Embedding.forward
+        ]
+        self._module = module
+
+    def note_batch(self, on_host: Iterable[Tensor], moved: Iterable[Tensor]) -> None:
+        """Look at the batch of the next iteration.
+
+        Args:
+            on_host: Its tensors before they go to the device.
+            moved: The same there.
+        """
+        self._ranges = {}
+        # Hooks of the user's may have changed the batch on its way.
+        for before, tensor in zip(on_host, moved, strict=False):
+            if before.is_cpu and before.numel() and before.dtype in _ID_DTYPES:
+                address = tensor.untyped_storage().data_ptr()
+                lowest, highest = (int(value) for value in before.aminmax())
+                known = self._ranges.get(address, (lowest, highest))
+                self._ranges[address] = min(known[0], lowest), max(known[1], highest)
+
+    def remove(self) -> None:
+        """Check nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _check(self, embedding: nn.Module, args: tuple[object, ...]) -> None:
+        assert isinstance(embedding, nn.Embedding)
+        ids = args[0] if args else None
+        # Unknown and traced tensors have no values, and are of other types.
+        if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.dtype not in _ID_DTYPES:
+            return
+        if self._may_lie_outside(ids, embedding.num_embeddings):
+            _refuse_unknown_rows(self._module, embedding, ids)
+
+    def _may_lie_outside(self, ids: Tensor, num_rows: int) -> bool:
+        if torch.compiler.is_compiling():
+            return False
+        known = self._ranges.get(ids.untyped_storage().data_ptr())
+        if known is None:
+            # Computed from the batch, so hardly larger than what is in it.
+            return any(highest >= num_rows for _, highest in self._ranges.values())
+        return known[0] < 0 or known[1] >= num_rows
+
+
+@contextmanager
+def explain_unknown_rows(module: nn.Module) -> Iterator[None]:
+    """Say which embedding was asked for which row where torch has found out.
+
+    Raises:
+        BatchError: In place of the IndexError of an embedding of the module.
+    """
+    try:
+        yield
+    except IndexError as error:
+        following = error.__traceback__
+        while following is not None:
+            known = following.tb_frame.f_locals
+            following = following.tb_next
+            embedding, rows = known.get("self"), known.get("input")
+            if isinstance(embedding, nn.Embedding) and isinstance(rows, Tensor):
+                _refuse_unknown_rows(module, embedding, rows, error)
+        raise
+    except RuntimeError as error:
+        if "device-side assert" in str(error):
+            error.add_note(_DEVICE_ASSERT)
+        raise
+
+
+def _refuse_unknown_rows(
+    module: nn.Module, embedding: nn.Embedding, rows: Tensor, cause: Exception | None = None
+) -> None:
+    """Raise BatchError if there are rows that the embedding doesn't have."""
+    lowest, highest = (int(value) for value in rows.aminmax())
+    num_rows = embedding.num_embeddings
+    if lowest >= 0 and highest < num_rows:
+        return
+    name = next((n for n, item in module.named_modules() if item is embedding), "?")
+    raise BatchError(
+        f"The embedding {name!r} has {num_rows} rows (0 to {num_rows - 1}), but the batch asks for "
+        f"rows {lowest} to {highest}. If these are token ids, take the tokenizer that the model "
+        f"was made for, or a vocabulary of at least {highest + 1}; if positions, shorter samples "
+        "or more positions."
+    ) from cause
