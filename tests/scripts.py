@@ -29,7 +29,7 @@ TIMEOUT_S = 550.0
 def start_python(
     arguments: Sequence[str | Path], *, output: Path, folder: Path, **variables: str
 ) -> mp.Process:
-    """Start a script, or `-m` and a module, with its arguments.
+    """Start a script, `-m` and a module, or `-c` and code, with its arguments.
 
     Args:
         arguments: What would follow `python`.
@@ -39,7 +39,7 @@ def start_python(
     """
     words = [str(argument) for argument in arguments]
     environment = clean_environment(**variables)
-    process = fork_server().Process(target=_run_as_main, args=(words, output, folder, environment))
+    process = fork_server().Process(target=run_as_main, args=(words, output, folder, environment))
     process.start()
     return process
 
@@ -55,7 +55,7 @@ def run_python(
     output.unlink(missing_ok=True)
     processes = [
         start_python(arguments, output=output, folder=folder, **variables, **launched)
-        for launched in _launcher_environments(num_processes)
+        for launched in launcher_environments(num_processes)
     ]
     code = next((code for code in wait_for_end(processes, output) if code != 0), 0)
     return code, output.read_text("utf-8", errors="replace")
@@ -76,16 +76,18 @@ def wait_for_end(processes: Sequence[mp.Process], output: Path) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-def _launcher_environments(num_processes: int) -> list[dict[str, str]]:
+def launcher_environments(num_processes: int) -> list[dict[str, str]]:
+    """Return what a launcher tells each of several processes; one process is told nothing."""
     if num_processes == 1:
         return [{}]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [{**address, "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(num_processes)]
 
 
-def _run_as_main(
+def run_as_main(
     arguments: list[str], output: Path, folder: Path, environment: dict[str, str]
 ) -> None:
+    """Be the process `python` with these arguments; called in a fork."""
     import torch
 
     with output.open("ab") as file:
@@ -102,6 +104,9 @@ def _run_as_main(
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = arguments
             sys.path.insert(0, str(Path(arguments[0]).resolve().parent))

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.core.errors import BatchError, ConfigurationError
+from lightning_hetero.models.token_rows import row_of, token_ids
 
 __all__ = [
     "OnOverlong",
@@ -36,7 +37,6 @@ __all__ = [
     "num_tokens",
     "read_lengths",
     "spans_of",
-    "token_ids",
 ]
 
 _NUM_PROBES = 64
@@ -126,11 +126,6 @@ class TokenSamples:
 def num_tokens(sample: Any) -> int:
     """Return how many tokens a sample has."""
     return len(token_ids(sample))
-
-
-def token_ids(sample: Any) -> Any:
-    """Return a sample's row of token ids."""
-    return sample["input_ids"] if isinstance(sample, Mapping) else sample
 
 
 def cut_sample(sample: Any, start: int, stop: int) -> Any:
@@ -241,7 +236,8 @@ def lengths_file(dataset: Any) -> Path:
     count = len(dataset)
     digest = hashlib.sha256(f"{type(dataset).__qualname__} {count}".encode())
     for index in sorted({count * probe // _NUM_PROBES for probe in range(_NUM_PROBES)} - {count}):
-        digest.update(np.asarray(token_ids(dataset[index])).astype(np.int64).tobytes())
+        name = f"Sample {index}"
+        digest.update(row_of(token_ids(dataset[index], name), name).numpy().tobytes())
     return cache_folder() / f"lengths-{digest.hexdigest()[:32]}.npy"
 
 

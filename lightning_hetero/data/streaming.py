@@ -21,8 +21,8 @@ from lightning_hetero.data.samples import (
     cut_sample,
     num_tokens,
     spans_of,
-    token_ids,
 )
+from lightning_hetero.models.token_rows import token_ids
 
 __all__ = ["StreamOrder", "is_stream"]
 

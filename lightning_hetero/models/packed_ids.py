@@ -40,5 +40,5 @@ def num_samples_seen(ids: object) -> int:
     if known is None:
         return 1
     start = ids.storage_offset() - known.storage_offset()
-    starts = _borders_of[known][:-1].tolist()
+    starts: list[int] = _borders_of[known][:-1].tolist()
     return 1 + sum(start < border < start + ids.numel() for border in starts)

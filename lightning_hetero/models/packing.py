@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models.loss import IGNORED_LABEL
 from lightning_hetero.models.packed_ids import remember_packed
+from lightning_hetero.models.token_rows import row_of, token_ids
 
 __all__ = ["QUADRATIC_WEIGHT", "PackedBatch", "PackedCollate", "pack_samples"]
 
@@ -222,7 +223,7 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
     """
     rows, targets = [], []
     for index, sample in enumerate(samples):
-        rows.append(_token_ids(sample, index)[:max_length])
+        rows.append(row_of(token_ids(sample, f"Sample {index}"), f"Sample {index}")[:max_length])
         targets.append(_own_labels(sample, index, rows[-1])[:max_length])
     if not rows:
         raise BatchError("There are no samples to pack. Give at least one.")
@@ -244,42 +245,13 @@ def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:
     """Return what a sample's tokens are as targets: its labels, else the tokens."""
     if not isinstance(sample, Mapping) or "labels" not in sample:
         return row
-    labels = _row(sample["labels"], index)
+    labels = row_of(sample["labels"], f"Sample {index}")
     if len(labels) != len(sample["input_ids"]):
         raise BatchError(
             f"Sample {index} has {len(sample['input_ids'])} tokens but {len(labels)} labels. Give "
             "one label a token, -100 where it is no target."
         )
     return labels
-
-
-def _token_ids(sample: Any, index: int) -> Tensor:
-    if not isinstance(sample, Mapping):
-        return _row(sample, index)
-    if "input_ids" not in sample:
-        raise BatchError(
-            f"Sample {index} has {', '.join(map(repr, sample)) or 'nothing'}, but no 'input_ids'. "
-            "Tokenise it, or give its token ids that name."
-        )
-    return _row(sample["input_ids"], index)
-
-
-def _row(values: Any, index: int) -> Tensor:
-    if isinstance(values, Tensor):
-        row = values
-    else:
-        array = np.asarray(values)
-        if array.dtype.kind not in "iub":
-            raise BatchError(
-                f"Sample {index} holds {array.dtype} values, not token ids. Give integers."
-            )
-        row = torch.from_numpy(array.astype(np.int64))
-    if row.is_floating_point() or row.dim() != 1 or row.numel() == 0:
-        raise BatchError(
-            f"Sample {index} has shape {tuple(row.shape)} and dtype {row.dtype}; a sample must be "
-            "a row of at least one integer. Drop it or tokenise it."
-        )
-    return row.to(torch.int64)
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:

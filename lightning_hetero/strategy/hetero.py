@@ -196,8 +196,12 @@ class HeteroStrategy(HookedStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
+        # Notebooks import a module anew.
         strategy_registry.register(
-            cls.strategy_name, cls, description="Unequal pipelines on unequal devices"
+            cls.strategy_name,
+            cls,
+            description="Unequal pipelines on unequal devices",
+            override=True,
         )
 
     # -- plan -----------------------------------------------------------------------------------

@@ -1,16 +1,21 @@
-"""Every Python block of the pages runs as it stands, beside the names that its page leaves open."""
+"""The first hour of somebody who has installed the wheel: what the pages show, and what goes wrong.
 
-import os
+Every Python block of the pages runs as it stands, beside the names that its page leaves open.
+"""
+
 import re
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
-from tests.scripts import run_python
+from tests.callbacks.servers import S3Server
+from tests.first_hour import MISTAKES, Mistake
+from tests.wheel import Stranger, unpack_wheel
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
 BLOCKS = [
@@ -20,6 +25,7 @@ BLOCKS = [
         re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
     )
 ]
+NO_KEYS = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
 STAND_INS = '''
 import functools, lightning as L, torch
 from torch.utils.data import DataLoader
@@ -66,26 +72,50 @@ def save_tiny_model(folder: Path) -> None:
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
+    process = Stranger(unpack_wheel(tmp_path_factory.mktemp("wheel")))
+    yield process
+    process.close()
+
+
+def aws(server: S3Server) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_block_runs_as_it_stands(block, tmp_path, s3):
+def test_a_block_runs_as_it_stands(
+    block: str, stranger: Stranger, tmp_path: Path, s3: S3Server
+) -> None:
     if '"cuda"' in block and not torch.cuda.is_available():
         pytest.skip("what other strategies need CUDA for")
     if "from_pretrained" in block:
         save_tiny_model(tmp_path / "Qwen/Qwen3-0.6B")
-    options = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3.port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
     script = tmp_path / "block.py"
     # The one folder that is no test's to write.
     script.write_text(STAND_INS + block.replace('"/nvme/', f'"{tmp_path}/nvme/'))
-    code, output = run_python([script], folder=tmp_path, **options)
+    caches = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code, output = stranger.run([script], folder=tmp_path, **caches, **aws(s3))
     assert code == 0, output
     if "LayerwiseCheckpoint(" in block and ".fit(" in block:
         saved = fsspec.filesystem("s3", **s3.options(s3.port)).find("bucket/run")
         assert any("/step-" in name for name in saved), saved
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_ends_with_a_line_that_says_it(
+    mistake: Mistake, stranger: Stranger, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    mistake.make_files(tmp_path)
+    keys = aws(request.getfixturevalue("s3")) if mistake.needs_s3 else NO_KEYS
+    variables = {**keys, "XDG_CACHE_HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
+    code, output = stranger.run(
+        mistake.words, folder=tmp_path, num_processes=mistake.num_processes, **variables
+    )
+    assert code != 0, output
+    mistake.last_line(output)
