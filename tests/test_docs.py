@@ -81,7 +81,9 @@ def test_links_lead_somewhere(page: pathlib.Path) -> None:
             assert anchor in slugs, link
 
 
-def test_the_wheels_description_has_no_link_that_leads_nowhere(tmp_path: pathlib.Path) -> None:
+def test_the_wheels_description_names_files_instead_of_linking_to_them(
+    tmp_path: pathlib.Path,
+) -> None:
     for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, tmp_path)
     build = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('.')"
@@ -90,6 +92,8 @@ def test_the_wheels_description_has_no_link_that_leads_nowhere(tmp_path: pathlib
     text = metadata.read_text("utf-8")
     assert "# lightning_hetero" in text
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
+    assert "More examples (`examples/README.md`), how it works (`examples/how" in text
+    assert "1. `lightning_hetero/core/plan.py`: what a plan is." in text
 
 
 @pytest.mark.slow

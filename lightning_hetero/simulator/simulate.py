@@ -55,7 +55,8 @@ class Simulation:
     exchange_s: float
     """Exposed seconds of pull, push and optimizer step: all that no backward or forward hides."""
     step_s: float
-    """The longest optimizer step, part of `exchange_s`."""
+    """The longest optimizer step of a stage. Longer than `exchange_s` where that stage has ended
+    before others, so that their backward hides some of it."""
     bottleneck: str
     """The limiting stage or exchange, in words."""
     events: tuple[Event, ...] = ()

@@ -107,6 +107,27 @@ def test_a_first_save_that_never_finished_is_begun_anew_with_another_attempt() -
     assert begin_run(nodes.tiers("a"), node="a") == CheckpointId(0, 4)
 
 
+def test_what_was_only_in_the_memory_of_a_lost_node_keeps_no_run_from_beginning_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan, size = PLANS["tp 2"]
+    nodes = Nodes(["a", "b"])
+    run = begin_run(nodes.tiers("a"), node="a")
+    parts = [replace(part, id=replace(run, step=4)) for part in contents(4, plan, size)]
+    save_all(nodes, ["a", "b"], parts)
+    # The upload had not ended, and there are no disks.
+    assert isinstance(nodes.remote, MemoryStore)
+    for store in (nodes.remote, *nodes.disk.values()):
+        for name in [name for name in store.files if "/" in name]:
+            del store.files[name]
+    needs = [needs_of(rank, plan, size) for rank in range(size)]
+    assert_is_state(recover_all(nodes, ["a", "b"], needs)[0], needs[0], 4)
+    nodes.lose("b")
+    assert recover_all(nodes, ["a", "b"], needs) == [None, None]
+    assert "step 4 in a/memory: the rest of it is gone, and no lasting place had it" in caplog.text
+    assert begin_run(nodes.tiers("a"), node="a") == replace(run, attempt=1)
+
+
 def test_parts_of_saves_by_different_numbers_of_ranks_are_never_put_together() -> None:
     two, three = Nodes(["a"], remote=False), Nodes(["a"], remote=False)
     save_all(two, ["a", "a"], contents(6, PLANS["tp 2"][0], 2))

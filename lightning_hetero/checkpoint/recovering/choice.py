@@ -1,7 +1,9 @@
 """Which run goes on, and from which of its checkpoints: decided on what all ranks saw together.
 
 Nothing here communicates: every rank gets the same answer, or the same error, from one inventory. A
-run never begins anew where there is, or might be, something to go on from.
+run never begins anew where there is, or might be, something to go on from. Memory doesn't count
+there: a node that is gone doesn't bring it back, so a run that has lost its first checkpoint before
+any lasting place had it begins anew, as later it would go back to the newest lasting one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,7 +39,7 @@ class Choice:
     can't be read: what is saved from now on is newer than what is there, and never its other half.
     """
     ignored: tuple[str, ...]
-    """Places that hold other runs' checkpoints."""
+    """What is there and not gone on from: other runs' checkpoints, and remains in memory."""
 
 
 def choose(
@@ -69,8 +71,8 @@ def choose(
             f"There is no complete checkpoint of step {step}; complete are {steps or 'none'}."
         )
     present = [item for item, _ in inventory.present if item.run == run]
+    newest = next(iter(own), None)
     if step is None:
-        newest = next(iter(own), None)
         _refuse_unreadable(
             why
             for item, why in unreadable
@@ -90,6 +92,11 @@ def choose(
                     f"{item} of run {item.run} in {at}"
                     for item, at in inventory.present
                     if item.run != run
+                }
+                | {
+                    f"{item} in {at}: the rest of it is gone, and no lasting place had it yet"
+                    for item, at in inventory.present
+                    if newest is None and item.run == run
                 }
             )
         ),
@@ -134,11 +141,18 @@ def _refuse_two_opinions(run: str, place: Holder) -> None:
 
 
 def _refuse_to_begin_anew(inventory: Inventory, run: str | None) -> None:
-    """Raise where a checkpoint was complete once; unfinished first saves are no reason."""
+    """Raise where a lasting checkpoint was complete once; unfinished first saves are no reason."""
     if inventory.unreadable:
         reasons = "; ".join(why for _, why in inventory.unreadable)
         raise ChoiceError(f"Nothing to go on from is left without what can't be read: {reasons}.")
-    lost = sorted({item for item in inventory.finished if item.run == run})
+    has_lasting_place = any(at.kind is not TierKind.MEMORY for at, _ in inventory.places)
+    lost = sorted(
+        {
+            item
+            for item, kind in inventory.finished
+            if item.run == run and (kind != TierKind.MEMORY or not has_lasting_place)
+        }
+    )
     if lost:
         steps = ", ".join(str(item) for item in lost)
         broken = "".join(f" {text.rstrip('.')}." for text in inventory.broken)

@@ -43,8 +43,8 @@ class Inventory:
     held: tuple[PartCopy, ...] = ()
     present: tuple[tuple[CheckpointId, Holder], ...] = ()
     """Checkpoints of which there is any file, complete or not."""
-    finished: tuple[CheckpointId, ...] = ()
-    """Checkpoints that were complete once, whatever has become of them: confirmed or damaged."""
+    finished: tuple[tuple[CheckpointId, TierKind], ...] = ()
+    """Checkpoints that were complete once, confirmed or damaged since, and in what kind of tier."""
     places: tuple[tuple[Holder, str | None], ...] = ()
     """Places that answered, and the run that each says it belongs to."""
     broken: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ def _take_one(tier: Tier, holder: Holder, progress: Progress) -> Inventory:
     return Inventory(
         held=tuple(replace(copy, holder=holder) for copy in found.copies),
         present=tuple((item, holder) for item in present),
-        finished=tuple(finished),
+        finished=tuple((item, tier.kind) for item in finished),
         places=((holder, run),),
         broken=(
             *(why for _, why in found.broken),
