@@ -29,6 +29,9 @@ from lightning_hetero.simulator.propagate_equal import (
 
 __all__ = ["Estimate", "Estimator", "PipelineEstimate"]
 
+_STEADY_ROUNDS = 3
+"""Micro-batches per stage after which a pipeline's end grows evenly."""
+
 _PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
 
 
@@ -79,9 +82,12 @@ class Estimator:
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
         self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
+        self._balanced: dict[
+            tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None
+        ] = {}
         self._hops: dict[tuple[int, int, bool, int], tuple[float, float]] = {}
         self._exchanges: dict[Arrangement, ExchangeTable] = {}
-        self._ends_of: dict[EqualTimes, tuple[float, ...]] = {}
+        self._ends_of: dict[EqualTimes, list[float]] = {}
 
     def unequal(self) -> "Estimator":
         """Return an estimator with the same caches whose pipelines may run unequal shares."""
@@ -204,7 +210,7 @@ class Estimator:
         if shares is None:
             return None
         ends_s = [
-            [wait + end for end in self._ends_s(part.times, max(share))]
+            [wait + end for end in self._ends_s(part, max(share))]
             for part, share, wait in zip(kinds, shares, waits_s, strict=True)
         ]
         backward_s = [part.times.backward_s for part in kinds]
@@ -262,14 +268,27 @@ class Estimator:
             most_microbatches: Most micro-batches in flight.
         """
         tp_degree, nodes = pipeline
-        tables = []
-        for stage, node in enumerate(nodes):
-            ends = stage == 0, stage == len(nodes) - 1
-            times = np.add(*self.stage_times_s(node, tp_degree, first=ends[0], last=ends[1]))
-            held = min(len(nodes) - stage, most_microbatches)
-            times[self.most_layers(node, tp_degree, ends, num_pipelines, held) + 1 :] = np.inf
-            tables.append(times)
-        return balance_layers(tables, self.num_layers)
+        last = len(nodes) - 1
+        most = tuple(
+            self.most_layers(
+                node,
+                tp_degree,
+                (stage == 0, stage == last),
+                num_pipelines,
+                min(last + 1 - stage, most_microbatches),
+            )
+            for stage, node in enumerate(nodes)
+        )
+        key = tp_degree, tuple(self.classes[node] for node in nodes), most
+        if key not in self._balanced:
+            tables = []
+            for stage, (node, room) in enumerate(zip(nodes, most, strict=True)):
+                first_last = {"first": stage == 0, "last": stage == last}
+                times = np.add(*self.stage_times_s(node, tp_degree, **first_last))
+                times[room + 1 :] = np.inf
+                tables.append(times)
+            self._balanced[key] = balance_layers(tables, self.num_layers)
+        return self._balanced[key]
 
     def _time_pipeline(
         self, pipeline: PipelineNodes, num_pipelines: int, most_microbatches: int
@@ -344,15 +363,22 @@ class Estimator:
     def _fill_s(self, part: PipelineEstimate) -> float:
         """Return a pipeline's seconds besides those of its micro-batches: the bubble."""
         count = part.times.num_microbatches
-        return max(self._ends_s(part.times, count)) - part.slope_s * count
+        return max(self._ends_s(part, count)) - part.slope_s * count
 
-    def _ends_s(self, times: EqualTimes, num_microbatches: int) -> tuple[float, ...]:
+    def _ends_s(self, part: PipelineEstimate, num_microbatches: int) -> list[float]:
         """Return when the stages of a pipeline end that starts at once."""
-        key = replace(times, num_microbatches=num_microbatches)
-        found = self._ends_of.get(key)
+        usual = part.times.num_microbatches
+        if min(usual, num_microbatches) >= _STEADY_ROUNDS * len(part.layers):
+            later_s = (num_microbatches - usual) * part.slope_s
+            return [end + later_s for end in self._run_s(part.times)]
+        return self._run_s(replace(part.times, num_microbatches=num_microbatches))
+
+    def _run_s(self, times: EqualTimes) -> list[float]:
+        found = self._ends_of.get(times)
         if found is None:
-            starts, blocking = (0.0,) * len(key.forward_s), self.cost.layout.blocking_messages
-            found = self._ends_of[key] = propagate_equal(key, starts, blocking=blocking).end_s
+            starts, blocking = (0.0,) * len(times.forward_s), self.cost.layout.blocking_messages
+            found = list(propagate_equal(times, starts, blocking=blocking).end_s)
+            self._ends_of[times] = found
         return found
 
 

@@ -91,12 +91,12 @@ def cover_bound(compositions: IntArray, counts: IntArray, pool: set[int]) -> Cov
     active = {index for index in pool if index < len(compositions)}
     added = sorted(active)
     while True:
-        for index in added:
-            program.add_row(prices_of, compositions[index], lower=1.0)
+        program.add_rows(prices_of, compositions[added], lower=1.0)
         prices = program.minimize().values
         scores = compositions @ prices
-        worst = np.argsort(scores, kind="stable")[:8]
-        added = [int(i) for i in worst if scores[i] < 1.0 - _TOLERANCE and int(i) not in active]
+        missed = np.flatnonzero(scores < 1.0 - _TOLERANCE)
+        worst = missed[np.argsort(scores[missed], kind="stable")[:8]]
+        added = [index for index in worst.tolist() if index not in active]
         if not added:
             value = float(counts @ prices)
             slack = max(0.0, 1.0 - float(scores.min()))
