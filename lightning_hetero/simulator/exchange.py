@@ -49,12 +49,13 @@ class Holders:
     """[pipeline][stage] first rank."""
 
     @classmethod
-    def of(cls, pipeline: PipelinePlan) -> Self:
-        """Return one pipeline of a plan."""
+    def of(cls, pipelines: Sequence[PipelinePlan]) -> Self:
+        """Return pipelines of a plan that have the same layers and degrees."""
+        first = pipelines[0].stages
         return cls(
-            layers=tuple([len(stage.layers) for stage in pipeline.stages]),
-            tp_degrees=tuple([stage.tp_degree for stage in pipeline.stages]),
-            ranks=(tuple([stage.ranks[0] for stage in pipeline.stages]),),
+            layers=tuple([len(stage.layers) for stage in first]),
+            tp_degrees=tuple([stage.tp_degree for stage in first]),
+            ranks=tuple([tuple([stage.ranks[0] for stage in p.stages]) for p in pipelines]),
         )
 
 
@@ -102,7 +103,7 @@ class ExchangeTable:
     @classmethod
     def of(cls, plan: ParallelPlan, cost: CostModel) -> Self:
         """Return the table of a plan's pipelines, each by itself."""
-        return cls([Holders.of(pipeline) for pipeline in plan.pipelines], cost)
+        return cls([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
 
     def pull_start_s(self, first_forward_s: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return when each stage may start, so that no layer runs before its weights are there.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.cost import CostModel, StageShape
-from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.exchange import ExchangeTable, Holders
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal
@@ -122,19 +122,25 @@ def simulate(
         PlanError: Plan, model, cluster and micro-batches don't belong together.
     """
     _check(plan, cost, microbatches)
-    shapes = [[cost.shape_of(stage) for stage in p.stages] for p in plan.pipelines]
-    exchange = ExchangeTable.of(plan, cost)
+    kinds, kind_of = _alike(plan, cost, microbatches)
+    firsts = [members[0] for members in kinds]
+    pipelines = [plan.pipelines[index] for index in firsts]
+    batches = [microbatches[index] for index in firsts]
+    shapes = [[cost.shape_of(stage) for stage in p.stages] for p in pipelines]
+    exchange = ExchangeTable(
+        [Holders.of([plan.pipelines[index] for index in members]) for members in kinds], cost
+    )
     compute: list[PipelineTimes | EqualTimes] = []
-    for pipeline, row, batches in zip(plan.pipelines, shapes, microbatches, strict=True):
-        are_equal = len(set(batches)) == 1 and not record_events
+    for pipeline, row, work in zip(pipelines, shapes, batches, strict=True):
+        are_equal = len(set(work)) == 1 and not record_events
         find_times = _equal_times if are_equal else _compute_times
-        compute.append(find_times(pipeline, row, cost, batches))
+        compute.append(find_times(pipeline, row, cost, work))
     pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
     timelines = _run_pipelines(
         compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
     )
     computed = [timeline.end_s for timeline in timelines]
-    has_work = [bool(batches) for batches in microbatches]
+    has_work = [bool(work) for work in batches]
     spans = [times.last_backward_s for times in compute]
     pushed = exchange.push_end_s(computed, spans, has_work)
     steps = [[cost.update_s(shape, plan.num_pipelines) for shape in row] for row in shapes]
@@ -143,19 +149,48 @@ def simulate(
         for rows in zip(pushed, steps, strict=True)
     ]
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-    busy = tuple(tuple(s / ends.iteration_s for s in timeline.busy_s) for timeline in timelines)
-    memory = _stage_memory(plan, cost, shapes, microbatches)
+    busy = [tuple([s / ends.iteration_s for s in timeline.busy_s]) for timeline in timelines]
+    memory = _stage_memory(plan.num_pipelines, cost, shapes, batches)
     exchange_s = ends.exposed_s(has_work)
+    every_memory, every_busy = (tuple([rows[kind] for kind in kind_of]) for rows in (memory, busy))
     return Simulation(
         iteration_time_s=ends.iteration_s,
-        stage_busy=busy,
-        stage_memory=memory,
-        memory_bytes=_rank_memory(plan, memory, len(cost.node_of_rank)),
+        stage_busy=every_busy,
+        stage_memory=every_memory,
+        memory_bytes=_rank_memory(plan, every_memory, len(cost.node_of_rank)),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
-        bottleneck=_bottleneck(shapes, busy, exchange_s / ends.iteration_s),
-        events=_events(timelines, ends) if record_events else (),
+        bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / ends.iteration_s),
+        events=_events([timelines[kind] for kind in kind_of], ends.of(kind_of))
+        if record_events
+        else (),
     )
+
+
+def _alike(
+    plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
+) -> tuple[list[list[int]], list[int]]:
+    """Return pipelines that run alike, on the same nodes, and for each pipeline which those are."""
+    # Rings go round in the plan's order, which matters where links differ.
+    is_ordered = bool(cost.special_links) and not cost.layout.sharded
+    kinds: dict[object, list[int]] = {}
+    kind_of: list[object] = []
+    for index, (pipeline, batches) in enumerate(zip(plan.pipelines, microbatches, strict=True)):
+        shapes = tuple([cost.shape_of(stage) for stage in pipeline.stages])
+        nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
+        key: object = index if is_ordered else (shapes, nodes, _summary(batches))
+        members = kinds.setdefault(key, [])
+        members.append(index)
+        kind_of.append(key)
+    numbers = {key: number for number, key in enumerate(kinds)}
+    return list(kinds.values()), [numbers[key] for key in kind_of]
+
+
+def _summary(microbatches: Sequence[MicroBatchShape]) -> tuple[object, ...]:
+    """Return what says all of some micro-batches, short where they are equal."""
+    if len(set(microbatches)) == 1:
+        return len(microbatches), microbatches[0]
+    return tuple(microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +201,12 @@ class _Ends:
     computed: Sequence[Sequence[float]]
     pushed: Sequence[Sequence[float]]
     stepped: Sequence[Sequence[float]]
+
+    def of(self, rows: Sequence[int]) -> "_Ends":
+        """Return the same of these rows."""
+        every = (self.pulled, self.computed, self.pushed, self.stepped)
+        pulled, computed, pushed, stepped = ([times[row] for row in rows] for times in every)
+        return _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
 
     @property
     def iteration_s(self) -> float:
@@ -261,40 +302,43 @@ def _run_pipelines(
 
 
 def _stage_memory(
-    plan: ParallelPlan,
+    num_pipelines: int,
     cost: CostModel,
     shapes: Sequence[Sequence[StageShape]],
     microbatches: Sequence[Sequence[MicroBatchShape]],
-) -> tuple[tuple[MemoryTerms, ...], ...]:
-    return tuple(
+) -> list[tuple[MemoryTerms, ...]]:
+    return [
         tuple(
-            cost.stage_memory(shape, plan.num_pipelines, batches, len(row) - stage_index)
-            for stage_index, shape in enumerate(row)
+            [
+                cost.stage_memory(shape, num_pipelines, batches, len(row) - stage_index)
+                for stage_index, shape in enumerate(row)
+            ]
         )
         for row, batches in zip(shapes, microbatches, strict=True)
-    )
+    ]
 
 
 def _rank_memory(
     plan: ParallelPlan, memory: Sequence[Sequence[MemoryTerms]], num_ranks: int
 ) -> tuple[float, ...]:
     per_rank = [0.0] * num_ranks
+    totals = {id(row): [terms.total for terms in row] for row in memory}
     for pipeline, row in zip(plan.pipelines, memory, strict=True):
-        for stage, terms in zip(pipeline.stages, row, strict=True):
+        for stage, total in zip(pipeline.stages, totals[id(row)], strict=True):
             for rank in stage.ranks:
-                per_rank[rank] = terms.total
+                per_rank[rank] = total
     return tuple(per_rank)
 
 
 def _bottleneck(
-    shapes: Sequence[Sequence[StageShape]], busy: Sequence[Sequence[float]], exchange_share: float
+    plan: ParallelPlan, cost: CostModel, busy: Sequence[Sequence[float]], exchange_share: float
 ) -> str:
     share, pipeline_index, stage_index = max(
         (share, -p, -s) for p, row in enumerate(busy) for s, share in enumerate(row)
     )
     if exchange_share > share:
         return f"weight and gradient exchange ({exchange_share:.0%} of the iteration)"
-    shape = shapes[-pipeline_index][-stage_index]
+    shape = cost.shape_of(plan.pipelines[-pipeline_index].stages[-stage_index])
     where = f"pipeline {-pipeline_index} stage {-stage_index}"
     return f"{where} ({shape.tp_degree} × {shape.device}, busy {share:.0%})"
 

@@ -1,5 +1,6 @@
 """Laws of the simulator: exact times where they can be derived, monotonicity, memory, errors."""
 
+import importlib
 import math
 from collections.abc import Sequence
 
@@ -349,3 +350,34 @@ def test_plans_that_belong_to_another_model_cluster_or_batch_are_refused():
         simulate(plan_of([3]), cost, [[(5,)]])
     with pytest.raises(PlanError, match="rank 2 but the cluster has 2"):
         simulate(plan_of([2, 1, 1]), cost, [[(5,)]])
+
+
+def test_pipelines_that_run_alike_are_simulated_as_one(monkeypatch):
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="T4", count=4)))
+    model = ModelSpec.load("bert-large")
+    pipelines = [(0, 4), (1, 5), (2, 6), (3,), (7,)]
+    layers = {1: [24], 2: [18, 6]}
+    plan = ParallelPlan(
+        pipelines=tuple(
+            PipelinePlan(
+                stages=tuple(
+                    StagePlan(
+                        ranks=(rank,), layers=pipeline_of(0, layers[len(ranks)]).stages[s].layers
+                    )
+                    for s, rank in enumerate(ranks)
+                )
+            )
+            for ranks in pipelines
+        )
+    )
+    batches = [[(512,)] * count for count in (8, 8, 7, 12, 3)]
+    for layout in (StateLayout(), StateLayout.replicated()):
+        cost = RooflineCost(cluster, model, layout=layout)
+        together = simulate(plan, cost, batches)
+        with monkeypatch.context() as patch:
+            module = importlib.import_module("lightning_hetero.simulator.simulate")
+            apart = [[index] for index in range(5)], list(range(5))
+            patch.setattr(module, "_alike", lambda *_: apart)
+            assert simulate(plan, cost, batches) == together
+        kinds, kind_of = module._alike(plan, cost, batches)
+        assert (len(kinds), kind_of) == (4, [0, 0, 1, 2, 3])
