@@ -371,12 +371,12 @@ def test_pipelines_that_run_alike_are_simulated_as_one(monkeypatch):
         )
     )
     batches = [[(512,)] * count for count in (8, 8, 7, 12, 3)]
+    module = importlib.import_module("lightning_hetero.simulator.simulate")
+    apart = [[index] for index in range(5)], list(range(5))
     for layout in (StateLayout(), StateLayout.replicated()):
         cost = RooflineCost(cluster, model, layout=layout)
         together = simulate(plan, cost, batches)
         with monkeypatch.context() as patch:
-            module = importlib.import_module("lightning_hetero.simulator.simulate")
-            apart = [[index] for index in range(5)], list(range(5))
             patch.setattr(module, "_alike", lambda *_: apart)
             assert simulate(plan, cost, batches) == together
         kinds, kind_of = module._alike(plan, cost, batches)
