@@ -130,7 +130,7 @@ class PlanRequest:
 
 def _check(plan: ParallelPlan, layout: ModelLayout, *, world_size: int) -> None:
     plan.check_world_size(world_size)
-    if plan.max_stages > 1:
+    if plan.works_by_layers:
         layout.require_layers()
     if layout.layers:
         plan.check_num_layers(layout.num_layers)

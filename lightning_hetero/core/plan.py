@@ -203,6 +203,14 @@ class ParallelPlan:
         return max(pipeline.num_stages for pipeline in self.pipelines)
 
     @property
+    def works_by_layers(self) -> bool:
+        """Whether it needs a list of layers: it cuts the model into stages or recomputes layers."""
+        return self.max_stages > 1 or any(
+            stage.recomputed_layers or stage.activation_budget_bytes
+            for _, _, stage in self.iter_stages()
+        )
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that compute, ascending."""
         return tuple(sorted(self._places))

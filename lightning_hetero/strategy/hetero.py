@@ -90,7 +90,11 @@ class HeteroStrategy(HookedStrategy):
         sequence_parallel: Whether tensor-parallel ranks cut activations along the tokens between
             attention and MLP, which saves activations of norms and dropout.
         activation_checkpointing: Layers that compute their activations again in backward: "none",
-            "full", or n for every n-th.
+            "full", or n for every n-th. Stages whose plan says it (`recomputed_layers`,
+            `activation_budget_bytes`) do as it says.
+        activation_budget_bytes: Most bytes of its layers' activations on each rank; every
+            micro-batch computes just as many layers again as that takes. The first iteration counts
+            what a layer keeps, and recomputes nearly all.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
             micro-batches in fp32. False takes 2 bytes a parameter less, and rounds every sum.
@@ -133,6 +137,7 @@ class HeteroStrategy(HookedStrategy):
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
+        activation_budget_bytes: int | None = None,
         compile_layers: bool = False,
         fp32_gradients: bool = True,
         loss_reduction: LossReduction | Literal["mean", "sum"] | None = None,
@@ -172,7 +177,9 @@ class HeteroStrategy(HookedStrategy):
                 ownership=Ownership(ownership),
                 exchange=ExchangeKind(exchange),
                 layer_options=LayerOptions(
-                    activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
+                    activation_checkpointing=activation_checkpointing,
+                    activation_budget_bytes=activation_budget_bytes,
+                    compile_layers=compile_layers,
                 ),
                 fp32_gradients=fp32_gradients,
                 loss_reduction=loss_reduction and LossReduction(loss_reduction),

@@ -21,6 +21,8 @@ from tests.runtime.runs import (
 pytestmark = pytest.mark.dist
 
 TOLERANCE = 1e-5
+LEAST_BUDGETS = {"gpt": 70_000, "packed": 400_000}
+"""Bytes that hold any stage's micro-batches in flight, recomputed, and one of its layers."""
 
 # Each example trains twice, and one that fails costs new processes: shrinking would take minutes.
 _options = {
@@ -57,7 +59,7 @@ def check(pool: ProcessPool, case: Case) -> list[Outcome]:
 
 
 @st.composite
-def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int]) -> dict[str, Any]:
+def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int], model: str) -> dict[str, Any]:
     cuts = draw(
         st.lists(
             st.integers(1, num_layers - 1) if num_layers > 1 else st.nothing(),
@@ -69,8 +71,22 @@ def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int]) -> dict[str
         else st.just([])
     )
     ends = [0, *sorted(cuts), num_layers]
-    stages = [stage(r, ends[i], ends[i + 1]) for i, r in enumerate(ranks)]
+    stages = [
+        stage(r, ends[i], ends[i + 1]) | draw(recomputation(ends[i + 1] - ends[i], model))
+        for i, r in enumerate(ranks)
+    ]
     return pipeline(*stages, num_microbatches=draw(st.sampled_from([None, 1, 2, 3, 4, 0])))
+
+
+@st.composite
+def recomputation(draw: st.DrawFn, num_layers: int, model: str) -> dict[str, int]:
+    """What a stage says of recomputation: nothing, a number of layers, or a budget of bytes."""
+    what = draw(st.sampled_from(["nothing", "layers", "budget"]))
+    if what == "layers":
+        return {"recomputed_layers": draw(st.integers(0, num_layers))}
+    if what == "budget":
+        return {"activation_budget_bytes": LEAST_BUDGETS[model] * draw(st.integers(1, 4))}
+    return {}
 
 
 @st.composite
@@ -85,7 +101,7 @@ def cases(draw: st.DrawFn, *, model: str = "gpt") -> Case:
         size = draw(st.integers(1, min(len(active), num_layers)))
         if len(pipelines) == 2:
             size = min(len(active), num_layers)
-        pipelines.append(draw(pipelines_of(num_layers, active[:size])))
+        pipelines.append(draw(pipelines_of(num_layers, active[:size], model)))
         active = active[size:]
     if all(item.get("num_microbatches") == 0 for item in pipelines):
         pipelines[0]["num_microbatches"] = 3

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.runtime.iteration.buffers import BufferChange
+from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.runtime.results.number_kinds import Kind
@@ -45,6 +46,8 @@ class Report:
     """Buffers that its steps changed."""
     reads: tuple[str, ...] = ()
     """Parameters outside the layers that it used, if that was watched."""
+    measured: MeasuredBytes | None = None
+    """What one of its layers keeps, if that was counted."""
 
 
 class Reports:
@@ -63,6 +66,8 @@ class Reports:
         """The buffers that ranks have changed."""
         self.reads = {rank: item.reads for rank, item in enumerate(reports) if item.reads}
         """The outer parameters that ranks have used."""
+        self.measured = [item.measured for item in reports if item.measured is not None]
+        """What ranks have counted of their layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

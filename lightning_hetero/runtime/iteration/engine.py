@@ -32,6 +32,7 @@ from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Head
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
 from lightning_hetero.runtime.iteration.passes import StagePasses
+from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.random_state import preserved_random_state
@@ -116,6 +117,7 @@ class Engine:
             tensor_parallel=tensor_parallel,
         )
         """The plan that runs, made ready."""
+        self._recomputation = RecomputationChoice(config.layer_options)
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
@@ -159,8 +161,15 @@ class Engine:
         # Cut.
         microbatches, first_index = self._cut(batch)
         seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
+        schedule = running.schedule(len(microbatches), is_training=is_training)
         passes = StagePasses(
-            running, self.boundary, results, microbatches, first_index=first_index, seed=seed
+            running,
+            self.boundary,
+            results,
+            microbatches,
+            self._recomputation.of(running.stage, microbatches, schedule),
+            first_index=first_index,
+            seed=seed,
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
@@ -178,7 +187,6 @@ class Engine:
                 # Forward and backward; a unit's push begins in its last backward pass.
                 if is_training:
                     running.push.start()
-                schedule = running.schedule(len(microbatches), is_training=is_training)
                 for action, upcoming in zip_longest(schedule, schedule[1:]):
                     passes.expect_gradient(action, upcoming)
                     timed = self.clock.action(action.kind, action.microbatch_index)
@@ -203,6 +211,7 @@ class Engine:
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         del running, passes  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
+        self._recomputation.learn(agreed.reports.measured)
         place = self.plan, self.comms, self.device
         return loss, records_of(results.records, *place, shared=agreed.returns)
 
@@ -239,6 +248,7 @@ class Engine:
             missing=passes.missing() if results.is_training else (),
             buffers=changed or (),
             reads=tuple(sorted(running.reads or ())),
+            measured=self._recomputation.measured,
         )
 
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.recomputation import Recomputation
 
 __all__ = ["StagePasses"]
 
@@ -38,16 +39,18 @@ class StagePasses:
         boundary: The wrapped layers of the user's model.
         results: Collects what steps make.
         microbatches: This rank's, in order.
+        recomputations: What each of them computes again in backward.
         first_index: Index of the first of them among the micro-batches of all pipelines.
         seed: What the random numbers of all micro-batches depend on.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an iteration consists of
         self,
         running: RunningPlan,
         boundary: StageBoundary,
         results: StepResults,
         microbatches: Sequence[Any],
+        recomputations: Sequence[Recomputation],
         *,
         first_index: int,
         seed: tuple[int, ...],
@@ -58,6 +61,7 @@ class StagePasses:
         self._boundary = boundary
         self._results = results
         self._microbatches = microbatches
+        self._recomputations = recomputations
         self._first_index = first_index
         self._seed = seed
         self._in_flight: dict[int, _InFlight] = {}
@@ -112,6 +116,7 @@ class StagePasses:
             receive=None if link.previous is None else link.receive_activation,
             wait_unit=self._running.pull.wait_unit,
             loss_watch=watch,
+            recomputation=self._recomputations[index],
             reads=self._running.read_watch(),
             lists=self._results.lists,
         )

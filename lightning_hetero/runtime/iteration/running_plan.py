@@ -52,9 +52,14 @@ class RunningPlan:
     """Parameters outside the layers that this iteration used; None if that isn't watched."""
 
     @property
+    def stage(self) -> StagePlan | None:
+        """This rank's stage; None if it is idle."""
+        return None if self.place is None else self.stages[self.place.stage_index]
+
+    @property
     def layers(self) -> range:
         """Layers of this rank's stage; none if it is idle."""
-        return range(0) if self.place is None else self.stages[self.place.stage_index].layers
+        return range(0) if self.stage is None else self.stage.layers
 
     def schedule(self, num_microbatches: int, *, is_training: bool) -> tuple[Action, ...]:
         """Return the actions of this rank's stage for a number of micro-batches."""
@@ -168,11 +173,11 @@ class PlanSwitch:
         Raises:
             PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
                 which the module wasn't prepared.
-            ModelError: It has stages, for which the module's layers are unfit.
+            ModelError: It has stages or recomputes layers, for which the module's are unfit.
         """
         plan.check_world_size(self._comms.world_size)
         plan.check_num_layers(self._store.layout.num_layers)
-        if plan.max_stages > 1:
+        if plan.works_by_layers:
             self._store.layout.require_layers()
         if self._tensor_parallel is None and plan.has_tensor_parallelism:
             raise PlanError(

@@ -97,19 +97,20 @@ class ModelLayout:
             slot.put(parameter)
 
     def require_layers(self) -> None:
-        """Raise ModelError unless there is a layer list to cut into stages."""
+        """Raise ModelError unless there is a layer list for plans that work by layers."""
         if not self.layers:
             raise ModelError(
-                "The plan cuts the model into stages but the module has no list of layers. Keep "
-                "the repeated blocks in one nn.ModuleList, or name it: "
+                "The plan cuts the model into stages, or recomputes layers, but the module has no "
+                "list of layers. Keep the repeated blocks in one nn.ModuleList, or name it: "
                 'HeteroStrategy(layers="model.blocks").'
             )
         entry = self.layers[0]
         if getattr(entry.forward, "__func__", None) is nn.Module.forward:
             raise ModelError(
-                f"The plan cuts the model into stages, but {self.layers_name} lists entries of "
-                f"{type(entry).__name__}, which are never called as a whole. Make each one module "
-                "with a forward, or use a plan whose pipelines have one stage."
+                f"The plan cuts the model into stages, or recomputes layers, but "
+                f"{self.layers_name} lists entries of {type(entry).__name__}, which are never "
+                "called as a whole. Make each one module with a forward, or use a plan whose "
+                "pipelines have one stage and recompute nothing."
             )
 
 

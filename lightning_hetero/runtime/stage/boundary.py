@@ -38,7 +38,7 @@ class StageBoundary:
 
     Args:
         layers: The model's layers in order.
-        wrap_layer: Applied to each layer's forward once, such as checkpointing or compilation.
+        wrap_layer: Applied to each layer's forward once, such as compilation.
         group: The stage's tensor-parallel group; None if no plan may have a degree above 1.
 
     Must be made while the layers' parameters are whole.
@@ -146,7 +146,7 @@ class StageBoundary:
         current.called.append(call.index)
         with current.loss_watch.paused():
             current.begin_layer(call.index)
-            output = call.run()
+            output = self._compute(current, call)
         if call.index + 1 == current.num_layers:
             current.begin_layer(current.num_layers)
         if current.is_chain:
@@ -203,7 +203,7 @@ class StageBoundary:
         before = [] if current.is_last_stage and not cuts else self._leavings.look(call.index)
         versions = call.versions() if current.has_stages else {}
         with nullcontext() if current.reads is None else _disable_current_modes():
-            output = call.run()
+            output = self._compute(current, call)
         if current.has_stages:
             self._note_changes(current, call, versions)
         hidden = hidden_output(output, call.index)
@@ -217,6 +217,11 @@ class StageBoundary:
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._leavings.note(before, form, rest, current.handed_on)
         return output
+
+    def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
+        """Run a layer for the first time."""
+        hidden = current.hidden_arguments.get(call.index)
+        return current.recomputation.run(call, self._layers[call.index], hidden)
 
     def _note_changes(
         self, current: MicrobatchPass, call: LayerCall, before: dict[int | str, int]

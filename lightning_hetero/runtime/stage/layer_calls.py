@@ -1,6 +1,6 @@
 """A call of a layer: find the hidden state in what it is called with, and in what it returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import ModelError
 
-__all__ = ["LayerCall", "hidden_output"]
+__all__ = ["LayerCall", "hidden_output", "is_cache"]
 
 _ONE_STAGE = "or use a plan whose pipelines have one stage."
 
@@ -34,6 +34,15 @@ class LayerCall:
         """Compute the layer."""
         return self.forward(*self.args, **self.kwargs)
 
+    def without_caches(self) -> "LayerCall":
+        """Return the call without a cache of keys and values.
+
+        It would hold on to activations, and a layer that is computed again would write into it
+        twice. Nothing reads it in training.
+        """
+        given = {key: None if is_cache(value) else value for key, value in self.given.items()}
+        return self._with(given)
+
     def versions(self) -> dict[int | str, int]:
         """Return how often each tensor among the arguments was changed in place, if that counts."""
         return {
@@ -44,7 +53,9 @@ class LayerCall:
 
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one other argument."""
-        given = self.given | {key: value}
+        return self._with(self.given | {key: value})
+
+    def _with(self, given: Mapping[int | str, Any]) -> "LayerCall":
         args = tuple(given[i] for i in range(len(self.args)))
         return replace(self, args=args, kwargs={name: given[name] for name in self.kwargs})
 
@@ -92,6 +103,14 @@ def hidden_output(output: Any, index: int) -> Tensor:
     raise ModelError(
         f"Layer {index} returns {type(output).__name__}; it must return the hidden state, a "
         "tensor, or a tuple that begins with it."
+    )
+
+
+def is_cache(value: object) -> bool:
+    """Return whether a value is a Hugging Face cache, without importing transformers."""
+    return any(
+        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils"
+        for kind in type(value).__mro__
     )
 
 

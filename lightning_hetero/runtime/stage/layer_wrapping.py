@@ -1,13 +1,9 @@
-"""Decide what a layer keeps for its backward, and whether it runs compiled.
+"""Decide what layers keep for their backward where the plan doesn't, and whether they are compiled.
 
-Activation checkpointing keeps a layer's inputs and computes the rest again in backward. It pays
-where a stage's activations of all micro-batches in flight don't fit (MEM_V in AutoHet's Eq. 4).
 Compilation is regional: each layer by itself, so that stages may begin and end at any layer and
-like layers share their code.
-
-Both act in training passes only. A pass without gradients keeps nothing, and is not worth a
-compilation of its own. What tensor parallelism communicates inside a layer stays outside of the
-compiled code.
+like layers share their code. Compiled layers run in training passes only: a pass without gradients
+is not worth a compilation of its own. What tensor parallelism communicates inside a layer stays
+outside of the compiled code.
 """
 
 from collections.abc import Callable
@@ -15,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.stage.layer_calls import is_cache
 
-__all__ = ["ActivationCheckpointing", "LayerOptions", "is_cache"]
+__all__ = ["ActivationCheckpointing", "LayerOptions"]
 
 ActivationCheckpointing = Literal["none", "full"] | int
 """No layer, every layer, or every n-th layer, the first among them."""
@@ -35,67 +31,68 @@ class LayerOptions:
     """How layers run in training."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Layers whose activations are computed again in backward."""
+    """Layers whose activations are computed again in backward, in stages whose plan doesn't say."""
+    activation_budget_bytes: int | None = None
+    """Most bytes of its layers' activations on each rank of such a stage; None sets no limit."""
     compile_layers: bool = False
     """Whether `torch.compile` compiles each layer."""
 
     def __post_init__(self) -> None:
-        value = self.activation_checkpointing
+        value, budget = self.activation_checkpointing, self.activation_budget_bytes
         is_period = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if value not in ("none", "full") and not is_period:
             raise ConfigurationError(
                 f"activation_checkpointing is {value!r}; it must be 'none', 'full', or n of 1 or "
                 "more for every n-th layer."
             )
-
-    @property
-    def _change_layers(self) -> bool:
-        return self.compile_layers or self.activation_checkpointing != "none"
+        if budget is not None and budget < 1:
+            raise ConfigurationError(
+                f"activation_budget_bytes is {budget}; it must be 1 or more, or left out."
+            )
+        if budget is not None and value != "none":
+            raise ConfigurationError(
+                f"activation_checkpointing is {value!r} and activation_budget_bytes is {budget}. "
+                "Give one of them: the budget decides how many layers are computed again."
+            )
 
     def refuse_without_layers(self) -> None:
         """Raise ConfigurationError if anything is asked of layers, as there are none."""
-        if self._change_layers:
+        if self != LayerOptions():
             raise ConfigurationError(
-                "activation_checkpointing and compile_layers work layer by layer, but the module "
-                "has no list of layers. Keep its repeated blocks in one nn.ModuleList, or name "
-                'it: HeteroStrategy(layers="model.blocks").'
+                "activation_checkpointing, activation_budget_bytes and compile_layers work layer "
+                "by layer, but the module has no list of layers. Keep its repeated blocks in one "
+                'nn.ModuleList, or name it: HeteroStrategy(layers="model.blocks").'
             )
 
-    def checkpoints(self, index: int) -> bool:
-        """Return whether layer `index` computes its activations again."""
+    def recomputed(self, layers: range) -> frozenset[int]:
+        """Return which of a stage's layers compute their activations again."""
         value = self.activation_checkpointing
         if isinstance(value, str):
-            return value == "full"
-        return index % value == 0
+            return frozenset(layers if value == "full" else ())
+        return frozenset(index for index in layers if index % value == 0)
 
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
         """Return what runs in place of a layer's forward."""
-        return _WrappedForward(self, index, forward) if self._change_layers else forward
+        return _CompiledForward(index, forward) if self.compile_layers else forward
 
 
-class _WrappedForward:
-    """A layer's forward under `LayerOptions`; an object, so that the layer can be pickled."""
+class _CompiledForward:
+    """A layer's compiled forward; an object, so that the layer can be pickled."""
 
-    def __init__(self, options: LayerOptions, index: int, forward: _Forward) -> None:
+    def __init__(self, index: int, forward: _Forward) -> None:
         self._plain = forward
-        self._training = forward
-        if options.compile_layers:
-            self._training = torch.compile(forward)
-            # Sharded layers don't share their code; beyond the limit they would run uncompiled.
-            config = torch._dynamo.config
-            config.recompile_limit = max(config.recompile_limit, _COMPILED_FORMS * (index + 1))
-        self._checkpoints = options.checkpoints(index)
+        self._training = torch.compile(forward)
+        # Sharded layers don't share their code; beyond the limit they would run uncompiled.
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, _COMPILED_FORMS * (index + 1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        # A cache of keys and values would hold on to activations, and a layer that is computed
-        # again would write into it twice. Nothing reads it in training.
+        # A cache of keys and values would be another argument in each pass; nothing reads it.
         args = tuple(None if is_cache(arg) else arg for arg in args)
         kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
-        if not self._checkpoints:
-            return self._training(*args, **kwargs)
-        return checkpoint(self._training, *args, use_reentrant=False, **kwargs)
+        return self._training(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled code can't be pickled; a copy of the layer runs as its author wrote it.
@@ -104,11 +101,3 @@ class _WrappedForward:
 
 def _unwrapped(forward: _Forward) -> _Forward:
     return forward
-
-
-def is_cache(value: object) -> bool:
-    """Return whether a value is a Hugging Face cache, without importing transformers."""
-    return any(
-        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils"
-        for kind in type(value).__mro__
-    )

@@ -19,6 +19,7 @@ from lightning_hetero.runtime.results.appended_lists import AppendedLists
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
+from lightning_hetero.runtime.stage.recomputation import Recomputation
 
 __all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 
@@ -55,6 +56,8 @@ class MicrobatchPass:
     """Waits for the weights of a layer, or with `num_layers` for those after the layers."""
     loss_watch: LossWatch
     """Watches the torch functions called after the layers, or outside of them all."""
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    """What it computes again in backward."""
     reads: ReadWatch | None = None
     """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
     lists: AppendedLists | None = None

@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.stage.activations import HiddenForm
-from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
-from lightning_hetero.runtime.stage.layer_wrapping import is_cache
+from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output, is_cache
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 from lightning_hetero.runtime.unknown import Origin, Unknown

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
+from lightning_hetero.runtime.stage.recomputation import Recomputation
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import HuggingFaceCase
 from tests.runtime.huggingface_runs import train as train_hugging_face
 from tests.runtime.runs import (
     Case,
+    Outcome,
     pipeline,
     plan_of,
     stage,
@@ -36,50 +43,78 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def saved_elements(options: LayerOptions, num_layers: int = 4) -> int:
-    """Return how many elements a forward saves for backward, parameters left out."""
+def whole_pass(num_layers: int, recomputation: Recomputation) -> MicrobatchPass:
+    """A micro-batch's pass through a stage that has all layers."""
+    return MicrobatchPass(
+        layers=range(num_layers),
+        num_layers=num_layers,
+        seed=(1,),
+        receive=None,
+        wait_unit=lambda index: None,
+        loss_watch=LossWatch(),
+        recomputation=recomputation,
+    )
+
+
+def saved_bytes(recomputed: Container[int], num_layers: int = 4) -> int:
+    """Return how many bytes a forward saves for backward, parameters left out."""
     torch.manual_seed(0)
     model = GPT(num_layers, 16, tied=False)
-    boundary = StageBoundary(list(model.blocks), wrap_layer=options.wrap_layer)
-    known = {parameter.data_ptr() for parameter in model.parameters()}
-    seen: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            seen[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.randint(VOCABULARY, (2, CONTEXT))).sum()
+    boundary = StageBoundary(list(model.blocks))
+    whole = whole_pass(num_layers, recomputation=Recomputation(layers=recomputed))
+    with SavedBytes(without=model.parameters()) as saved, boundary.forward_of(whole):
+        kept = model(torch.randint(VOCABULARY, (2, CONTEXT))).sum()
     boundary.remove()
-    return sum(seen.values())
+    del kept
+    return saved.total
 
 
-def test_a_checkpointed_layer_keeps_its_input_only() -> None:
-    none = saved_elements(LayerOptions())
-    second = saved_elements(LayerOptions(activation_checkpointing=2))
-    full = saved_elements(LayerOptions(activation_checkpointing="full"))
-    a_layer = saved_elements(LayerOptions(), num_layers=5) - none
-    its_input = 2 * CONTEXT * 16
+def test_a_recomputed_layer_keeps_its_input_only() -> None:
+    none = saved_bytes(())
+    second = saved_bytes((0, 2))
+    full = saved_bytes(range(4))
+    a_layer = saved_bytes((), num_layers=5) - none
+    its_input = 2 * CONTEXT * 16 * 4
     assert none > second > full
     assert a_layer > 5 * its_input
-    # Inputs of checkpointed layers stay; what else is saved belongs to the layers left alone.
+    # Inputs of recomputed layers stay; what else is saved belongs to the layers left alone.
     assert full <= none - 4 * a_layer + 5 * its_input
     assert second <= none - 2 * a_layer + 3 * its_input
 
 
-def test_every_nth_layer_is_checkpointed() -> None:
+@pytest.mark.parametrize("num_together", [1, 2])
+def test_layers_that_the_model_checkpoints_itself_run_again_once(num_together: int) -> None:
+    model = GPT(4, 16, tied=False)
+    boundary = StageBoundary(list(model.blocks))
+    calls: list[int] = []
+    for index, block in enumerate(model.blocks):
+        block.norm1.register_forward_hook(lambda *_, index=index: calls.append(index))
+    parts = [model.blocks[i : i + num_together] for i in range(0, 4, num_together)]
+
+    def step() -> Tensor:
+        hidden = torch.ones(2, CONTEXT, 16, requires_grad=True)
+        for part in parts:
+            hidden = checkpoint(nn.Sequential(*part), hidden, use_reentrant=False)
+        return hidden.sum()
+
+    whole = whole_pass(4, recomputation=Recomputation(layers=range(4)))
+    with boundary.forward_of(whole):
+        loss = step()
+    with boundary.backward_of(whole):
+        loss.backward()
+    boundary.remove()
+    assert sorted(calls) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_every_nth_layer_is_recomputed() -> None:
     chosen = {
-        value: [
-            LayerOptions(activation_checkpointing=value).checkpoints(index) for index in range(5)
-        ]
+        value: LayerOptions(activation_checkpointing=value).recomputed(range(1, 6))
         for value in ("none", "full", 1, 2, 3)
     }
-    assert chosen["none"] == [False] * 5
-    assert chosen["full"] == chosen[1] == [True] * 5
-    assert chosen[2] == [True, False, True, False, True]
-    assert chosen[3] == [True, False, False, True, False]
+    assert chosen["none"] == set()
+    assert chosen["full"] == chosen[1] == {1, 2, 3, 4, 5}
+    assert chosen[2] == {2, 4}
+    assert chosen[3] == {3}
 
 
 @pytest.mark.parametrize("value", ["half", 0, -1, True, None])
@@ -88,9 +123,17 @@ def test_other_values_are_refused(value: Any) -> None:
         LayerOptions(activation_checkpointing=value)
 
 
+def test_a_budget_is_no_second_setting() -> None:
+    with pytest.raises(ConfigurationError, match=r"'full' and activation_budget_bytes is 1000\."):
+        LayerOptions(activation_checkpointing="full", activation_budget_bytes=1000)
+    with pytest.raises(ConfigurationError, match="1 or more"):
+        LayerOptions(activation_budget_bytes=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
 def test_wrapped_layers_are_pickled_as_they_were() -> None:
     layer = nn.Linear(2, 2)
-    options = LayerOptions(activation_checkpointing="full")
+    options = LayerOptions(compile_layers=True)
     boundary = StageBoundary([layer], wrap_layer=options.wrap_layer)
     copy = pickle.loads(pickle.dumps(options.wrap_layer(0, nn.Linear(2, 2).forward)))
     assert copy(torch.zeros(2)).shape == (2,)
@@ -126,14 +169,15 @@ def test_checkpointing_changes_no_bit_of_training_with_dropout(
 ) -> None:
     # The module drops out inside its layers: what is computed again must drop the same.
     case = Case(plan=PLAN, world_size=3, model="masking", batch_size=4, num_rows=24)
-    plain = pool.run(train, 3, case)
     options = (("activation_checkpointing", value),)
-    for found, expected in zip(
-        pool.run(train, 3, replace(case, options=options)), plain, strict=True
-    ):
-        assert found.losses == expected.losses
-        for name, weight in expected.weights.items():
-            assert (found.weights[name] == weight).all(), name
+    assert_equal(pool.run(train, 3, replace(case, options=options)), pool.run(train, 3, case))
+
+
+def assert_equal(found: list[Outcome], expected: list[Outcome]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == other.losses
+        for name, weight in other.weights.items():
+            assert (one.weights[name] == weight).all(), name
 
 
 @pytest.mark.dist

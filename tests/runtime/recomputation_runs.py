@@ -1,0 +1,106 @@
+"""Runs that watch, from inside the layers, what autograd keeps of them and what runs again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.runtime.runs import SEED, Case, Outcome, PackedModule, fit
+
+__all__ = ["LiveActivations", "Watched", "refused_budget", "train_watched"]
+
+
+class LiveActivations:
+    """Counts the bytes that layers' activations take, from when they are saved until they go."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.peak = 0
+        self.num_forwards = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        for layer in layers:
+            layer.forward = self._watched(layer, layer.forward)
+
+    def _watched(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.num_forwards += 1
+            if not torch.is_grad_enabled():
+                return forward(hidden, *args, **kwargs)
+            shared = [item for item in args if isinstance(item, Tensor)]
+            known = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *shared)}
+            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            pack, unpack = outer or (lambda tensor: tensor, lambda tensor: tensor)
+            drops = outer is not None and pack.__qualname__.startswith("_checkpoint_hook")
+
+            def note(tensor: Tensor) -> Any:
+                storage = tensor.untyped_storage()
+                if not drops and storage.data_ptr() not in known:
+                    self._note(storage)
+                return pack(tensor)
+
+            if drops:
+                self._note(hidden.untyped_storage())
+            with saved_tensors_hooks(note, unpack):
+                return forward(hidden, *args, **kwargs)
+
+        return run
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+        self._live[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+
+
+@dataclass
+class Watched:
+    """What a rank saw."""
+
+    outcome: Outcome
+    peaks: list[int] = field(default_factory=list)
+    """Bytes of live activations, the most of each iteration."""
+    num_forwards: list[int] = field(default_factory=list)
+    """Layers computed in each iteration, again or for the first time."""
+
+
+class WatchedModule(PackedModule):
+    """The reference model on packed samples, watched."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.live = LiveActivations(list(self.model.layers))
+        self.peaks: list[int] = []
+        self.num_forwards: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.live.peak = self.live.num_forwards = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.peaks.append(self.live.peak)
+        self.num_forwards.append(self.live.num_forwards)
+
+
+def train_watched(rank: int, cases: list[Case]) -> list[Watched]:
+    """Train each case and say what its layers kept."""
+    found = []
+    for case in cases:
+        L.seed_everything(SEED, verbose=False)
+        module = WatchedModule(case)
+        outcome = fit(module, case)
+        found.append(Watched(outcome, module.peaks, module.num_forwards))
+    return found
+
+
+def refused_budget(rank: int, case: Case) -> tuple[str, int]:
+    """Return what stops a case, and after how many steps."""
+    L.seed_everything(SEED, verbose=False)
+    module = WatchedModule(case)
+    try:
+        fit(module, case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", len(module.losses)
+    return "trained", len(module.losses)

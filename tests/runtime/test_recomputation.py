@@ -1,0 +1,77 @@
+"""Computing again changes no bit of training, and a stage's activations stay in its budget."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.processes import ProcessPool
+from tests.runtime.recomputation_runs import refused_budget, train_watched
+from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
+
+pytestmark = pytest.mark.dist
+
+
+def assert_equal(found: list[Outcome], expected: list[Outcome]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == other.losses
+        for name, weight in other.weights.items():
+            assert (one.weights[name] == weight).all(), name
+
+
+def test_recomputation_changes_no_bit_of_training_with_dropout(pool: ProcessPool) -> None:
+    """Drawn numbers too: the module masks tokens in its step and drops out inside its layers."""
+
+    def case(first: dict[str, int], second: dict[str, int], whole: dict[str, int]) -> Case:
+        plan = plan_of(
+            pipeline(stage(2, 0, 3) | first, stage(0, 3, 4) | second, num_microbatches=3),
+            pipeline(stage(1, 0, 4) | whole, num_microbatches=1),
+        )
+        return Case(
+            plan=plan, world_size=3, model="masking", num_layers=4, batch_size=4, num_rows=24
+        )
+
+    budget = {"activation_budget_bytes": 30_000}
+    plain = pool.run(train, 3, case({}, {}, {}))
+    fixed = case({"recomputed_layers": 2}, {"recomputed_layers": 1}, {"recomputed_layers": 3})
+    assert_equal(pool.run(train, 3, fixed), plain)
+    within = case(budget, {"recomputed_layers": 0}, {"activation_budget_bytes": 60_000})
+    assert_equal(pool.run(train, 3, within), plain)
+    everywhere = replace(within, options=(("activation_budget_bytes", 60_000),))
+    assert_equal(pool.run(train, 3, everywhere), plain)
+
+
+def packed(**first: Any) -> Case:
+    """Six micro-batches of two samples each, of 4 to 58 tokens, through two stages."""
+    plan = plan_of(pipeline(stage(0, 0, 4) | first, stage(1, 4, 5), num_microbatches=6))
+    return Case(
+        plan=plan, world_size=2, model="packed", num_layers=5, batch_size=12, num_rows=48, width=32
+    )
+
+
+def test_live_activations_never_exceed_the_budget_in_a_real_run(pool: ProcessPool) -> None:
+    cases = [packed(), packed(recomputed_layers=4), packed(recomputed_layers=2)]
+    kept, again, half = pool.run(train_watched, 2, cases)[0]
+    # Four micro-batches' worth of layers in 6 × 4 forward passes.
+    assert [run.num_forwards[-1] for run in (kept, again, half)] == [24, 48, 36]
+    most, least = max(kept.peaks), max(again.peaks)
+    assert least < max(half.peaks) < most
+    for share in (0.02, 0.4):
+        budget = int(least + share * (most - least))
+        found = pool.run(train_watched, 2, [packed(activation_budget_bytes=budget)])[0][0]
+        assert max(found.peaks) <= budget
+        assert found.num_forwards[0] == 47, "the first iteration counts one layer"
+        assert 24 < found.num_forwards[-1] < 48
+        assert_equal([found.outcome], [kept.outcome])
+    # A little room goes to short micro-batches, more than half of it takes half of the layers.
+    assert found.num_forwards[-1] < 40
+
+
+def test_a_budget_that_holds_no_recomputed_layer_is_refused_in_the_first_step(
+    pool: ProcessPool,
+) -> None:
+    for refusal, num_steps in pool.run(refused_budget, 2, packed(activation_budget_bytes=20_000)):
+        assert num_steps == 0
+        assert "holds not even one recomputed layer" in refusal
+        assert "activation_budget_bytes to" in refusal
+        assert "ranks [0]" in refusal
