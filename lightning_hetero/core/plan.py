@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.reading import build, load_file, parse_json
+from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.table import format_table
 
 __all__ = ["ParallelPlan", "PipelinePlan", "RankPlace", "StagePlan"]
@@ -46,26 +47,12 @@ class StagePlan:
                 f"Stage on ranks {list(self.ranks)} has layers [{self.layers.start}, "
                 f"{self.layers.stop}); a stage needs at least one layer, [first, last + 1)."
             )
-        self._check_recomputation()
-
-    def _check_recomputation(self) -> None:
-        recomputed, budget = self.recomputed_layers, self.activation_budget_bytes
-        if recomputed is not None and budget is not None:
-            raise PlanError(
-                f"Stage on ranks {list(self.ranks)} has recomputed_layers {recomputed} and "
-                f"activation_budget_bytes {budget}. Give one of them: the budget decides how many "
-                "layers each micro-batch recomputes."
-            )
-        if recomputed is not None and not 0 <= recomputed <= len(self.layers):
-            raise PlanError(
-                f"Stage on ranks {list(self.ranks)} has recomputed_layers {recomputed} of "
-                f"{len(self.layers)} layers. Give 0 (none) to {len(self.layers)} (all)."
-            )
-        if budget is not None and budget < 1:
-            raise PlanError(
-                f"Stage on ranks {list(self.ranks)} has activation_budget_bytes {budget}; it must "
-                "be 1 or more, or left out."
-            )
+        check_recomputation(
+            f"Stage on ranks {list(self.ranks)}",
+            len(self.layers),
+            recomputed_layers=self.recomputed_layers,
+            activation_budget_bytes=self.activation_budget_bytes,
+        )
 
     @property
     def tp_degree(self) -> int:
@@ -382,7 +369,10 @@ class ParallelPlan:
             for pipeline_index, stage_index, stage in self.iter_stages()
         ]
         header = ["pipeline", "stage", "ranks", "tp", "layers", "count", "micro-batches"]
-        recomputed = [_recomputation(stage) for _, _, stage in self.iter_stages()]
+        recomputed = [
+            describe_recomputation(stage.recomputed_layers, stage.activation_budget_bytes)
+            for _, _, stage in self.iter_stages()
+        ]
         if any(recomputed):
             header.append("recomputed")
             rows = [(*row, cell or "-") for row, cell in zip(rows, recomputed, strict=True)]
@@ -392,14 +382,6 @@ class ParallelPlan:
 def _given(part: StagePlan | PipelinePlan, *names: str) -> dict[str, int]:
     """Return those of the fields that aren't left open."""
     return {name: value for name in names if (value := getattr(part, name)) is not None}
-
-
-def _recomputation(stage: StagePlan) -> str:
-    """Return what a stage says of recomputation, nothing if it leaves that to the strategy."""
-    if stage.activation_budget_bytes is not None:
-        return f"within {stage.activation_budget_bytes / 2**30:.3g} GiB"
-    recomputed = stage.recomputed_layers
-    return "" if recomputed is None else f"{recomputed} layer{'s' if recomputed != 1 else ''}"
 
 
 def _join(ranks: Sequence[int]) -> str:

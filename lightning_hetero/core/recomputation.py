@@ -23,7 +23,14 @@ from functools import lru_cache
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import PlanError
 
-__all__ = ["LayerBytes", "fewest_recomputed", "held_at_backward", "peak_activation_bytes"]
+__all__ = [
+    "LayerBytes",
+    "check_recomputation",
+    "describe_recomputation",
+    "fewest_recomputed",
+    "held_at_backward",
+    "peak_activation_bytes",
+]
 
 _ROUNDING = 1 + 1e-9
 """Sums of products may exceed a budget that equals them by this factor."""
@@ -46,6 +53,46 @@ class LayerBytes:
                 f"A layer keeps {self.kept} bytes per token and {self.recomputed} if it is "
                 "recomputed; the second must be from 0 to the first. Measure them again."
             )
+
+
+def check_recomputation(
+    where: str,
+    num_layers: int,
+    *,
+    recomputed_layers: int | None,
+    activation_budget_bytes: int | None,
+) -> None:
+    """Refuse what a plan says of a stage's recomputation, if that can't be.
+
+    Raises:
+        PlanError: A number is out of range, or both are given.
+    """
+    recomputed, budget = recomputed_layers, activation_budget_bytes
+    if recomputed is not None and budget is not None:
+        raise PlanError(
+            f"{where} has recomputed_layers {recomputed} and activation_budget_bytes {budget}. "
+            "Give one of them: the budget decides how many layers each micro-batch recomputes."
+        )
+    if recomputed is not None and not 0 <= recomputed <= num_layers:
+        raise PlanError(
+            f"{where} has recomputed_layers {recomputed} of {num_layers} layers. Give 0 (none) to "
+            f"{num_layers} (all)."
+        )
+    if budget is not None and budget < 1:
+        raise PlanError(
+            f"{where} has activation_budget_bytes {budget}; it must be 1 or more, or left out."
+        )
+
+
+def describe_recomputation(
+    recomputed_layers: int | None, activation_budget_bytes: int | None
+) -> str:
+    """Return what a plan says of a stage's recomputation, in words; "" if it says nothing."""
+    if activation_budget_bytes is not None:
+        return f"within {_gib(activation_budget_bytes)}"
+    if recomputed_layers is None:
+        return ""
+    return f"{recomputed_layers} layer{'s' if recomputed_layers != 1 else ''}"
 
 
 @lru_cache(maxsize=256)

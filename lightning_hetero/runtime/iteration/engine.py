@@ -212,8 +212,9 @@ class Engine:
         del running, passes  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         self._recomputation.learn(agreed.reports.measured)
-        place = self.plan, self.comms, self.device
-        return loss, records_of(results.records, *place, shared=agreed.returns)
+        return loss, records_of(
+            results.records, self.plan, self.comms, self.device, shared=agreed.returns
+        )
 
     def _cut(self, batch: Any) -> tuple[list[Any], int]:
         """Return this rank's micro-batches, and the index of the first among all pipelines'."""

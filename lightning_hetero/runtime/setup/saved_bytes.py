@@ -1,6 +1,8 @@
 """Count the bytes that autograd saves for the backward pass, on any kind of device alike."""
 
 from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -8,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 __all__ = ["SavedBytes"]
 
 
-class SavedBytes(saved_tensors_hooks):
+class SavedBytes:
     """Counts what is saved inside its context, each storage once.
 
     ::
@@ -24,11 +26,19 @@ class SavedBytes(saved_tensors_hooks):
     def __init__(self, without: Iterable[Tensor] = ()) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in without}
         self._sizes: dict[int, int] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def __enter__(self) -> "SavedBytes":
-        super().__enter__()
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
         return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, traceback)
 
     @property
     def total(self) -> int:
