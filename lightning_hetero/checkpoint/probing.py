@@ -94,7 +94,8 @@ def _reason(error: BaseException, *, has_served: bool) -> str | None:
     if "credential" in text.lower():
         return (
             "no credentials. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or what the store's "
-            "own client reads), or give LayerwiseCheckpoint storage_options."
+            "own client reads; AWS_METADATA_SERVICE_NUM_ATTEMPTS=10 where a role brings them "
+            "late), or give LayerwiseCheckpoint storage_options."
         )
     if "NoSuchBucket" in text or "bucket does not exist" in text.lower():
         return "there is no such bucket. Create it, or correct its name."

@@ -29,6 +29,9 @@ _HOPELESS = (
     HangingError,
 )
 _HOPELESS_NUMBERS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
+_HOPELESS_NAMES = {"NoCredentialsError"}
+"""Of client libraries. An S3 client that was made without credentials never looks for them again;
+one that found them renews them by itself, and what fails there has other names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,9 @@ class RetryPolicy:
 
 
 class RetryingStore:
-    """A store that tries again, unless trying again can't help (missing, forbidden, full).
+    """A store that tries again, unless trying again can't help.
+
+    It can't where something is missing, forbidden or full, or where there are no credentials.
 
     A try that hangs is left to a thread that nobody waits for; where several hang, no more begin
     until one of them returns.
@@ -104,10 +109,7 @@ class RetryingStore:
                 return self._deadline.run(action)
             except Exception as error:
                 # Stores raise their client library's own types, so no narrower class will do.
-                if (
-                    isinstance(error, _HOPELESS)
-                    or getattr(error, "errno", None) in _HOPELESS_NUMBERS
-                ):
+                if _is_hopeless(error):
                     raise
                 if failures == self._policy.attempts:
                     raise CheckpointError(
@@ -121,6 +123,14 @@ class RetryingStore:
 
     def __str__(self) -> str:
         return str(self._store)
+
+
+def _is_hopeless(error: Exception) -> bool:
+    return (
+        isinstance(error, _HOPELESS)
+        or getattr(error, "errno", None) in _HOPELESS_NUMBERS
+        or type(error).__name__ in _HOPELESS_NAMES
+    )
 
 
 def open_store(url: str | Path, *, retry: RetryPolicy | None = None, **options: Any) -> Store:
