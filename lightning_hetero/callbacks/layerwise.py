@@ -218,7 +218,7 @@ class LayerwiseCheckpoint(Checkpoint):
             )
             finished = last_finished(self.places, self._transport, run=self._start.run)
             report_recovery(trainer, recovered, finished, times, self._transport, self.node_of_rank)
-            if trainer.fit_loop.done:
+            if _is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
         if is_first:
             self.places.forget_other_runs(self._start.run)
@@ -229,7 +229,7 @@ class LayerwiseCheckpoint(Checkpoint):
             transport=self._transport,
             options=self._writer_options,
         )
-        if recovered and recovered.report.place == "memory" and trainer.fit_loop.done:
+        if recovered and recovered.report.place == "memory" and _is_complete(trainer):
             # Nothing is left to train, but the run before may have failed to save its end.
             self._save(trainer, again=recovered)
             self.on_train_end(trainer, pl_module)
@@ -376,6 +376,13 @@ def _begin_next_epoch(trainer: pl.Trainer) -> None:
     """
     if trainer.num_training_batches != float("inf"):
         trainer.fit_loop.reset_restart_stage()
+
+
+def _is_complete(trainer: pl.Trainer) -> bool:
+    """Whether a run that goes on has nothing left to train."""
+    # A checkpoint of the last batch is older than what the loop goes by.
+    is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.fit_loop.done or (is_last_epoch and _has_finished_epoch(trainer))
 
 
 def _has_finished_epoch(trainer: pl.Trainer) -> bool:

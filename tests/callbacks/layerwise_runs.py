@@ -122,8 +122,10 @@ def train(
     skip_unreadable: bool = False,
     resume: bool = True,
     storage_options: dict[str, Any] | None = None,
+    in_epochs: bool = False,
     **options: Any,
 ) -> list[float]:
+    """Train on one device and return the losses; two steps are an epoch."""
     torch.manual_seed(0)
     checkpoint = LayerwiseCheckpoint(
         folder,
@@ -135,7 +137,8 @@ def train(
         storage_options=storage_options,
     )
     module = Drops(ToyOptions())
-    settings = {**quiet(max_steps=num_steps, devices=1), "enable_checkpointing": True}
+    limit = {"max_epochs": num_steps // 2} if in_epochs else {"max_steps": num_steps}
+    settings = {**quiet(devices=1, **limit), "enable_checkpointing": True}
     trainer = L.Trainer(**settings, callbacks=[checkpoint, *callbacks])
     torch.manual_seed(1)
     trainer.fit(module, StatefulDataLoader(TokenRows(8), batch_size=4), **options)

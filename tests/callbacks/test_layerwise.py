@@ -146,11 +146,13 @@ def test_a_failed_run_goes_on_from_memory_unless_its_folder_was_deleted(
             shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.parametrize("limit", ["steps", "epochs"])
 def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
+    options = {"shared_memory": True, "in_epochs": limit == "epochs"}
     write = LocalStore.write
 
     def full(self: LocalStore, name: str, chunks: Any) -> None:
@@ -161,13 +163,13 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "write", full)
         with pytest.raises(CheckpointError, match=r"No lasting place.*No space left"):
-            train(tmp_path / "run", 4, shared_memory=True)
+            train(tmp_path / "run", 4, **options)
     assert list((tmp_path / "shm").rglob("*.safetensors"))
     # Nothing is left to train, but to save: the end of the run lies in memory alone.
-    assert train(tmp_path / "run", 4, shared_memory=True) == []
+    assert train(tmp_path / "run", 4, **options) == []
     assert list((tmp_path / "run").glob("step-000000000004-*"))
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
-    assert len(train(tmp_path / "run", 6, shared_memory=True)) == 2
+    assert len(train(tmp_path / "run", 6, **options)) == 2
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
 
 

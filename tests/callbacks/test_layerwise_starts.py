@@ -14,11 +14,12 @@ from tests.toy import ToyModule, ToyOptions, loader, quiet
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path) -> None:
-    assert len(train(tmp_path, 4)) == 4
+@pytest.mark.parametrize("limit", ["steps", "epochs"])
+def test_a_finished_run_that_is_started_again_does_nothing(tmp_path: Path, limit: str) -> None:
+    assert len(train(tmp_path, 4, in_epochs=limit == "epochs")) == 4
     before = set(tmp_path.rglob("*"))
     with pytest.warns(UserWarning, match=rf"complete at step 4.* {tmp_path} .*resume=False"):
-        assert train(tmp_path, 4) == []
+        assert train(tmp_path, 4, in_epochs=limit == "epochs") == []
     # Nor does it keep others from the folder, as long as its process goes on.
     assert set(tmp_path.rglob("*")) == before
 

@@ -124,7 +124,7 @@ def test_what_was_only_in_the_memory_of_a_lost_node_keeps_no_run_from_beginning_
     assert_is_state(recover_all(nodes, ["a", "b"], needs)[0], needs[0], 4)
     nodes.lose("b")
     assert recover_all(nodes, ["a", "b"], needs) == [None, None]
-    assert "step 4 in a/memory: the rest of it is gone, and no lasting place had it" in caplog.text
+    assert "step 4 in a/memory: parts are gone or were never written" in caplog.text
     assert begin_run(nodes.tiers("a"), node="a") == replace(run, attempt=1)
 
 

@@ -220,7 +220,7 @@ def _check_fingerprints(pipelines: IntArray, fingerprints: IntArray) -> None:
         raise BatchError(
             f"Ranks {first_ranks[global_rank]} and {global_rank} of pipeline "
             f"{pipelines[global_rank]} got different batches, but the stages of a pipeline work on "
-            "the same samples. Give every rank the same data loader: the same order "
-            "(seed_everything, or a seeded generator), and no sharding by global rank, which the "
-            "strategy does itself."
+            "the same samples. Give every rank the same data loader: the same samples (random ones "
+            "need seed_everything first) in the same order (a seeded generator), and no sharding "
+            "by global rank, which the strategy does itself."
         )
