@@ -6,7 +6,7 @@ are left to those tries.
 """
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_hetero.checkpoint.deadlines import Deadline
@@ -16,7 +16,10 @@ from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["look_at_store", "probe_store"]
 
-_PATIENCE_S = 7.0
+_PATIENCE_S = 5.0
+"""What a small file may take: S3 across the world needs 1 s, a role's credentials 1 s more."""
+_S3_RETRIES = {"retries": {"max_attempts": 1}}
+"""Of the client itself, which would try a refused connection four times before it says so."""
 _REFUSED_KEYS = (
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
@@ -43,7 +46,7 @@ def probe_store(url: str, *, has_served: bool = False, **options: Any) -> None:
     """
     if local_folder(url) is not None:
         return
-    store = FsspecStore(url, **options)
+    store = _impatient_store(url, options)
     name = f".tmp-probe-{uuid.uuid4().hex}"
 
     def ask(_: Any) -> None:
@@ -74,7 +77,7 @@ def look_at_store(url: str, **options: Any) -> None:
     """
     if local_folder(url) is not None:
         return
-    store = FsspecStore(url, **options)
+    store = _impatient_store(url, options)
     try:
         Deadline(_PATIENCE_S, max_hanging=1).run(lambda _: store.check_exists())
     except Exception as error:
@@ -84,6 +87,13 @@ def look_at_store(url: str, **options: Any) -> None:
             reason = "there is no such bucket or folder, or nothing is in it."
         if reason is not None:
             raise CheckpointError(f"Can't read {url}: {reason} ({_innermost(error)})") from error
+
+
+def _impatient_store(url: str, options: Mapping[str, Any]) -> FsspecStore:
+    if url.startswith(("s3://", "s3a://")):
+        config = {**_S3_RETRIES, **options.get("config_kwargs", {})}
+        options = {**options, "config_kwargs": config}
+    return FsspecStore(url, **options)
 
 
 def _reason(error: BaseException, *, has_served: bool) -> str | None:

@@ -94,7 +94,7 @@ def choose(
                     if item.run != run
                 }
                 | {
-                    f"{item} in {at}: parts are gone or were never written, and nothing older is there"
+                    f"{item} in {at}: parts are gone or were never written, nothing older is there"
                     for item, at in inventory.present
                     if newest is None and item.run == run
                 }
