@@ -183,7 +183,9 @@ class CostModel(ABC):
         sent = -(-count // sender.tp_degree) * self.transfer_s(
             sender.ranks[0], receiver.ranks[0], num_bytes / count
         )
-        gathered = (count - 1) * self.transfer_s(*receiver.ranks[:2], num_bytes / count)
+        gathered = (count - 1) * self.transfer_s(
+            receiver.ranks[0], receiver.ranks[1], num_bytes / count
+        )
         return sent + gathered
 
     def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:

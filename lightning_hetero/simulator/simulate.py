@@ -152,7 +152,8 @@ def simulate(
     busy = [tuple([s / ends.iteration_s for s in timeline.busy_s]) for timeline in timelines]
     memory = _stage_memory(plan.num_pipelines, cost, shapes, batches)
     exchange_s = ends.exposed_s(has_work)
-    every_memory, every_busy = (tuple([rows[kind] for kind in kind_of]) for rows in (memory, busy))
+    every_memory = tuple([memory[kind] for kind in kind_of])
+    every_busy = tuple([busy[kind] for kind in kind_of])
     return Simulation(
         iteration_time_s=ends.iteration_s,
         stage_busy=every_busy,

@@ -236,7 +236,7 @@ class RunModel:
         Pieces for a larger group, several from one sender, go one after another.
         """
         groups = pipeline.stages[stage].ranks, pipeline.stages[stage + 1].ranks
-        by_sender: Counter[tuple[bool, int]] = Counter()
+        by_sender: defaultdict[tuple[bool, int], float] = defaultdict(float)
         for is_gradient, (senders, receivers) in enumerate((groups, groups[::-1])):
             for piece in deal_pieces(senders, receivers):
                 seconds = self._s_per_byte(piece.sender, piece.receiver, healthy=healthy)

@@ -287,7 +287,7 @@ class _Inbox:
     def must_grow(self) -> bool:
         """Take what has arrived; returns whether it only announces a longer message."""
         self.work = None
-        _, length = _LENGTHS.unpack_from(memoryview(self._buffer.numpy()))
+        _, length = _LENGTHS.unpack_from(self._buffer.numpy().data)
         if length <= self.capacity:
             return False
         self.capacity = length
@@ -295,7 +295,7 @@ class _Inbox:
 
     def open(self) -> tuple[_Header, Tensor]:
         """Return the header of what has arrived, and the bytes behind it."""
-        message = memoryview(self._buffer.numpy())
+        message = self._buffer.numpy().data
         length, _ = _LENGTHS.unpack_from(message)
         content = bytes(message[LENGTHS_BYTES : LENGTHS_BYTES + length])
         if self._last is None or self._last[0] != content:
@@ -321,7 +321,7 @@ class _Outbox:
         length = start + offsets_of(header.tensors)[-1] if tensors else start
         message = torch.empty(length, dtype=torch.uint8)
         lengths = _LENGTHS.pack(len(content), length)
-        memoryview(message.numpy())[: LENGTHS_BYTES + len(content)] = lengths + content
+        message.numpy().data[: LENGTHS_BYTES + len(content)] = lengths + content
         if tensors:
             pack(tensors, header.tensors, message[start:])
         if length <= self._capacity:

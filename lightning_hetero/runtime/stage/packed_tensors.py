@@ -62,7 +62,8 @@ def unpack(packed: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     for start, form in zip(offsets_of(forms), forms, strict=False):
         found = packed[start : start + form.num_bytes].view(form.dtype).view(form.shape)
         # No view: what changes one of them in place has changed no other.
-        tensors.append(torch.empty(0, dtype=form.dtype, device=packed.device).set_(found))
+        whole = torch.empty(0, dtype=form.dtype, device=packed.device)
+        tensors.append(whole.set_(found))  # type: ignore[call-overload]
     return tensors
 
 
