@@ -91,12 +91,16 @@ class LayerMemory:
     """The same of final norm, head and loss."""
     embedding_bytes_per_token: float = 0.0
     """The same of what stands before the first layer."""
+    recomputed_bytes_per_token: float | None = None
+    """The same of one layer that is computed again in backward: its input; None if it wasn't
+    measured."""
 
     def __post_init__(self) -> None:
         values = (
             self.layer_bytes_per_token,
             self.head_bytes_per_token,
             self.embedding_bytes_per_token,
+            self.recomputed_bytes_per_token or 0.0,
         )
         if self.tp_degree < 1 or not all(math.isfinite(v) and v >= 0 for v in values):
             raise ProfileError(f"Memory at TP {self.tp_degree} is {values}; measure again.")

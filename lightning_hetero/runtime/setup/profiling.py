@@ -10,16 +10,18 @@ import datetime
 import importlib.metadata
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.runtime.setup.model_shard import ModelShard
+from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 
 __all__ = ["ProfileOptions", "current_versions", "measure_profile"]
 
@@ -92,7 +94,7 @@ def measure_profile(
             say(f"TP {tp_degree}, micro-batch {list(lengths)}")
             times.append(_measure_times(shard, lengths, options))
         say(f"TP {tp_degree}, memory")
-        memory.append(_measure_memory(shard, options.microbatches[0]))
+        memory.append(_measure_memory(shard, options.microbatches))
     say("optimizer step")
     return Profile(
         model=model,
@@ -147,35 +149,46 @@ def _measure_times(
     )
 
 
-def _measure_memory(shard: ModelShard, lengths: tuple[int, ...]) -> LayerMemory:
-    """Count what autograd keeps, so that it is exact and the same on every kind of device."""
-    token_ids, extra = shard.batch(lengths)
-    hidden, num_tokens = shard.hidden(len(token_ids)), len(token_ids)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in shard.model.parameters()}
-    parameters |= {
-        value.untyped_storage().data_ptr() for value in extra if isinstance(value, Tensor)
-    }
+def _measure_memory(shard: ModelShard, microbatches: Sequence[tuple[int, ...]]) -> LayerMemory:
+    """Count what autograd keeps, so that it is exact and the same on every kind of device.
 
-    def kept_bytes(run: Callable[[], Tensor]) -> float:
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = run()
-        total = sum(kept.values())
-        del output
-        return total / num_tokens
-
+    The most of all micro-batches goes: attention may keep more where samples differ in length.
+    """
+    found = [_count_memory(shard, lengths) for lengths in microbatches]
+    layer, head, embedding, recomputed = map(max, zip(*found, strict=True))
     return LayerMemory(
         tp_degree=shard.tp_degree,
-        layer_bytes_per_token=kept_bytes(lambda: shard.run_block(hidden, 1, extra)),
-        head_bytes_per_token=kept_bytes(lambda: shard.run_head(hidden, token_ids)),
-        embedding_bytes_per_token=kept_bytes(lambda: shard.model.embed_tokens(token_ids)),
+        layer_bytes_per_token=layer,
+        head_bytes_per_token=head,
+        embedding_bytes_per_token=embedding,
+        recomputed_bytes_per_token=recomputed,
+    )
+
+
+def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the bytes per token of a layer, head, embedding and a layer that is recomputed."""
+    token_ids, extra = shard.batch(lengths)
+    hidden = shard.hidden(len(token_ids))
+    shared = (*shard.model.parameters(), *(item for item in extra if isinstance(item, Tensor)))
+
+    def layer() -> Tensor:
+        return shard.run_block(hidden, 1, extra)
+
+    def recomputed_layer() -> Tensor:
+        output: Tensor = checkpoint(shard.run_block, hidden, 1, extra, use_reentrant=False)
+        return output
+
+    def kept_bytes(run: Callable[[], Tensor]) -> float:
+        with SavedBytes(without=shared) as saved:
+            output = run()
+        del output
+        return saved.total / len(token_ids)
+
+    return (
+        kept_bytes(layer),
+        kept_bytes(lambda: shard.run_head(hidden, token_ids)),
+        kept_bytes(lambda: shard.model.embed_tokens(token_ids)),
+        kept_bytes(recomputed_layer),
     )
 
 

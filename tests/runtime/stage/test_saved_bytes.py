@@ -1,0 +1,149 @@
+"""What a layer keeps, counted once, tells what any other micro-batch and any recomputation keep."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.recomputation import LayerBytes
+from lightning_hetero.models import HeteroLM, LMConfig, PackedCollate
+from lightning_hetero.models.huggingface import use_packed_attention
+from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
+from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
+from lightning_hetero.runtime.stage.boundary import StageBoundary
+from lightning_hetero.runtime.stage.layer_calls import LayerCall
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
+from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation
+from tests.runtime.huggingface_runs import make_model
+
+NUM_LAYERS = 4
+
+
+def run_pass(
+    model: nn.Module, layers: nn.ModuleList, step: Callable[[], Any], again: Recomputation
+) -> int:
+    """Run a step forward and return the bytes that autograd saves inside of its layers."""
+    totals: list[int] = []
+    run = Recomputation.run
+
+    def counted(self: Recomputation, call: LayerCall, *rest: Any) -> Any:
+        if again.measured is not None:
+            return run(self, call, *rest)
+        _, *others = tree_leaves(list(call.given.values()))  # All layers share them.
+        shared = [item for item in others if isinstance(item, Tensor)]
+        with SavedBytes(without=(*model.parameters(), *model.buffers(), *shared)) as saved:
+            output = run(self, call, *rest)
+        totals.append(saved.total)
+        return output
+
+    boundary = StageBoundary(list(layers))
+    whole = MicrobatchPass(
+        layers=range(NUM_LAYERS),
+        num_layers=NUM_LAYERS,
+        seed=(1,),
+        receive=None,
+        wait_unit=lambda index: None,
+        loss_watch=LossWatch(),
+        recomputation=again,
+    )
+    with mock.patch.object(Recomputation, "run", counted), boundary.forward_of(whole):
+        output = step()
+    boundary.remove()
+    del output
+    return sum(totals)
+
+
+def count_layer(
+    model: nn.Module, layers: nn.ModuleList, step: Callable[[], Any], num_tokens: int
+) -> LayerBytes:
+    """Return what the runtime counts of the last layer while it trains."""
+    found: list[LayerBytes] = []
+    last = MeasuredLayer(index=NUM_LAYERS - 1, num_tokens=num_tokens, report=found.append)
+    again = Recomputation(layers=range(NUM_LAYERS - 1), measured=last)
+    run_pass(model, layers, step, again)
+    return found[0]
+
+
+def assert_predicted(
+    layer: LayerBytes, num_tokens: int, count: Callable[[Recomputation], int], within: float
+) -> None:
+    for recomputed in range(NUM_LAYERS + 1):
+        kept = (NUM_LAYERS - recomputed) * layer.kept + recomputed * layer.recomputed
+        counted = count(Recomputation(layers=range(recomputed)))
+        assert counted == pytest.approx(kept * num_tokens, rel=within), recomputed
+
+
+def samples(lengths: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randint(3, 29, (length,)) for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(40, 9, 23), (64,), (16, 16, 16)])
+def test_a_profile_of_the_reference_model_predicts_within_5_percent(
+    lengths: tuple[int, ...],
+) -> None:
+    """On a CPU, samples of different lengths keep attention's output twice: 4.5 % of a layer."""
+    spec = ModelSpec(
+        name="small",
+        num_layers=NUM_LAYERS,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=172,
+        vocab_size=29,
+        gated_mlp=True,
+        tied_embeddings=False,
+    )
+    options = ProfileOptions(microbatches=((30,), (8, 30)), max_block=1, num_repeats=1)
+    cpu = torch.device("cpu")
+    (memory,) = measure_profile(spec, options, device_name="cpu", device=cpu).devices[0].memory
+    assert memory.recomputed_bytes_per_token == 64 * 4
+    layer = LayerBytes(kept=memory.layer_bytes_per_token, recomputed=64 * 4)
+    model = HeteroLM(
+        LMConfig(
+            vocab_size=29, hidden_size=64, num_layers=NUM_LAYERS, num_heads=4, intermediate_size=172
+        )
+    )
+    batch = PackedCollate()(samples(lengths))
+
+    def step() -> Tensor:
+        return model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
+
+    assert_predicted(
+        layer, sum(lengths), lambda again: run_pass(model, model.layers, step, again), within=0.05
+    )
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_one_micro_batch_of_a_hugging_face_model_predicts_others_within_10_percent(
+    name: str, kind: str
+) -> None:
+    sizes = {"n_embd": 64} if name == "gpt2" else {"hidden_size": 64, "intermediate_size": 128}
+    model = make_model(name, **sizes).train()
+    layers = model.transformer.h if name == "gpt2" else model.model.layers
+    if kind == "packed":
+        use_packed_attention(model)
+
+    def step_of(lengths: tuple[int, ...]) -> Callable[[], Any]:
+        if kind == "packed":
+            batch = PackedCollate()(samples(lengths))
+            return lambda: model(**batch).logits
+        rows = nn.utils.rnn.pad_sequence(samples(lengths), batch_first=True)
+        mask = (rows > 0).long()
+        return lambda: model(input_ids=rows, attention_mask=mask).logits
+
+    def tokens(lengths: tuple[int, ...]) -> int:
+        return sum(lengths) if kind == "packed" else max(lengths) * len(lengths)
+
+    first, second = (12, 20), (30, 25, 7, 18)
+    layer = count_layer(model, layers, step_of(first), tokens(first))
+    step = step_of(second)
+    assert_predicted(
+        layer, tokens(second), lambda again: run_pass(model, layers, step, again), within=0.1
+    )
