@@ -268,15 +268,21 @@ def enumerate_arrangements(
     cluster = estimator.cost.cluster
     most_stages = estimator.num_layers
     most_pipelines = estimator.workload.num_microbatches
-    pipelines = [
+    pipelines = sorted(
         PipelineNodes(tp, nodes)
         for tp in tp_degrees
         for nodes in _node_sequences([count // tp for count in counts], most_stages)
-    ]
+    )
     if len(pipelines) > limit:
         return None
     sizes = [(node.count, node.price_per_hour) for node in cluster.nodes]
     alike = [(estimator.classes[i], *sizes[i]) for i in range(len(sizes))]
+    # Of equal nodes the first is used first: that is so in the least arrangement of any that
+    # differ by swapping equal nodes, if pipelines come in order.
+    earlier = [
+        next((j for j in reversed(range(i)) if alike[j] == alike[i]), None)
+        for i in range(len(alike))
+    ]
     found: dict[Arrangement, Arrangement] = {}
     visited = 0
     stack: list[tuple[Arrangement, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
@@ -289,9 +295,12 @@ def enumerate_arrangements(
         for index in range(start, len(pipelines)):
             pipeline = pipelines[index]
             left = list(free)
+            in_order = True
             for node in pipeline.nodes:
+                before = earlier[node]
+                in_order &= before is None or left[before] < counts[before]
                 left[node] -= pipeline.tp_degree
-            if min(left) >= 0:
+            if in_order and min(left) >= 0:
                 visited += 1
                 if visited > 8 * limit or len(found) > limit:
                     return None
