@@ -192,6 +192,28 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
         yield from _rebuilt(candidate, nodes, estimator)
 
 
+def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Give a device group of one pipeline to another of the same TP degree, then balance anew.
+
+    It takes a place beside one of its kind, or any end where there is none.
+    """
+    classes = estimator.classes
+    firsts = {
+        estimator.key(pipeline): index for index, pipeline in enumerate(candidate.arrangement)
+    }
+    for p, q in itertools.permutations(firsts.values(), 2):
+        one, other = candidate.arrangement[p], candidate.arrangement[q]
+        if one.tp_degree != other.tp_degree or len(one.nodes) == 1:
+            continue
+        for s in {classes[node]: s for s, node in enumerate(one.nodes)}.values():
+            node = one.nodes[s]
+            alike = [t for t, n in enumerate(other.nodes) if classes[n] == classes[node]]
+            for place in [alike[-1] + 1] if alike else [0, len(other.nodes)]:
+                nodes = [list(pipeline.nodes) for pipeline in candidate.arrangement]
+                nodes[q].insert(place, nodes[p].pop(s))
+                yield from _rebuilt(candidate, nodes, estimator)
+
+
 def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
     """Swap the nodes of two stages in all pipelines that are alike, then balance and share anew.
 
@@ -242,6 +264,7 @@ _MOVES = (
     _move_layers,
     _move_layers_together,
     _move_microbatches,
+    _move_units,
     _swap_stages_together,
     _move_stages,
 )

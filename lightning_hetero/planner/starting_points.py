@@ -5,6 +5,7 @@ pipelines that finish the most micro-batches (`rates`). Stages run from the slow
 fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -22,6 +23,7 @@ from lightning_hetero.planner.arrangement import (
 )
 from lightning_hetero.planner.bound import bound_iteration_time_s, bound_work_s
 from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.every_grouping import every_grouping
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
 from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
@@ -31,6 +33,8 @@ __all__ = ["bound_time_s", "enumerate_arrangements", "propose_arrangements"]
 _MAX_COMPOSITIONS = 6000
 _GROUPING_PROGRAMS = 500
 """Most linear programmes for one grouping; 30 to 130 are usual."""
+_MAX_EVERY_GROUPING = 1000
+_LIKELIEST = 4
 _MAX_BOUNDED = 600_000
 """Most compositions for which the bound counts bubbles: about a second of work."""
 
@@ -121,6 +125,7 @@ def propose_arrangements(
                 groupings += _by_effective_power(types, tp_degree)
     if is_thorough:
         groupings += _by_rate(types, tp_degrees)
+        groupings += _every_one(types, tp_degrees)
     arrangements = []
     for groups in dict.fromkeys(map(tuple, groupings)):
         for order in MappingOrder:
@@ -206,6 +211,7 @@ def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
     """Choose the pipelines that finish the most, per TP degree and over all of them."""
     degrees = [tp for tp in tp_degrees if sum(types.units(tp))]
     rates = {tp: _rates(types, tp) for tp in degrees}
+    yield from _each_type_alone(types, rates)
     for chosen in [*([tp] for tp in degrees), degrees] if len(degrees) > 1 else [degrees]:
         if not chosen:
             continue
@@ -229,6 +235,54 @@ def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
             for index in np.flatnonzero(used):
                 groups += types.groups(tp, [compositions[index].tolist()]) * int(used[index])
         yield groups
+
+
+def _each_type_alone(
+    types: _Types, rates: dict[int, tuple[IntArray, PipelineRates]]
+) -> Iterator[list[Group]]:
+    """Let no pipeline mix types: the likeliest degrees and lengths of each type, combined."""
+    total = types.estimator.workload.num_microbatches
+    options: list[list[list[Group]]] = []
+    scored: list[tuple[float, int, int]]
+    for kind in range(len(types.names)):
+        scored = []
+        for tp, (compositions, rate) in rates.items():
+            num_units = types.units(tp)[kind]
+            lengths = compositions[:, kind]
+            alone = (lengths == compositions.sum(axis=1)) & np.isfinite(rate.slope_s)
+            for row in np.flatnonzero(alone).tolist():
+                length = int(lengths[row])
+                num_groups = num_units // length
+                share = total / num_groups
+                power = num_groups / rate.slope_s[row] * share / (share + length - 1)
+                scored.append((-power, tp, num_groups))
+        scored.sort()
+        # The best of every degree first: what is only a little behind may leave more memory.
+        best = {tp: (tp, num_groups) for _, tp, num_groups in reversed(scored)}
+        likeliest = dict.fromkeys([*best.values(), *(entry[1:] for entry in scored)])
+        found = []
+        for tp, num_groups in list(likeliest)[: _LIKELIEST if len(types.names) < 4 else 2]:
+            units = [0] * len(types.names)
+            units[kind] = types.units(tp)[kind]
+            rows = [row for row, n in deal_evenly(units, num_groups) for _ in range(n)]
+            found.append(types.groups(tp, rows))
+        if found:
+            options.append(found)
+    for choice in itertools.product(*options) if options else ():
+        yield [group for groups in choice for group in groups]
+
+
+def _every_one(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
+    """Return every grouping where there are few."""
+    found = every_grouping(
+        types.totals.tolist(),
+        tp_degrees,
+        most_stages=types.estimator.num_layers,
+        most_pipelines=types.estimator.workload.num_microbatches,
+        most=_MAX_EVERY_GROUPING,
+    )
+    for grouping in found or ():
+        yield [group for tp, row in grouping for group in types.groups(tp, [row])]
 
 
 def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
