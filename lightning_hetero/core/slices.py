@@ -7,8 +7,8 @@ the plans' layer splits and TP degrees are (Hydraulis §5.2, "mutual slices").
 """
 
 from bisect import bisect
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, prod
@@ -30,6 +30,7 @@ __all__ = [
     "Slice",
     "assign_owners",
     "holdings_of",
+    "list_owners",
     "piece_of",
 ]
 
@@ -308,6 +309,16 @@ def _claims_of(
     if weights is not None and any(weights[holding.global_rank] for holding in holdings):
         return [(holding.global_rank, weights[holding.global_rank]) for holding in holdings]
     return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
+
+
+def list_owners(
+    slices: Mapping[str, tuple[Slice, ...]],
+) -> list[tuple[tuple[str, ...], tuple[Slice, ...]]]:
+    """Return (names of parameters, their slices), with slices that are one object listed once."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, items in slices.items():
+        names[id(items)].append(name)
+    return [(tuple(found), slices[found[0]]) for found in names.values()]
 
 
 def _holders(spec: ParameterSpec, plan: PlanHolders) -> Holders:

@@ -13,6 +13,7 @@ from lightning_hetero.core.slices import (
     Slice,
     assign_owners,
     holdings_of,
+    list_owners,
 )
 from tests.core.sample_plans import random_plan, small_model
 
@@ -172,3 +173,14 @@ def test_a_shard_that_does_not_divide_is_refused_with_a_degree_that_would():
     spec = ParameterSpec(name="qkv", shape=(18, 2), layer=0, tp_dim=0, tp_blocks=3)
     with pytest.raises(ModelError, match=r"qkv .*\(18, 2\).* 4 equal .*divides 6"):
         list(holdings_of(spec, plan))
+
+
+def test_owners_of_parameters_that_are_cut_alike_are_one_object_and_listed_once():
+    plan = ParallelPlan.even(world_size=2, num_layers=3)
+    specs = small_model(3, tied=True)
+    slices = assign_owners(specs, plan, world_size=2, ownership=Ownership.HOLDERS)
+    assert slices["0.qkv"] is slices["2.qkv"]
+    assert slices["0.qkv"] is not slices["0.norm"]
+    listed = list_owners(slices)
+    assert ("0.qkv", "1.qkv", "2.qkv") in [names for names, _ in listed]
+    assert {name: items for names, items in listed for name in names} == slices

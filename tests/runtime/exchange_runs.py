@@ -28,8 +28,8 @@ def _run_by(rank: int, case: Case, kind: str) -> Exchanged:
     ways: Counter[str] = Counter()
 
     def noting(found: Any) -> Any:
-        def note(routes: Routes, unit: Any) -> Any:
-            way = found(routes, unit)
+        def note(routes: Routes, *args: Any) -> Any:
+            way = found(routes, *args)
             if way is not None and way.travels:
                 by = "messages" if way.group is None else "collective"
                 ways[f"{type(way).__name__} {by}"] += 1

@@ -5,20 +5,21 @@ many the peers are (`all_to_all_single`, which under NCCL sends nothing where a 
 messages tell which peer was late, and on gloo they are quicker among few ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import Move, Unit
+from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, split_works, wait_for_all
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["Parcel", "PulledParcels", "PushedParcels", "parcels_of"]
+__all__ = ["Parcels", "PulledParcels", "PushedParcels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class _Parcel:
     """What goes from one rank to another in every exchange of a unit, or stays where it is."""
 
     source: int
@@ -48,44 +49,71 @@ class Parcel:
     numel: int
 
 
-def parcels_of(
-    unit: Unit, store: SliceStore, weights: ComputeWeights, *, push: bool
-) -> tuple[Parcel, ...]:
-    """Return what this rank sends, gets or keeps of a unit; the same for all units of its kind."""
-    parcels = []
-    for move in unit.kind.moves(store.global_rank, push=push):
-        holder = move.source if push else move.destination
-        holding = weights.table.holding(unit.specs[move.pieces[0][0]].name, holder)
-        assert holding is not None
-        parcels.append(
-            Parcel(
-                move.source,
-                move.destination,
-                holding.pipeline_index,
-                tuple(_parts(unit, move, store, weights, push=push)),
-                unit.kind.numel(move),
-            )
+class Parcels:
+    """What a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
+
+    Args:
+        unit: A unit of the kind.
+        table: The plan's.
+        store: The rank's slices.
+        push: Whether gradients go to owners, or weights to holders.
+    """
+
+    def __init__(self, unit: Unit, table: TransferTable, store: SliceStore, *, push: bool) -> None:
+        rank = store.global_rank
+        names = [spec.name for spec in unit.specs]
+        rows = [_OwnRows.of(name, table, store) for name in names]
+        found = []
+        for move in unit.kind.moves(rank, push=push):
+            source, destination = move.source, move.destination
+            holder, owner = (source, destination) if push else (destination, source)
+            parts = []
+            for index, start, stop in move.pieces:
+                own = rows[index]
+                held = own.local(start, stop) if holder == rank else (0, 0)
+                owned = (start - own.start, stop - own.start) if owner == rank else (0, 0)
+                numel = (stop - start) * unit.kind.row_numels[index]
+                is_whole = start == own.start and stop == own.stop
+                parts.append(_Part(index, numel, held, owned, is_whole))
+            holding = table.holding(names[move.pieces[0][0]], holder)
+            assert holding is not None
+            numel = sum(part.numel for part in parts)
+            parcel = _Parcel(source, destination, holding.pipeline_index, tuple(parts), numel)
+            found.append(parcel)
+        self.leaving = tuple(p for p in found if p.source == rank != p.destination)
+        self.arriving = tuple(p for p in found if p.source != rank == p.destination)
+        self.kept = tuple(p for p in found if p.source == rank == p.destination)
+        owned_here = (*self.arriving, *self.kept)
+        self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
+        """What arrives and what is kept, in order of pipeline, then rank."""
+        self.indices_leaving, self.indices_arriving, self.indices_kept = (
+            tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
+            for parcels in (self.leaving, self.arriving, self.kept)
         )
-    return tuple(parcels)
+        """The parameters of which any rows leave, arrive and are kept."""
 
 
-def _parts(
-    unit: Unit, move: Move, store: SliceStore, weights: ComputeWeights, *, push: bool
-) -> list[_Part]:
-    holder, owner = (move.source, move.destination) if push else (move.destination, move.source)
-    parts = []
-    for index, start, stop in move.pieces:
-        name, held, owned = unit.specs[index].name, (0, 0), (0, 0)
-        first, last = store.intervals[name]
-        if holder == store.global_rank:
-            found = weights.local_rows(name, start, stop)
-            assert found is not None, f"rows {start}-{stop} of {name} are not held here"
-            held = found
-        if owner == store.global_rank:
-            owned = start - first, stop - first
-        numel = (stop - start) * unit.kind.row_numels[index]
-        parts.append(_Part(index, numel, held, owned, (start, stop) == (first, last)))
-    return parts
+@dataclass(frozen=True, slots=True)
+class _OwnRows:
+    """The rows of one parameter that this rank owns, [start, stop), and holds."""
+
+    start: int
+    stop: int
+    held: tuple[Interval, ...]
+
+    @classmethod
+    def of(cls, name: str, table: TransferTable, store: SliceStore) -> Self:
+        holding = table.holding(name, store.global_rank)
+        return cls(*store.intervals[name], () if holding is None else holding.intervals)
+
+    def local(self, start: int, stop: int) -> Interval:
+        """Return where rows lie in the shard."""
+        offset = 0
+        for held_start, held_stop in self.held:
+            if held_start <= start and stop <= held_stop:
+                return offset + start - held_start, offset + stop - held_start
+            offset += held_stop - held_start
+        raise AssertionError(f"rows {start}-{stop} are not held here")
 
 
 @dataclass
@@ -105,7 +133,7 @@ class _Unit:
     """One unit's part in every exchange: what is sent, received and kept."""
 
     unit: Unit
-    parcels: tuple[Parcel, ...]
+    parcels: Parcels
     store: SliceStore
     weights: ComputeWeights
     options: ExchangeOptions
@@ -119,15 +147,10 @@ class _Unit:
     @property
     def travels(self) -> bool:
         """Whether this rank takes part in a communication."""
-        rank = self.store.global_rank
-        return self.group is not None or any(
-            not parcel.source == rank == parcel.destination for parcel in self.parcels
-        )
+        return bool(self.group is not None or self.parcels.leaving or self.parcels.arriving)
 
-    @cached_property
-    def _arriving(self) -> list[Parcel]:
-        rank = self.store.global_rank
-        return [item for item in self.parcels if item.destination == rank != item.source]
+    def _names(self, indices: Iterable[int]) -> set[str]:
+        return {self.unit.specs[index].name for index in indices}
 
     def _spec(self, part: _Part) -> ParameterSpec:
         return self.unit.specs[part.index]
@@ -145,7 +168,7 @@ class _Unit:
             operations += [
                 dist.P2POp(dist.isend, self._kept[-1], peer, group) for peer in item.peers
             ]
-        for parcel in self._arriving:
+        for parcel in self.parcels.arriving:
             buffers.append(self._empty(parcel.numel))
             operations.append(dist.P2POp(dist.irecv, buffers[-1], parcel.source, group))
         if operations:
@@ -158,7 +181,7 @@ class _Unit:
         rows: dict[int, list[Tensor]] = {}
         for item in sent:
             rows |= dict.fromkeys(item.peers, item.flat(self.options.dtype))
-        sizes = {parcel.source: parcel.numel for parcel in self._arriving}
+        sizes = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
         in_splits = [sum(row.numel() for row in rows.get(peer, ())) for peer in members]
         out_splits = [sizes.get(peer, 0) for peer in members]
         leaving = [row for peer in members for row in rows.get(peer, ())]
@@ -169,16 +192,16 @@ class _Unit:
         )
         self._receives, self._kept = [work], [given]
         by_source = dict(zip(members, torch.split(received, out_splits), strict=True))
-        return [by_source[parcel.source] for parcel in self._arriving]
+        return [by_source[parcel.source] for parcel in self.parcels.arriving]
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.options.dtype, device=self.store.device)
 
     def _wait_for_arrivals(self) -> None:
-        if not self._arriving:
+        if not self.parcels.arriving:
             return
         size = self.options.dtype.itemsize
-        senders = [(item.source, item.numel * size) for item in self._arriving]
+        senders = [(item.source, item.numel * size) for item in self.parcels.arriving]
         wait_for_all(self.options.clock, self._receives, senders)
         self._receives = []
 
@@ -209,36 +232,30 @@ class PulledParcels(_Unit):
     @cached_property
     def arriving_weights(self) -> dict[str, nn.Parameter]:
         """The compute weights that a pull brings up to date."""
-        rank, names = self.store.global_rank, [spec.name for spec in self.unit.specs]
-        return {
-            names[part.index]: self.weights.shards[names[part.index]]
-            for parcel in self.parcels
-            if parcel.destination == rank
-            for part in parcel.parts
-            if parcel.source != rank or names[part.index] not in self.weights.shared
-        }
+        kept = self._names(self.parcels.indices_kept) - self.weights.shared
+        names = kept | self._names(self.parcels.indices_arriving)
+        return {name: self.weights.shards[name] for name in names}
 
     @cached_property
     def _views(self) -> _Views:
-        views, rank = _Views([], [], []), self.store.global_rank
         sending: dict[tuple[_Part, ...], _Sent] = {}
-        for parcel in self.parcels:
-            if parcel.source == rank != parcel.destination:
-                if parcel.parts not in sending:
-                    rows = [self._of_slice(part) for part in parcel.parts]
-                    sending[parcel.parts] = _Sent([], rows)
-                sending[parcel.parts].peers.append(parcel.destination)
-            elif parcel.source != rank:
-                targets = [self._of_shard(part) for part in parcel.parts]
-                views.targets.append((targets, [part.numel for part in parcel.parts]))
-            else:
-                views.copies += [
-                    (self._of_shard(part), self._of_slice(part))
-                    for part in parcel.parts
-                    if self._spec(part).name not in self.weights.shared
-                ]
-        views.sending = list(sending.values())
-        return views
+        for parcel in self.parcels.leaving:
+            if parcel.parts not in sending:
+                sending[parcel.parts] = _Sent([], [self._of_slice(part) for part in parcel.parts])
+            sending[parcel.parts].peers.append(parcel.destination)
+        return _Views(
+            copies=[
+                (self._of_shard(part), self._of_slice(part))
+                for parcel in self.parcels.kept
+                for part in parcel.parts
+                if self._spec(part).name not in self.weights.shared
+            ],
+            sending=list(sending.values()),
+            targets=[
+                ([self._of_shard(part) for part in parcel.parts], [p.numel for p in parcel.parts])
+                for parcel in self.parcels.arriving
+            ],
+        )
 
     def _of_slice(self, part: _Part) -> Tensor:
         spec = self._spec(part)
@@ -268,27 +285,20 @@ class PushedParcels(_Unit):
 
     _buffers: dict[int, Tensor]
 
-    @cached_property
+    @property
     def leaving(self) -> set[str]:
         """The parameters whose gradients leave this rank."""
-        rank = self.store.global_rank
-        return {
-            self._spec(part).name
-            for parcel in self.parcels
-            if parcel.source == rank != parcel.destination
-            for part in parcel.parts
-        }
+        return self._names(self.parcels.indices_leaving)
 
     def post(self) -> None:
         """Post the gradients, which are final."""
-        rank = self.store.global_rank
-        sent = [
-            _Sent([parcel.destination], self._gradients(parcel))
-            for parcel in self.parcels
-            if parcel.source == rank != parcel.destination
-        ]
-        buffers = self._exchange(sent)
-        sources = [parcel.source for parcel in self._arriving]
+        buffers = self._exchange(
+            [
+                _Sent([parcel.destination], self._gradients(parcel))
+                for parcel in self.parcels.leaving
+            ]
+        )
+        sources = [parcel.source for parcel in self.parcels.arriving]
         self._buffers = dict(zip(sources, buffers, strict=True))
 
     def wait(self) -> None:
@@ -297,10 +307,9 @@ class PushedParcels(_Unit):
 
     def sum(self) -> dict[str, Tensor]:
         """Return the sums of what this rank owns, in order of pipeline, then rank."""
-        rank, totals = self.store.global_rank, dict[str, Tensor]()
-        owned = [parcel for parcel in self.parcels if parcel.destination == rank]
-        for parcel in sorted(owned, key=lambda item: (item.pipeline_index, item.source)):
-            if parcel.source == rank:
+        totals: dict[str, Tensor] = {}
+        for parcel in self.parcels.summed:
+            if parcel.source == self.store.global_rank:
                 pieces = self._gradients(parcel)
             else:
                 sizes = [part.numel for part in parcel.parts]
@@ -309,7 +318,7 @@ class PushedParcels(_Unit):
                 self._add(totals, part, piece)
         return totals
 
-    def _gradients(self, parcel: Parcel) -> list[Tensor]:
+    def _gradients(self, parcel: _Parcel) -> list[Tensor]:
         """Return a parcel's rows of this rank's gradients, zeros where there is none."""
         rows = []
         for part in parcel.parts:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
@@ -68,14 +67,13 @@ class Pull:
         self,
         store: SliceStore,
         weights: ComputeWeights,
-        options: ExchangeOptions,
+        routes: Routes,
     ) -> None:
         self._store = store
         self._weights = weights
-        self._options = options
-        routes, table = Routes(store, weights, options), weights.table
-        self._all = self._prepare(routes, table.units)
-        self._trainable = self._prepare(routes, table.trainable_units)
+        self._options = routes.options
+        self._all = self._prepare(routes, routes.table.units)
+        self._trainable = self._prepare(routes, routes.table.trainable_units)
         self._stale: dict[int, PulledUnit] | None = self._all
         """Units that the next pull moves; None if nothing has changed."""
         self._posted: dict[int, torch.cuda.Event | None] = {}
@@ -88,7 +86,7 @@ class Pull:
         """How often each compute weight had been changed in place when it arrived."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
-        found = ((unit.index, routes.pulled(unit)) for unit in units)
+        found = ((unit.index, routes.pulled(unit, self._weights)) for unit in units)
         return {index: pulled for index, pulled in found if pulled is not None}
 
     def mark_stale(self, *, only_trainable: bool = False) -> None:

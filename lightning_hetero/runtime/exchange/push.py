@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.routes import Routes
-from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
+from lightning_hetero.runtime.slices.weights import ComputeWeights
 
 __all__ = ["Push"]
 
@@ -29,15 +28,12 @@ class Push:
     which they become ready.
     """
 
-    def __init__(
-        self, store: SliceStore, weights: ComputeWeights, options: ExchangeOptions
-    ) -> None:
-        self._store = store
+    def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
         self._weights = weights
-        self._options = options
-        routes = Routes(store, weights, options)
+        self._options = routes.options
         units = {
-            unit.index: routes.pushed(unit) for unit in reversed(weights.table.trainable_units)
+            unit.index: routes.pushed(unit, weights)
+            for unit in reversed(routes.table.trainable_units)
         }
         self._here = {index: unit for index, unit in units.items() if unit is not None}
         """Units of which this rank holds or owns anything."""

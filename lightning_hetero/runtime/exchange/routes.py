@@ -7,18 +7,12 @@ messages, because they are quicker there and say which peer was late (`MOST_BY_M
 
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.transfers import Unit, UnitKind
+from lightning_hetero.core.transfers import TransferTable, Unit, UnitKind
 from lightning_hetero.runtime.exchange.even import EvenPieces, GatheredUnit, ScatteredUnit
 from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions
-from lightning_hetero.runtime.exchange.parcels import (
-    Parcel,
-    PulledParcels,
-    PushedParcels,
-    parcels_of,
-)
+from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels, PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
 __all__ = ["MOST_BY_MESSAGES", "PulledUnit", "PushedUnit", "Routes", "are_collective"]
@@ -80,55 +74,49 @@ class PushedUnit(Protocol):
 
 
 class Routes:
-    """The ways of one plan's units on one rank; what units have in common is computed once.
+    """The ways of a plan's units on one rank; found once for all units of a kind, and kept.
 
     Args:
+        table: The plan's.
         store: The rank's slices.
-        weights: The plan's compute weights.
         options: How units travel.
     """
 
-    def __init__(
-        self, store: SliceStore, weights: ComputeWeights, options: ExchangeOptions
-    ) -> None:
+    def __init__(self, table: TransferTable, store: SliceStore, options: ExchangeOptions) -> None:
+        self.table = table
+        self.options = options
         self._store = store
-        self._weights = weights
-        self._options = options
         self._even: dict[UnitKind, EvenPieces | None] = {}
-        self._parcels: dict[tuple[UnitKind, bool], tuple[Parcel, ...]] = {}
+        self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
-    def pulled(self, unit: Unit) -> PulledUnit | None:
+    def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
         """Return a unit's part in every pull; None if nothing of it moves here."""
         if self._store.global_rank not in unit.kind.members:
             return None
-        group, even = self._find(unit)
-        common = self._store, self._weights, self._options
-        if group is not None and even is not None:
+        group = self.options.group_of(unit.kind.members)
+        common = self._store, weights, self.options
+        if group is not None and (even := self._find_even(unit)) is not None:
             return GatheredUnit(unit, even, *common, group)
-        pulled = PulledParcels(unit, self._parcels_of(unit, push=False), *common, group)
+        pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
 
-    def pushed(self, unit: Unit) -> PushedUnit | None:
+    def pushed(self, unit: Unit, weights: ComputeWeights) -> PushedUnit | None:
         """Return a unit's part in every push; None if nothing of it is held or owned here."""
         if self._store.global_rank not in unit.kind.members:
             return None
-        group, even = self._find(unit)
-        common = self._store, self._weights, self._options
-        if group is not None and even is not None:
+        group = self.options.group_of(unit.kind.members)
+        common = self._store, weights, self.options
+        if group is not None and (even := self._find_even(unit)) is not None:
             return ScatteredUnit(unit, even, *common, group)
-        parcels = self._parcels_of(unit, push=True)
-        return PushedParcels(unit, parcels, *common, group)
+        return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
 
-    def _find(self, unit: Unit) -> tuple[dist.ProcessGroup | None, EvenPieces | None]:
-        """Return the communicator of a unit's members, and its pieces if they are even."""
-        kind = unit.kind
-        group = self._options.group_of(kind.members)
-        if group is not None and kind not in self._even:
-            self._even[kind] = EvenPieces.of(unit, self._store)
-        return group, self._even.get(kind)
+    def _find_even(self, unit: Unit) -> EvenPieces | None:
+        if unit.kind not in self._even:
+            self._even[unit.kind] = EvenPieces.of(unit, self._store)
+        return self._even[unit.kind]
 
-    def _parcels_of(self, unit: Unit, *, push: bool) -> tuple[Parcel, ...]:
+    def _find_parcels(self, unit: Unit, *, push: bool) -> Parcels:
         key = unit.kind, push
         if key not in self._parcels:
-            self._parcels[key] = parcels_of(unit, self._store, self._weights, push=push)
+            self._parcels[key] = Parcels(unit, self.table, self._store, push=push)
         return self._parcels[key]

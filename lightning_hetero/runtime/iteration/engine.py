@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.slices import list_owners
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
 from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
@@ -348,7 +349,9 @@ class Engine:
         slices = self.config.owners(self.layout.specs, plan, world_size=self.comms.world_size)
         # Before anything else travels, whose size depends on them.
         specs, options = self.layout.specs, self.config
-        check_alike(self.comms, plan=plan, parameters=specs, owners=slices, options=options)
+        check_alike(
+            self.comms, plan=plan, parameters=specs, owners=list_owners(slices), options=options
+        )
         store = SliceStore(
             self.layout,
             slices,

@@ -22,14 +22,17 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
-from lightning_hetero.runtime.exchange.routes import are_collective
+from lightning_hetero.runtime.exchange.routes import Routes, are_collective
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
-__all__ = ["PlanSwitch", "RunningPlan"]
+__all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
+
+MAX_KNOWN_PLANS = 16
+"""Plans whose tables are kept; another one's are computed anew when it runs."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,7 +126,16 @@ class PlanSwitch:
         self._comms = comms
         self._clock = clock
         self._dtype = dtype
-        self._exchange = exchange
+        self._options = ExchangeOptions(
+            group=comms.exchange,
+            group_of=self._group_of,
+            kind=exchange,
+            dtype=dtype,
+            clock=clock,
+            side_stream=SideStream(store.device),
+        )
+        self._known: dict[ParallelPlan, Routes] = {}
+        """Plans that ran or may run, the latest ones."""
         self._tensor_parallel = tensor_parallel
         self._roles = OuterRoles()
         self._specs = self._roles.apply(store.specs.values(), known=False)
@@ -143,7 +155,7 @@ class PlanSwitch:
                 self._comms.tensor_parallel_group(plan)
             outer = [spec for spec in self._specs if spec.layer is None]
             # What is outside the layers is held at both ends, and at one end once that is known.
-            tables = [self.table_of(plan)]
+            tables = [self._routes_of(plan).table]
             for role in OuterRole:
                 at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
                 tables.append(TransferTable(at_end, self._store.slices, plan))
@@ -158,7 +170,7 @@ class PlanSwitch:
         if self._comms.exchange is None:
             return False
         backend = dist.get_backend(self._comms.exchange)
-        return are_collective(self._exchange, backend, len(members))
+        return are_collective(self._options.kind, backend, len(members))
 
     def _group_of(self, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         return self._comms.exchange_group(members) if self._are_collective(members) else None
@@ -166,6 +178,15 @@ class PlanSwitch:
     def table_of(self, plan: ParallelPlan) -> TransferTable:
         """Return what a plan would move between which ranks; communicates nothing."""
         return TransferTable(self._specs, self._store.slices, plan)
+
+    def _routes_of(self, plan: ParallelPlan) -> Routes:
+        routes = self._known.pop(plan, None)
+        if routes is None:
+            routes = Routes(self.table_of(plan), self._store, self._options)
+        self._known[plan] = routes  # The latest stands last.
+        if len(self._known) > MAX_KNOWN_PLANS:
+            self._known.pop(next(iter(self._known)))
+        return routes
 
     def check(self, plan: ParallelPlan) -> None:
         """Refuse a plan that can't run here.
@@ -234,6 +255,7 @@ class PlanSwitch:
         specs = self._roles.apply(self._store.specs.values(), known=known)
         if specs != self._specs:
             self._specs = specs
+            self._known.clear()
             self._replace(self.running.plan, shares_memory=self.running.shares_memory)
 
     def _replace(self, plan: ParallelPlan, *, shares_memory: bool) -> None:
@@ -246,16 +268,13 @@ class PlanSwitch:
     def _make_ready(self, plan: ParallelPlan, *, shares_memory: bool) -> RunningPlan:
         if self._tensor_parallel is not None:
             self._tensor_parallel.enter_plan(plan, self._comms)
-        store, table, place = self._store, self.table_of(plan), plan.place(self._comms.global_rank)
-        weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
-        options = ExchangeOptions(
-            group=self._comms.exchange,
-            group_of=self._group_of,
-            kind=self._exchange,
-            dtype=self._dtype,
-            clock=self._clock,
-            side_stream=SideStream(store.device),
+        store, routes, place = (
+            self._store,
+            self._routes_of(plan),
+            plan.place(self._comms.global_rank),
         )
+        table = routes.table
+        weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
         stages = () if place is None else plan.pipelines[place.pipeline_index].stages
         before = after = None
         if place is not None:
@@ -271,8 +290,8 @@ class PlanSwitch:
             stages=stages,
             table=table,
             weights=weights,
-            pull=Pull(store, weights, options),
-            push=Push(store, weights, options),
+            pull=Pull(store, weights, routes),
+            push=Push(weights, routes),
             link=ActivationLink(
                 previous=before,
                 following=after,
