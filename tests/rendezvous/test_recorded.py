@@ -133,8 +133,9 @@ def messages_of(items: Sequence[Operation]) -> dict[str, list[list[Message]]]:
     """Return by communicator the groups of messages in the order issued."""
     queues: dict[str, list[list[Message]]] = defaultdict(list)
     for item in items:
-        is_message = item.kind is OperationKind.TRANSFER and item.communicator != CONTROL
-        if item.transfers and is_message:
+        # What ranks agree on travels beside the headers, and behind all actions.
+        is_agreed = item.communicator == CONTROL and not re.search(r" [FB]\d", item.label)
+        if item.kind is OperationKind.TRANSFER and not is_agreed:
             found = sorted((x.source, x.destination, x.num_bytes) for x in item.transfers)
             # Headers of pieces have a queue of their own beside what all ranks agree on.
             name = CONTROL if item.communicator == HEADERS else item.communicator
