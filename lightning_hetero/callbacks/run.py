@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import Run
@@ -53,10 +54,11 @@ class Ranks:
         """Whether this rank decides."""
         return self.global_rank == 0
 
-    def to_leader(self, row: Sequence[float]) -> list[list[float]]:
-        """Return every rank's row on the leader, nothing elsewhere."""
+    def to_leader(self, row: Sequence[float]) -> FloatArray:
+        """Return every rank's row on the leader, (num_ranks, length); no rows elsewhere."""
         rows = self._tree.begin_up(torch.tensor(row, dtype=torch.float64)).finish()
-        return rows.tolist() if self.leads else []
+        found: FloatArray = (rows if self.leads else rows[:0]).numpy()
+        return found
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
         """Return the leader's numbers; others give as many."""

@@ -121,9 +121,9 @@ class RunMetrics(Callback):
             if checkpoint.saved is not None:
                 total.checkpoint_stall_s = checkpoint.saved.stall_s
         rows = Ranks(strategy.run.control).to_leader(astuple(total))
-        if not rows:
+        if not len(rows):
             return
-        scalars = _scalars([_Sums(*row) for row in rows])
+        scalars = _scalars([_Sums(*row) for row in rows.tolist()])
         if strategy.datamodule is None:
             del scalars["run/planning_stall_s"]
         for logger in trainer.loggers:

@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import ChangeEvent
 
-__all__ = ["LevelWatch", "RankNote"]
+__all__ = ["LevelWatch", "RankNote", "slowest_s"]
 
 _KEPT = 128
 _UP = 1.05
@@ -27,7 +30,11 @@ _RECENT = 4
 
 
 class RankNote(NamedTuple):
-    """What one rank says about one iteration: numbers, which travel as a row of floats."""
+    """What one rank says about one iteration: numbers, which travel as a row of floats.
+
+    All ranks' notes are an array, (num_ranks, num_fields): rank 0 looks through it by columns, so
+    what it does for an iteration is a few passes over n numbers each.
+    """
 
     iteration_s: float
     load_s: float
@@ -50,6 +57,15 @@ class RankNote(NamedTuple):
         return cls(iteration_s, load_s, sign, onset_step, change.before, change.after)
 
 
+_ITERATION_S, _LOAD_S, _CHANGE, _, _BEFORE, _AFTER = range(len(RankNote._fields))
+"""Columns of notes."""
+
+
+def slowest_s(notes: FloatArray) -> float:
+    """Return what an iteration took, seconds: the most of all ranks."""
+    return float(notes[:, _ITERATION_S].max())
+
+
 @dataclass(frozen=True, slots=True)
 class _Iteration:
     """What all ranks said about one iteration."""
@@ -62,14 +78,13 @@ class _Iteration:
     """That of all ranks together; it depends less on who does the work."""
 
     @classmethod
-    def of(cls, step: int, notes: Sequence[RankNote]) -> Self:
-        loads_s = [note.load_s for note in notes]
-        is_known = not any(map(math.isnan, loads_s))
+    def of(cls, step: int, notes: FloatArray) -> Self:
+        loads_s = notes[:, _LOAD_S]
         return cls(
             step=step,
-            seconds=max(note.iteration_s for note in notes),
-            load_s=max(loads_s) if is_known else math.nan,
-            work_s=sum(loads_s),
+            seconds=slowest_s(notes),
+            load_s=float(loads_s.max()),  # NaN if any is.
+            work_s=float(loads_s.sum()),
         )
 
     @property
@@ -104,7 +119,7 @@ class LevelWatch:
             return statistics.median(values) * statistics.median(loads_s)
         return statistics.median(item.seconds for item in iterations) if iterations else math.nan
 
-    def skip(self, step: int, notes: Sequence[RankNote]) -> float:
+    def skip(self, step: int, notes: FloatArray) -> float:
         """Leave an iteration out whose time says nothing, but not what ranks say of their pace.
 
         Returns:
@@ -119,13 +134,13 @@ class LevelWatch:
         return found.seconds
 
     def see(
-        self, step: int, notes: Sequence[RankNote], *, last: ChangeEvent | None, is_known: bool
+        self, step: int, notes: FloatArray, *, last: ChangeEvent | None, is_known: bool
     ) -> ChangeEvent | None:
         """Take in an iteration; return the change that it completes and that matters, if any.
 
         Args:
             step: The iteration.
-            notes: One of each rank.
+            notes: Of all ranks, see `RankNote`.
             last: The change before.
             is_known: Whether a fault is known; else a rank's change matters if iterations are up.
         """
@@ -151,12 +166,14 @@ class LevelWatch:
             self._first_step = step
         return self._detector.update(value)
 
-    def _note_rank_change(self, step: int, notes: Sequence[RankNote]) -> None:
+    def _note_rank_change(self, step: int, notes: FloatArray) -> None:
         """Keep the largest change of a rank's pace, until it matters."""
-        changed = [(rank, note) for rank, note in enumerate(notes) if note.change]
-        if not changed:
+        (changed,) = notes[:, _CHANGE].nonzero()
+        if not changed.size:
             return
-        rank, note = max(changed, key=lambda item: abs(math.log(item[1].after / item[1].before)))
+        sizes = np.abs(np.log(notes[changed, _AFTER] / notes[changed, _BEFORE]))
+        rank = int(changed[sizes.argmax()])
+        note = RankNote(*notes[rank].tolist())
         self._rank_change = ChangeEvent(
             step=step,
             onset_step=int(note.onset_step),

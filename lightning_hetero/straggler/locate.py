@@ -59,11 +59,16 @@ def find_suspects(
     scaled = {k: t for k, t in scaled.items() if math.isfinite(t) and t > 0.0}
     if len(scaled) < 2:
         return ()
-    suspects = []
-    for key, time in scaled.items():
-        peers = statistics.median(t for other, t in scaled.items() if other != key)
-        if time >= least_ratio * peers:
-            suspects.append(Suspect(key=key, ratio=time / peers))
+    # In order of time, the median of all others is that of the list without one place.
+    ordered = sorted(scaled, key=lambda key: scaled[key])
+    times = [scaled[key] for key in ordered]
+    middle, is_odd = (len(times) - 1) // 2, (len(times) - 1) % 2
+    found = {}
+    for place, key in enumerate(ordered):
+        upper = times[middle + (place <= middle)]
+        lower = upper if is_odd else times[middle - 1 + (place < middle)]
+        found[key] = times[place] / ((lower + upper) / 2)
+    suspects = [Suspect(key=k, ratio=found[k]) for k in scaled if found[k] >= least_ratio]
     return tuple(sorted(suspects, key=lambda suspect: -suspect.ratio))
 
 

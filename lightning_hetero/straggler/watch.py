@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from lightning_hetero.straggler.bocd import BocdConfig, ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
@@ -25,7 +28,7 @@ from lightning_hetero.straggler.events import (
     IterationEvent,
     format_message,
 )
-from lightning_hetero.straggler.levels import LevelWatch, RankNote
+from lightning_hetero.straggler.levels import LevelWatch, slowest_s
 from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.look import are_alike
 from lightning_hetero.straggler.mitigation import Mitigation, PossibleMitigation
@@ -128,7 +131,7 @@ class RunWatch:
     def see(
         self,
         step: int,
-        notes: Sequence[RankNote],
+        notes: ArrayLike,
         *,
         predicted_s: float | None = None,
         is_changing: bool = False,
@@ -137,21 +140,22 @@ class RunWatch:
 
         Args:
             step: The iteration.
-            notes: One of each rank.
+            notes: A `RankNote` of each rank, or their array, (num_ranks, num_fields).
             predicted_s: What was predicted of it, for the record.
             is_changing: Whether it still ran under the plan of before the last act.
         """
-        iteration_s = max(note.iteration_s for note in notes)
+        rows = np.asarray(notes, dtype=np.float64)
+        iteration_s = slowest_s(rows)
         self._step = step
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
         if self._transition is not None:
             # What it takes to change the plan isn't what the plan takes.
-            usual_s = self._levels.skip(step, notes)
+            usual_s = self._levels.skip(step, rows)
             if not is_changing:
                 self._follow(step, usual_s)
             return Order.GO_ON
-        event = self._levels.see(step, notes, last=self._change, is_known=bool(self.known))
+        event = self._levels.see(step, rows, last=self._change, is_known=bool(self.known))
         if event is not None:
             return self._changed(event)
         if step in self._next_looks and not self.known:

@@ -1,16 +1,40 @@
-"""What one rank does itself in runs of 8 to 4,096 ranks, see `lone_rank`: flat where it can be.
+"""What one rank does itself in runs of 8 to 4,096 ranks: flat or logarithmic where it can be.
 
-The peer of a figure at 1,024 ranks is the same at 64; the note has all sizes.
+The engine's figures are those of `lone_rank`: the peer of a figure at 1,024 ranks is the same at
+64, and the note has all sizes. Sockets are counted in real processes, 8 to 32 of them, which meet
+and talk as in a run; their growth is logarithmic (a tree, gloo's own trees and rings), so a line
+through them gives those at 1,024 ranks. Rank 0 has two more for each rank, whose store it serves.
+Not among them is the exchange of a run on CPUs, for which a rank needs one to each rank that holds
+its layers, too; on GPUs that is NCCL's. Rank 0 watches for stragglers by made-up times.
 """
 
+import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from math import log2
 
+import numpy as np
+
+from lightning_hetero.straggler import (
+    Observation,
+    RankHistory,
+    RankNote,
+    RunWatch,
+    WatchConfig,
+    probe_rounds,
+    suspect,
+)
 from tests.benchmarks.harness import Row
 from tests.benchmarks.lone_rank import Case, Figures, measure
-from tests.processes import fork_server
+from tests.processes import ProcessPool, fork_server
+from tests.runtime.ranks.control_traffic import CountingStore, count_sockets, heartbeats
 
 SIZES = (8, 64, 1024, 4096)
+PROCESSES = (8, 16, 32)
+NUM_WATCHED = 50
+"""Iterations."""
 PLANS = {
     "one-stage plan": {"num_stages": 1},
     "8 stages": {"num_stages": 8},
@@ -19,7 +43,7 @@ PLANS = {
 
 
 def run() -> list[Row]:
-    rows = []
+    rows = [_store_calls(), *_sockets(), *_watching()]
     # A process for each case: groups and memory of one don't show in another.
     with ProcessPoolExecutor(1, fork_server(), max_tasks_per_child=1) as processes:
         for name, plan in PLANS.items():
@@ -55,4 +79,81 @@ def _rows_of(plan: str, figures: dict[int, Figures]) -> list[Row]:
         row("groups made", "", lambda f: f.num_groups, 1.2, is_ratio=True),
         row("groups in later iterations", "", lambda f: f.num_late_groups, 0.0, is_ratio=False),
         row("live memory", "MB", lambda f: f.live_bytes / 1e6, 1.5, is_ratio=True),
+    ]
+
+
+def _store_calls() -> Row:
+    found = {}
+    for size in SIZES:
+        store = CountingStore()
+        ranks = heartbeats(store, size)
+        for heartbeat in ranks:
+            heartbeat._round()
+        found[size] = store.calls.total() / size
+    return _row_of_sizes("calls of the store for each rank and interval", "", found, 3.0)
+
+
+def _sockets() -> list[Row]:
+    pool = ProcessPool()
+    counts = {n: pool.run(partial(count_sockets, is_lazy=True), n) for n in PROCESSES}
+    pool.close()
+    others = {n: max(found[1:]) for n, found in counts.items()}
+    server = {n: found[0] - 2 * n for n, found in counts.items()}
+    law = statistics.linear_regression([log2(n) for n in PROCESSES], [*others.values()])
+    of_server = statistics.linear_regression([log2(n) for n in PROCESSES], [*server.values()])
+
+    def at(line: statistics.LinearRegression, size: int) -> float:
+        return float(line.intercept + line.slope * log2(size))
+
+    found = others | {size: at(law, size) for size in SIZES if size not in others}
+    server_found = {n: float(counts[n][0]) for n in PROCESSES}
+    server_found |= {s: at(of_server, s) + 2 * s for s in SIZES if s not in counts}
+    return [
+        _row_of_sizes("sockets of a rank for control", "", found, 1024 / 8),
+        _row_of_sizes("sockets of rank 0, which serves the store", "", server_found, 2304),
+    ]
+
+
+def _row_of_sizes(name: str, unit: str, found: dict[int, float], target: float) -> Row:
+    return Row(
+        name=f"{name}, 1,024 ranks",
+        ours=found[1024],
+        peer=found.get(64),
+        unit=unit,
+        target=target,
+        better="lower",
+        kind="measured",
+        value=found[1024],
+        note="; ".join(f"{size:,}: {value:.4g}" for size, value in sorted(found.items())),
+    )
+
+
+def _watching() -> list[Row]:
+    """What rank 0 computes for an iteration, and for a look; the messages are those of a tree."""
+    watching, looking = {}, {}
+    for size in (*SIZES, 10_000):
+        times_s = np.random.default_rng(0).normal(1.0, 0.02, (NUM_WATCHED, size))
+        notes = np.zeros((NUM_WATCHED, size, len(RankNote._fields)))
+        notes[:, :, 0], notes[:, :, 1] = times_s.max(1, keepdims=True), times_s
+        watch = RunWatch(WatchConfig(), report=lambda _: None, say=lambda _: None)
+        seconds = []
+        for step, rows in enumerate(notes):
+            start_s = time.process_time()
+            watch.see(step, rows)
+            seconds.append(time.process_time() - start_s)
+        watching[size] = statistics.median(seconds) * 1e3
+        histories = [RankHistory(rank) for rank in range(size)]
+        for rank, history in enumerate(histories):
+            history.observe(
+                Observation(step=0, forward_s=1.0 + (rank == 3), waits_s={rank ^ 1: 0.1})
+            )
+            history.settle(1)
+        reports = [history.report(0) for history in histories]
+        start_s = time.process_time()
+        suspicion = suspect(reports, iteration_s=1.0)
+        probe_rounds(suspicion, size)
+        looking[size] = (time.process_time() - start_s) * 1e3
+    return [
+        _row_of_sizes("rank 0 watches an iteration", "CPU ms", watching, 1.0),
+        _row_of_sizes("rank 0 looks who is slow", "CPU ms", looking, 100.0),
     ]

@@ -101,7 +101,7 @@ class StragglerSession:
         if self._watch is not None:
             order = self._watch.see(
                 observation.step,
-                [RankNote(*row) for row in rows],
+                rows,
                 predicted_s=predicted_s,
                 is_changing=is_changing,
             )

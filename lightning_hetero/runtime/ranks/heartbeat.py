@@ -2,6 +2,11 @@
 
 A call to a store whose server is frozen never returns, and nothing can cancel it. So this thread
 alone makes calls, and the others read what it has heard, and whether it still hears anything.
+
+A round is three calls, each to add to a number of the store, at any number of ranks: the rank's own
+beats, how many news there are, and the beats of the rank that it watches. Only news are looked at
+more closely. Who says goodbye leaves the number of the rank that it watched, which is watched by
+its watcher from then on: nobody walks over all those that have gone.
 """
 
 import json
@@ -12,7 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = ["Heartbeat", "Silence"]
 
-_FAILURE = "failure"
+_FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
+_GONE = 2**32
+"""More than any rank's beats; who ends adds it 1 + r times, where r is the rank that it watched."""
+_MAX_HOPS = 64
+"""From a rank that has gone to the one that it watched, in one round; seldom more than one."""
 
 
 class Silence:
@@ -77,7 +86,8 @@ class Heartbeat:
         """Whether the store has closed the connection."""
         self.has_server_left = False
         """Whether rank 0 has said goodbye: the store goes with it, and no harm is done."""
-        self.peer = global_rank
+        self._num_news = 0
+        self.peer = (global_rank + 1) % world_size
         """The next rank that hasn't said goodbye; this one where there is none."""
         self.peer_beat = 0
         """How often that rank has shown that it lives."""
@@ -115,10 +125,12 @@ class Heartbeat:
 
     def _say_goodbye(self) -> None:
         """Rank 0 stays, for a moment, until the others know that the store goes without harm."""
-        self._store.add(f"done/{self._rank}", 1)
+        self._store.add(f"beat/{self._rank}", _GONE * (1 + self.peer))
         if self._rank != 0:
             self._see_server_leave()
             return
+        self._store.set(_SERVER_LEFT, "")
+        self._store.add(_NEWS, 1)
         patience_s, num_others = 8 * self._interval_s, self._world_size - 1
         deadline_s = time.monotonic() + (patience_s if self.failure is None else 0.0)
         while self._store.add("saw", 0) < num_others and time.monotonic() < deadline_s:
@@ -132,28 +144,45 @@ class Heartbeat:
     def _round(self) -> None:
         store = self._store
         beat = store.add(f"beat/{self._rank}", 1)
+        num_news = store.add(_NEWS, self._tell())
+        if num_news != self._num_news:
+            self._num_news = num_news
+            self._look()
+        if self.failure is not None and self._rank == 0:
+            self.num_readers = store.add("readers", 0)
+        peer, self.peer_beat = self._watch(beat)
+        self.peer = peer
+        self.num_rounds += 1
+
+    def _tell(self) -> int:
+        """Write down what this rank has to tell; returns how many news that makes."""
         told, self._to_tell = self._to_tell, None
         if told is not None:
-            store.compare_set(_FAILURE, "", told)
-        if self._suspects:
-            store.set("suspicion", "")
-        self.is_suspicious = store.check(["suspicion"])
+            self._store.compare_set(_FAILURE, "", told)
+        suspects = self._suspects and not self.is_suspicious
+        if suspects:
+            self._store.set(_SUSPICION, "")
+        return int(told is not None) + int(suspects)
+
+    def _look(self) -> None:
+        """See what is new."""
+        store = self._store
+        self.is_suspicious = store.check([_SUSPICION])
         if self.failure is None and store.check([_FAILURE]):
             failure = json.loads(store.get(_FAILURE))
             self.failed_rank, self.failure = failure["rank"], failure["reason"]
             store.add("readers", int(self._rank not in (0, self.failed_rank)))
-        if self.failure is not None and self._rank == 0:
-            self.num_readers = store.add("readers", 0)
-        if self._rank != 0 and store.check(["done/0"]):
+        if self._rank != 0 and store.check([_SERVER_LEFT]):
             self._see_server_leave()
-        peer = self._next_peer()
-        self.peer_beat = beat if peer == self._rank else store.add(f"beat/{peer}", 0)
-        self.peer = peer
-        self.num_rounds += 1
 
-    def _next_peer(self) -> int:
-        for distance in range(1, self._world_size):
-            peer = (self._rank + distance) % self._world_size
-            if not self._store.check([f"done/{peer}"]):
-                return peer
-        return self._rank
+    def _watch(self, own_beat: int) -> tuple[int, int]:
+        """Return whom this rank watches now, and that rank's beats."""
+        peer, beat = self.peer, 0
+        for _ in range(_MAX_HOPS):
+            if peer == self._rank:
+                return peer, own_beat
+            beat = self._store.add(f"beat/{peer}", 0)
+            if beat < _GONE:
+                break
+            peer = beat // _GONE - 1
+        return peer, beat

@@ -7,6 +7,7 @@ the start that all run the same thing: one that doesn't is named, and nobody han
 import json
 import os
 import platform
+import resource
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = ["EXIT_CODE", "check_alike", "connect_store", "end_process"]
+__all__ = ["EXIT_CODE", "MAX_EAGER_RANKS", "check_alike", "connect_store", "end_process"]
 
 EXIT_CODE = 13
 """Exit code of a rank that had to be ended, because its main thread waits for ever."""
@@ -37,6 +38,32 @@ def end_process(global_rank: int, reason: str) -> None:
     os._exit(EXIT_CODE)
 
 
+MAX_EAGER_RANKS = 64
+"""Ranks up to which gloo connects all pairs of each group when it is made."""
+_CONNECTIONS_PER_RANK = 2
+"""To the store: one for calls that may wait, one for the heartbeat."""
+_OTHER_FILES = 256
+"""Open at a time besides: of the run, its groups and its data."""
+
+
+def allow_connections(count: int) -> None:
+    """Let this process open so many connections, and what else a run opens.
+
+    Raises:
+        ConfigurationError: The system's hard limit doesn't allow it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigurationError(
+            f"Rank 0 serves the store, which needs {needed} open files here, but the system allows "
+            f"{hard}. Raise the limit (ulimit -Hn {needed}) where the job is started."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def connect_store(
     address: str, port: int, *, global_rank: int, world_size: int, timeout: timedelta
 ) -> Store:
@@ -45,10 +72,19 @@ def connect_store(
     Under torchrun the agent may serve it, and it outlives the processes. Keys of a former start are
     still there then, so the ranks first agree on a prefix of their own.
 
+    Up to `MAX_EAGER_RANKS` ranks gloo connects all pairs of each group at once, and a rank that
+    dies early is noticed at once. Above that, pairs connect when they first talk: else each group
+    would cost a rank as many sockets as there are ranks, and twice as many calls of the store.
+
     Raises:
         PeerError: The other ranks didn't come within the timeout.
+        ConfigurationError: Rank 0 may not open as many connections as the store needs.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world_size > MAX_EAGER_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if global_rank == 0 and not agent_serves:
+        allow_connections(_CONNECTIONS_PER_RANK * world_size)
     with _ended_when_late(global_rank, f"{address}:{port}", timeout.total_seconds()):
         store = TCPStore(
             address,
@@ -84,30 +120,32 @@ def _ended_when_late(global_rank: int, address: str, timeout_s: float) -> Iterat
 def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> str:
     """Return a name that the ranks that live now agree on, whatever former ones have left.
 
-    Each rank says a word that nobody has used. Rank 0 goes on answering with a name and the words
-    it has heard, until all ranks have found their own word in the answer and confirmed the name.
+    Each rank says a word that nobody has used. Rank 0 goes on answering each with a name and the
+    word that it has heard, until all ranks have got their own word back and confirmed the name.
     The agents' restart counts can't serve: they differ between nodes once one has joined later.
     """
     deadline = time.monotonic() + timeout_s
     word = uuid.uuid4().hex
     store.set(f"word/{global_rank}", word)
-    answered = ""
+    others = range(1, world_size)
+    words, answers = [f"word/{rank}" for rank in others], [f"answer/{rank}" for rank in others]
+    answered: list[str] = []
     while time.monotonic() < deadline:
         if global_rank == 0:
-            keys = [f"word/{rank}" for rank in range(1, world_size)]
-            if all(store.check([key]) for key in keys):
-                answer = json.dumps([word, [store.get(key).decode() for key in keys]])
-                if answer != answered:
-                    store.set("answer", answer)
-                    answered = answer
+            if store.check(words):
+                heard = [json.dumps([word, item.decode()]) for item in store.multi_get(words)]
+                if heard != answered:
+                    store.multi_set(answers, heard)
+                    answered = heard
             if store.add(f"confirmed/{word}", 0) == world_size - 1:
                 return word
-        elif store.check(["answer"]):
-            name, heard = json.loads(store.get("answer"))
-            if len(heard) == world_size - 1 and heard[global_rank - 1] == word:
+        elif store.check([f"answer/{global_rank}"]):
+            name, heard_word = json.loads(store.get(f"answer/{global_rank}"))
+            if heard_word == word:
                 store.add(f"confirmed/{name}", 1)
                 return str(name)
-        time.sleep(0.01)
+        # All ranks together ask the store no oftener than they would at a hundred ranks.
+        time.sleep(max(0.01, 1e-4 * world_size))
     raise PeerError(
         f"Rank {global_rank} of {world_size} waited {timeout_s:.0f} s for the others to start. If "
         "nodes have come or gone, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is "

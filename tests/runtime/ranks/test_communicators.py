@@ -67,6 +67,6 @@ def test_ranks_meet_in_a_store_full_of_their_forerunners_words() -> None:
 
 def test_a_rank_that_meets_nobody_says_what_may_be_wrong() -> None:
     store = dist.HashStore()
-    store.set("answer", json.dumps(["old", ["word of another start"]]))
+    store.set("answer/1", json.dumps(["old", "word of another start"]))
     with pytest.raises(PeerError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         _meet(store, 1, 2, 0.1)

@@ -1,0 +1,105 @@
+"""Count what it costs a rank that ranks meet, watch each other and tell each other small things."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+from lightning_hetero.runtime.ranks import meeting
+from lightning_hetero.runtime.ranks.communicators import GroupTransport
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
+from lightning_hetero.runtime.ranks.tree import RankTree
+from lightning_hetero.strategy.processes import Processes
+
+_TIMEOUT = timedelta(seconds=120)
+
+
+class CountingStore:
+    """Counts the calls of all ranks together."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def counted(*args: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(self._store, name)(*args)
+
+        return counted
+
+
+def heartbeats(store: CountingStore, world_size: int) -> list[Heartbeat]:
+    """Return the heartbeats of all ranks, whose rounds the test calls itself."""
+    with mock.patch.object(threading.Thread, "start"):
+        return [
+            Heartbeat(store, global_rank=rank, world_size=world_size, interval_s=0.0)  # type: ignore[arg-type]
+            for rank in range(world_size)
+        ]
+
+
+def count_sockets(rank: int, *, is_lazy: bool) -> int:
+    """Return how many sockets this rank has opened once all kinds of control traffic have run."""
+    before = _sockets()
+    processes = Processes(timeout=_TIMEOUT, backend=None)
+    with _connecting(is_lazy=is_lazy):
+        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
+        comms = processes.comms
+        transport = GroupTransport(_TIMEOUT)
+        tree = RankTree(comms.control)
+        tree.share(tree.begin_up(torch.zeros(8)))
+        comms.gather_objects(rank)
+        comms.on_rank_0(lambda: rank)
+        processes.broadcast(rank)
+        processes.most(rank)
+        transport.all_gather(b"manifest")
+        _hand_on(comms.forward, rank, 1)
+        _hand_on(comms.backward, rank, -1)
+        processes.barrier()
+        found = len(_sockets() - before)
+        processes.barrier()
+    processes.stop_watching()
+    return found
+
+
+def _hand_on(group: dist.ProcessGroup | None, rank: int, step: int) -> None:
+    """Send to the next stage and receive from the one before, in one pipeline of all ranks."""
+    works = []
+    if 0 <= rank + step < dist.get_world_size():
+        works.append(dist.isend(torch.zeros(1), rank + step, group=group))
+    if 0 <= rank - step < dist.get_world_size():
+        works.append(dist.irecv(torch.zeros(1), rank - step, group=group))
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+@contextmanager
+def _connecting(*, is_lazy: bool) -> Iterator[None]:
+    """Let gloo connect as in runs above, or below, the number of ranks where it becomes lazy."""
+    most = 1 if is_lazy else 1_000_000
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(meeting, "MAX_EAGER_RANKS", most),
+    ):
+        yield
+
+
+def _sockets() -> set[str]:
+    """Return the sockets that this process has open."""
+    found = set()
+    for item in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(os.readlink(item))
+        except FileNotFoundError:  # The folder's own.
+            continue
+    return {target for target in found if target.startswith("socket:")}

@@ -1,0 +1,59 @@
+"""What a rank's heartbeat costs the store, at any number of ranks, and whom it watches."""
+
+import random
+import threading
+from unittest import mock
+
+import pytest
+
+from tests.runtime.ranks.control_traffic import CountingStore, heartbeats
+
+
+@pytest.mark.parametrize("world_size", [2, 1024])
+def test_a_round_of_a_quiet_run_is_three_calls(world_size: int) -> None:
+    store = CountingStore()
+    ranks = heartbeats(store, world_size)
+    for heartbeat in ranks:
+        heartbeat._round()
+        heartbeat._round()
+    assert store.calls == {"add": 3 * 2 * world_size}
+    assert [item.peer for item in ranks] == [*range(1, world_size), 0]
+
+
+def test_a_failure_is_read_once_by_each_rank() -> None:
+    store = CountingStore()
+    ranks = heartbeats(store, 16)
+    with mock.patch.object(threading.Event, "set"):
+        ranks[3].tell(3, "out of memory")
+    for heartbeat in ranks[3:]:
+        heartbeat._round()
+        heartbeat._round()
+    assert {item.failure for item in ranks[3:]} == {"out of memory"}
+    assert store.calls["get"] == 13
+
+
+def test_those_who_have_gone_are_not_walked_over() -> None:
+    store, staying = CountingStore(), (5, 700)
+    ranks = heartbeats(store, 1024)
+    for heartbeat in ranks:
+        heartbeat._round()
+    leaving = [rank for rank in range(1, 1024) if rank not in staying]
+    random.Random(0).shuffle(leaving)
+    for rank in leaving:
+        ranks[rank]._round()
+        ranks[rank]._say_goodbye()
+    store.calls.clear()
+    for _ in range(8):
+        for rank in (0, *staying):
+            ranks[rank]._round()
+    assert [ranks[rank].peer for rank in (0, 5, 700)] == [5, 700, 0]
+    assert store.calls.total() <= 3 * 8 * 6
+
+
+def test_the_last_rank_watches_itself() -> None:
+    ranks = heartbeats(CountingStore(), 3)
+    for rank in (1, 2):
+        ranks[rank]._say_goodbye()
+    ranks[0]._round()
+    ranks[0]._round()
+    assert (ranks[0].peer, ranks[0].peer_beat) == (0, 2)
