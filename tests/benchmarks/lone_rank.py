@@ -12,8 +12,8 @@ What the other ranks would do to this one (waits, what rank 0 serves to all) isn
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,9 +215,14 @@ def _counted_groups() -> Iterator[list[Any]]:
 @contextmanager
 def _zeroed_buffers() -> Iterator[None]:
     """Make buffers of zeros, as messages that never come leave them as they were made."""
-    empty = torch.empty
-    with mock.patch.object(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).zero_()):
+    with ExitStack() as patches:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+            patches.enter_context(mock.patch.object(owner, name, _zeroed(getattr(owner, name))))
         yield
+
+
+def _zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: make(*args, **kwargs).zero_()
 
 
 def _resident_bytes() -> int:

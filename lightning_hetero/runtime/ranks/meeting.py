@@ -135,7 +135,7 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
             if store.check(words):
                 heard = [json.dumps([word, item.decode()]) for item in store.multi_get(words)]
                 if heard != answered:
-                    store.multi_set(answers, heard)
+                    store.multi_set(answers, heard)  # type: ignore[attr-defined]
                     answered = heard
             if store.add(f"confirmed/{word}", 0) == world_size - 1:
                 return word
