@@ -10,9 +10,10 @@ and lets gradients cross. Slower devices take earlier stages: they hold more mic
 and slower devices have memory to spare. Both are starting points that the simulator judges.
 """
 
+import itertools
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
@@ -32,10 +33,21 @@ __all__ = [
 class PipelineNodes(NamedTuple):
     """One pipeline's stages by node."""
 
-    tp_degree: int
-    """Devices of each stage; all in the stage's node."""
+    tp_degrees: tuple[int, ...]
+    """Devices of every stage, first stage first; all in the stage's node."""
     nodes: tuple[int, ...]
-    """Node of every stage, first stage first."""
+    """Node of every stage."""
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """(node, devices) of every stage."""
+        return tuple(zip(self.nodes, self.tp_degrees, strict=True))
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[tuple[int, int]]) -> Self:
+        """Return the pipeline of (node, devices) of every stage."""
+        nodes, tp_degrees = zip(*stages, strict=True)
+        return cls(tp_degrees, nodes)
 
 
 Arrangement = tuple[PipelineNodes, ...]
@@ -81,22 +93,26 @@ def to_plan(
     for node in cluster.nodes:
         free.append(first)
         first += node.count
-    stages: list[list[StagePlan]] = [[] for _ in arrangement]
+    slots = [
+        (-tp_degree, index, stage, node)
+        for index, pipeline in enumerate(arrangement)
+        for stage, (node, tp_degree) in enumerate(pipeline.stages)
+    ]
+    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
     # Wide groups first: they then start at multiples of their width, as node topologies like it.
-    for index in sorted(range(len(arrangement)), key=lambda i: -arrangement[i].tp_degree):
-        tp_degree, nodes = arrangement[index]
-        start = 0
-        for node_index, count in zip(nodes, layers[index], strict=True):
-            ranks = tuple(range(free[node_index], free[node_index] + tp_degree))
-            free[node_index] += tp_degree
-            stages[index].append(StagePlan(ranks=ranks, layers=range(start, start + count)))
-            start += count
-    return ParallelPlan(
-        pipelines=tuple(
-            PipelinePlan(stages=tuple(parts), num_microbatches=count)
-            for parts, count in zip(stages, num_microbatches, strict=True)
+    for negative_degree, index, stage, node_index in sorted(slots):
+        stop = free[node_index] - negative_degree
+        ranks[index, stage] = tuple(range(free[node_index], stop))
+        free[node_index] = stop
+    pipelines = []
+    for index, (row, count) in enumerate(zip(layers, num_microbatches, strict=True)):
+        stops = itertools.accumulate(row)
+        stages = tuple(
+            StagePlan(ranks=ranks[index, stage], layers=range(stop - size, stop))
+            for stage, (size, stop) in enumerate(zip(row, stops, strict=True))
         )
-    )
+        pipelines.append(PipelinePlan(stages=stages, num_microbatches=count))
+    return ParallelPlan(pipelines=tuple(pipelines))
 
 
 class MappingOrder(StrEnum):
@@ -111,10 +127,10 @@ class MappingOrder(StrEnum):
 class Group(NamedTuple):
     """A device group by types."""
 
-    tp_degree: int
-    """Devices of a unit."""
+    tp_degrees: tuple[int, ...]
+    """Devices of every stage, first stage first."""
     devices: tuple[str, ...]
-    """Device type of every stage, first stage first."""
+    """Device type of every stage."""
 
 
 def num_units(cluster: Cluster, counts: Sequence[int], device: str, tp_degree: int) -> int:
@@ -140,12 +156,12 @@ def map_groups(
     placed: list[list[int]] = [[-1] * len(group.devices) for group in groups]
     slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
     if order is MappingOrder.STAGES_TOGETHER:
-        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degree, slot[1], slot[0]))
+        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[1], slot[0]))
     else:
-        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degree, slot[0], slot[1]))
+        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[0], slot[1]))
     for g, s in slots:
-        tp_degree, devices = groups[g]
-        candidates = nodes_of.get(devices[s], [])
+        tp_degree, device = groups[g].tp_degrees[s], groups[g].devices[s]
+        candidates = nodes_of.get(device, [])
         before = placed[g][s - 1] if s else -1
         # Nodes are filled one after the other; a full one is dropped from the front for good.
         while candidates and free[candidates[0]] < 1:
@@ -158,6 +174,6 @@ def map_groups(
         free[chosen] -= tp_degree
         placed[g][s] = chosen
     return tuple(
-        PipelineNodes(group.tp_degree, tuple(nodes))
+        PipelineNodes(group.tp_degrees, tuple(nodes))
         for group, nodes in zip(groups, placed, strict=True)
     )

@@ -8,7 +8,8 @@ layers are placed only if
     K·L ≤ T·Σ_i s_i·(1 - 1/K)^(i-1),    s_1 ≥ s_2 ≥ ...
 
 The best stage holds the most because the feasible t may be sorted that way. Whole layers and memory
-give K ≤ T/bottleneck as well. So a composition finishes at most K(T) micro-batches by T, and if no
+give K ≤ T/bottleneck as well. Stages may differ in TP degree, so a composition counts units of each
+device type and degree. A composition finishes at most K(T) micro-batches by T, and if no
 fractional mix of compositions within the cluster finishes all of them, no plan does: the least T
 that passes is the bound. Exchange, links and optimizer are left out, which only lowers it.
 """
@@ -24,6 +25,7 @@ from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.rates import best_mix, bottleneck_times_s
 
 __all__ = [
+    "UnitKind",
     "UnitSpeeds",
     "bound_iteration_price",
     "bound_iteration_time_s",
@@ -33,23 +35,32 @@ __all__ = [
 ]
 
 
+class UnitKind(NamedTuple):
+    """Tensor-parallel groups that are as good as each other."""
+
+    node: int
+    """A node of their device type."""
+    device_type: int
+    """Index of that type."""
+    tp_degree: int
+    """Devices of each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitSpeeds:
-    """The best speeds of units of one TP degree."""
+    """The best speeds of units."""
 
-    tp_degree: int
-    """Devices of a unit."""
     layers_per_s: FloatArray
-    """Layers that a unit of each type finishes a second, forward and backward."""
+    """Layers that a unit of each kind finishes a second, forward and backward."""
     extra_layers: float
-    """Work of embedding and head in layers, on the type where it is least."""
+    """Work of embedding and head in layers, on the kind where it is least."""
 
 
-def measure_speeds(estimator: Estimator, nodes: Sequence[int], tp_degree: int) -> UnitSpeeds:
-    """Return the best speeds of units on one node of each type."""
+def measure_speeds(estimator: Estimator, kinds: Sequence[UnitKind]) -> UnitSpeeds:
+    """Return the best speeds of units of each kind."""
     speeds, extras = [], []
     sizes = np.arange(1, estimator.num_layers + 1)
-    for node in nodes:
+    for node, _, tp_degree in kinds:
         middle, with_ends = (
             np.sum(estimator.stage_times_s(node, tp_degree, first=ends, last=ends), axis=0)[1:]
             for ends in (False, True)
@@ -57,9 +68,7 @@ def measure_speeds(estimator: Estimator, nodes: Sequence[int], tp_degree: int) -
         speeds.append(float((sizes / middle).max()))
         if np.isfinite(middle).all():
             extras.append(max(0.0, float((with_ends - middle).min())) * speeds[-1])
-    return UnitSpeeds(
-        tp_degree=tp_degree, layers_per_s=np.array(speeds), extra_layers=min(extras, default=0.0)
-    )
+    return UnitSpeeds(layers_per_s=np.array(speeds), extra_layers=min(extras, default=0.0))
 
 
 def finished_microbatches(
@@ -86,45 +95,38 @@ def finished_microbatches(
 
 def bound_iteration_time_s(
     estimator: Estimator,
-    nodes: Sequence[int],
+    kinds: Sequence[UnitKind],
     totals: IntArray,
-    compositions: dict[int, IntArray],
+    compositions: IntArray,
     upper_s: float,
 ) -> float:
     """Return seconds that every plan takes at least.
 
     Args:
         estimator: Costs, workload and cluster.
-        nodes: One node of each device type.
+        kinds: The units that a stage may be.
         totals: Devices of each type.
-        compositions: For every TP degree the compositions a pipeline may have: all of them, or the
-            bound says nothing about the others.
+        compositions: Units of each kind that a pipeline may have, one row a pipeline: all of them,
+            or the bound says nothing about the others.
         upper_s: Seconds of a plan that exists.
     """
     total = estimator.workload.num_microbatches
-    parts = [
-        _compositions_that_fit(estimator, nodes, tp_degree, rows)
-        for tp_degree, rows in compositions.items()
-    ]
-    devices = np.concatenate([part.rows * part.speeds.tp_degree for part in parts])
-    if not len(devices):
+    sizes: IntArray = np.zeros((len(kinds), len(totals)), dtype=np.int64)
+    for row, kind in zip(sizes, kinds, strict=True):
+        row[kind.device_type] = kind.tp_degree
+    rows = compositions[(compositions @ sizes <= totals).all(axis=1)]
+    bottleneck_s = _bottlenecks_s(estimator, kinds, rows)
+    fits = np.isfinite(bottleneck_s)
+    if not fits.any():
         return 0.0
+    rows, bottleneck_s, devices = rows[fits], bottleneck_s[fits], rows[fits] @ sizes
+    speeds = measure_speeds(estimator, kinds)
 
     def finishes_all(time_s: float) -> bool:
-        work = np.concatenate(
-            [
-                np.minimum(
-                    finished_microbatches(
-                        part.rows, part.speeds, estimator.num_layers, time_s, total
-                    ),
-                    time_s / part.bottleneck_s,
-                )
-                for part in parts
-            ]
-        )
-        return best_mix(devices, work, totals) >= total
+        work = finished_microbatches(rows, speeds, estimator.num_layers, time_s, total)
+        return best_mix(devices, np.minimum(work, time_s / bottleneck_s), totals) >= total
 
-    low = bound_work_s(estimator, nodes, totals, list(compositions))
+    low = bound_work_s(estimator, kinds, totals)
     high = max(low, upper_s)
     while high - low > 2e-3 * upper_s:
         middle = (low + high) / 2
@@ -135,44 +137,32 @@ def bound_iteration_time_s(
     return low
 
 
-def bound_work_s(
-    estimator: Estimator, nodes: Sequence[int], totals: IntArray, tp_degrees: Sequence[int]
-) -> float:
+def bound_work_s(estimator: Estimator, kinds: Sequence[UnitKind], totals: IntArray) -> float:
     """Return seconds that all layers take with all devices at their best, without bubbles.
 
     Args:
         estimator: Costs, workload and cluster.
-        nodes: One node of each device type.
+        kinds: The units that a stage may be.
         totals: Devices of each type.
-        tp_degrees: TP degrees that a stage may have.
     """
-    per_device = np.max(
-        [measure_speeds(estimator, nodes, tp).layers_per_s / tp for tp in tp_degrees], axis=0
-    )
+    per_device = np.zeros(len(totals))
+    speeds = measure_speeds(estimator, kinds).layers_per_s
+    for kind, speed in zip(kinds, speeds.tolist(), strict=True):
+        best = per_device[kind.device_type], speed / kind.tp_degree
+        per_device[kind.device_type] = max(best)
     return float(estimator.workload.num_microbatches * estimator.num_layers / (totals @ per_device))
 
 
-class _Part(NamedTuple):
-    """Compositions of one TP degree that hold the model."""
-
-    rows: IntArray
-    bottleneck_s: FloatArray
-    speeds: UnitSpeeds
-
-
-def _compositions_that_fit(
-    estimator: Estimator, nodes: Sequence[int], tp_degree: int, rows: IntArray
-) -> _Part:
+def _bottlenecks_s(estimator: Estimator, kinds: Sequence[UnitKind], rows: IntArray) -> FloatArray:
+    """Return each composition's least bottleneck; infinite where the model doesn't fit."""
     total = estimator.workload.num_microbatches
-    pairs = [estimator.stage_times_s(node, tp_degree, first=False, last=False) for node in nodes]
+    pairs = [estimator.stage_times_s(k.node, k.tp_degree, first=False, last=False) for k in kinds]
     # Least times of n or more layers: a profile's noise must not raise the bound.
     times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
-    most = np.array(
-        [estimator.most_layers(node, tp_degree, (False, False), total, 1) for node in nodes]
-    )
-    bottleneck_s = bottleneck_times_s(rows, times, most)
-    fits = np.isfinite(bottleneck_s)
-    return _Part(rows[fits], bottleneck_s[fits], measure_speeds(estimator, nodes, tp_degree))
+    most = [
+        estimator.most_layers(kind.node, kind.tp_degree, (False, False), total, 1) for kind in kinds
+    ]
+    return bottleneck_times_s(rows, times, np.array(most))
 
 
 def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:
@@ -187,7 +177,7 @@ def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> fl
             return None
         for tp_degree in tp_degrees:
             if tp_degree <= entry.count:
-                speeds = measure_speeds(estimator, [node], tp_degree)
+                speeds = measure_speeds(estimator, [UnitKind(node, 0, tp_degree)])
                 price_per_s = entry.price_per_hour / 3600 / entry.count * tp_degree
                 price = price_per_s / float(speeds.layers_per_s[0])
                 layer, ends = min(layer, price), min(ends, price * speeds.extra_layers)

@@ -32,7 +32,7 @@ __all__ = ["Estimate", "Estimator", "PipelineEstimate"]
 _STEADY_ROUNDS = 3
 """Micro-batches per stage after which a pipeline's end grows evenly."""
 
-_PipelineKey = tuple[int, tuple[int, ...], tuple[bool, ...]]
+_PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,8 @@ class Estimator:
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
         self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
-        self._balanced: dict[
-            tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...] | None
-        ] = {}
-        self._hops: dict[tuple[int, int, bool, int], tuple[float, float]] = {}
+        self._balanced: dict[tuple[tuple[int, ...], ...], tuple[int, ...] | None] = {}
+        self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
         self._exchanges: dict[Arrangement, ExchangeTable] = {}
         self._ends_of: dict[EqualTimes, list[float]] = {}
 
@@ -163,7 +161,7 @@ class Estimator:
         nodes = pipeline.nodes
         classes = tuple(self.classes[node] for node in nodes)
         same = tuple(a == b for a, b in itertools.pairwise(nodes))
-        return pipeline.tp_degree, classes, same
+        return pipeline.tp_degrees, classes, same
 
     def pipeline(self, pipeline: PipelineNodes, num_pipelines: int) -> PipelineEstimate | None:
         """Return a pipeline with its layers balanced, or None if the model doesn't fit."""
@@ -267,24 +265,25 @@ class Estimator:
             num_pipelines: Pipelines among which states are spread.
             most_microbatches: Most micro-batches in flight.
         """
-        tp_degree, nodes = pipeline
-        last = len(nodes) - 1
+        num_stages = len(pipeline.nodes)
+        ends = [(stage == 0, stage == num_stages - 1) for stage in range(num_stages)]
         most = tuple(
             self.most_layers(
                 node,
                 tp_degree,
-                (stage == 0, stage == last),
+                ends[stage],
                 num_pipelines,
-                min(last + 1 - stage, most_microbatches),
+                min(num_stages - stage, most_microbatches),
             )
-            for stage, node in enumerate(nodes)
+            for stage, (node, tp_degree) in enumerate(pipeline.stages)
         )
-        key = tp_degree, tuple(self.classes[node] for node in nodes), most
+        classes = tuple(self.classes[node] for node in pipeline.nodes)
+        key = pipeline.tp_degrees, classes, most
         if key not in self._balanced:
             tables = []
-            for stage, (node, room) in enumerate(zip(nodes, most, strict=True)):
-                first_last = {"first": stage == 0, "last": stage == last}
-                times = np.add(*self.stage_times_s(node, tp_degree, **first_last))
+            stages = zip(pipeline.stages, ends, most, strict=True)
+            for (node, tp_degree), (first, last), room in stages:
+                times = np.add(*self.stage_times_s(node, tp_degree, first=first, last=last))
                 times[room + 1 :] = np.inf
                 tables.append(times)
             self._balanced[key] = balance_layers(tables, self.num_layers)
@@ -296,14 +295,15 @@ class Estimator:
         layers = self.balance(pipeline, num_pipelines, most_microbatches)
         if layers is None:
             return None
-        tp_degree, nodes = pipeline
-        last = len(nodes) - 1
+        last = len(layers) - 1
         shapes = [
             self.shape(node, tp_degree, count, first=stage == 0, last=stage == last)
-            for stage, (node, count) in enumerate(zip(nodes, layers, strict=True))
+            for stage, ((node, tp_degree), count) in enumerate(
+                zip(pipeline.stages, layers, strict=True)
+            )
         ]
         pairs = [self.cost.compute_s(shape, self.workload.microbatch) for shape in shapes]
-        hops = [self._hop_s(a, b, tp_degree) for a, b in itertools.pairwise(nodes)]
+        hops = [self._hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
         times = EqualTimes(
             forward_s=tuple([forward for forward, _ in pairs]),
             backward_s=tuple([backward for _, backward in pairs]),
@@ -320,20 +320,23 @@ class Estimator:
             most_microbatches=most_microbatches,
         )
 
-    def _hop_s(self, node: int, after: int, tp_degree: int) -> tuple[float, float]:
-        """Return seconds of a hidden state to the next stage, and of its gradient back."""
-        key = self.classes[node], self.classes[after], node == after, tp_degree
+    def _hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+        """Return seconds of a hidden state between two stages, and of its gradient back.
+
+        Stages are (node, devices).
+        """
+        key = self.classes[one[0]], one[1], self.classes[other[0]], other[1], one[0] == other[0]
         found = self._hops.get(key)
         if found is None:
-            firsts = self._rank_of_node[node], self._rank_of_node[after]
-            one, other = (
-                StagePlan(ranks=tuple(range(first, first + tp_degree)), layers=range(n, n + 1))
-                for n, first in enumerate(firsts)
-            )
+            stages = []
+            for index, (node, tp_degree) in enumerate((one, other)):
+                first = self._rank_of_node[node]
+                ranks = tuple(range(first, first + tp_degree))
+                stages.append(StagePlan(ranks=ranks, layers=range(index, index + 1)))
             tokens = sum(self.workload.microbatch)
             found = self._hops[key] = (
-                self.cost.activation_s(one, other, tokens),
-                self.cost.activation_s(other, one, tokens),
+                self.cost.activation_s(stages[0], stages[1], tokens),
+                self.cost.activation_s(stages[1], stages[0], tokens),
             )
         return found
 
@@ -350,11 +353,7 @@ class Estimator:
             for key, (_, nodes) in zip(keys, arrangement, strict=True):
                 ranks.setdefault(key, []).append(tuple([self._rank_of_node[n] for n in nodes]))
             holders = [
-                Holders(
-                    layers=part.layers,
-                    tp_degrees=(key[0],) * len(part.layers),
-                    ranks=tuple(ranks[key]),
-                )
+                Holders(layers=part.layers, tp_degrees=key[0], ranks=tuple(ranks[key]))
                 for key, part in parts.items()
             ]
             found = self._exchanges[arrangement] = ExchangeTable(holders, self.cost)

@@ -168,7 +168,7 @@ def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[C
 
 
 def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
-    """Swap the nodes of two stages, then balance and share anew."""
+    """Let two stages swap their devices, then balance and share anew."""
     places = [
         (p, s)
         for p, pipeline in enumerate(candidate.arrangement)
@@ -178,7 +178,7 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
     seen: set[tuple[object, ...]] = set()
     for (p, s), (q, t) in itertools.combinations(places, 2):
         one, other = candidate.arrangement[p], candidate.arrangement[q]
-        if one.tp_degree != other.tp_degree or one.nodes[s] == other.nodes[t]:
+        if one.stages[s] == other.stages[t]:
             continue
         kind = (
             (estimator.key(one), s, candidate.num_microbatches[p]),
@@ -187,13 +187,13 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
         if classes[one.nodes[s]] == classes[other.nodes[t]] and kind in seen:
             continue
         seen.add(kind)
-        nodes = [list(pipeline.nodes) for pipeline in candidate.arrangement]
-        nodes[p][s], nodes[q][t] = nodes[q][t], nodes[p][s]
-        yield from _rebuilt(candidate, nodes, estimator)
+        rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+        rows[p][s], rows[q][t] = rows[q][t], rows[p][s]
+        yield from _rebuilt(rows, estimator)
 
 
 def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
-    """Give a device group of one pipeline to another of the same TP degree, then balance anew.
+    """Give a device group of one pipeline to another that has such degrees, then balance anew.
 
     It takes a place beside one of its kind, or any end where there is none.
     """
@@ -203,19 +203,21 @@ def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Candidat
     }
     for p, q in itertools.permutations(firsts.values(), 2):
         one, other = candidate.arrangement[p], candidate.arrangement[q]
-        if one.tp_degree != other.tp_degree or len(one.nodes) == 1:
+        if len(one.nodes) == 1:
             continue
-        for s in {classes[node]: s for s, node in enumerate(one.nodes)}.values():
-            node = one.nodes[s]
-            alike = [t for t, n in enumerate(other.nodes) if classes[n] == classes[node]]
+        kinds = [[(classes[node], degree) for node, degree in i.stages] for i in (one, other)]
+        for (kind, degree), s in {key: s for s, key in enumerate(kinds[0])}.items():
+            if degree not in other.tp_degrees:
+                continue
+            alike = [t for t, key in enumerate(kinds[1]) if key == (kind, degree)]
             for place in [alike[-1] + 1] if alike else [0, len(other.nodes)]:
-                nodes = [list(pipeline.nodes) for pipeline in candidate.arrangement]
-                nodes[q].insert(place, nodes[p].pop(s))
-                yield from _rebuilt(candidate, nodes, estimator)
+                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                rows[q].insert(place, rows[p].pop(s))
+                yield from _rebuilt(rows, estimator)
 
 
 def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
-    """Swap the nodes of two stages in all pipelines that are alike, then balance and share anew.
+    """Let two stages swap devices in all pipelines that are alike, then balance and share anew.
 
     In one of them alone the gradients of layers would cross nodes.
     """
@@ -225,23 +227,21 @@ def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterato
         if len(members) == 1:
             continue
         for s, t in itertools.combinations(range(len(members[0].nodes)), 2):
-            if classes[members[0].nodes[s]] == classes[members[0].nodes[t]]:
+            one, other = members[0].stages[s], members[0].stages[t]
+            if classes[one[0]] == classes[other[0]] and one[1] == other[1]:
                 continue
-            nodes = [list(pipeline.nodes) for pipeline in candidate.arrangement]
-            for pipeline, row in zip(candidate.arrangement, nodes, strict=True):
+            rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+            for pipeline, row in zip(candidate.arrangement, rows, strict=True):
                 if estimator.key(pipeline) == key:
                     row[s], row[t] = row[t], row[s]
-            yield from _rebuilt(candidate, nodes, estimator)
+            yield from _rebuilt(rows, estimator)
 
 
 def _rebuilt(
-    candidate: Candidate, nodes: Sequence[Sequence[int]], estimator: Estimator
+    rows: Sequence[Sequence[tuple[int, int]]], estimator: Estimator
 ) -> Iterator[Candidate]:
-    """Yield the candidate on other nodes with layers and micro-batches for them, if it fits."""
-    arrangement = tuple(
-        PipelineNodes(pipeline.tp_degree, tuple(row))
-        for pipeline, row in zip(candidate.arrangement, nodes, strict=True)
-    )
+    """Yield a candidate of these stages with layers and micro-batches for them, if it fits."""
+    arrangement = tuple(map(PipelineNodes.of_stages, rows))
     estimate = estimator.estimate(arrangement)
     if estimate is not None:
         yield Candidate(

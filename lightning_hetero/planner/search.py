@@ -18,12 +18,13 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import Arrangement
 from lightning_hetero.planner.bound import bound_iteration_price
+from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.local_search import Candidate, Judge, improve
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
-    enumerate_arrangements,
     propose_arrangements,
+    propose_mixed_degrees,
 )
 from lightning_hetero.planner.workload import (
     Objective,
@@ -218,6 +219,9 @@ class _PlanSearch:
                 return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS)
         every = propose_arrangements(self.estimator, counts, self.tp_degrees)
         found = self._simulate(every, _SIMULATED, _SIMULATED_ACTIONS)
+        best = min(map(self.judge.score, found), default=float("inf"))
+        mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
+        found += self._simulate(mixed, _SIMULATED_OF_A_PART, _SIMULATED_ACTIONS, below=best)
         burden = [self._burden(node) for node in range(len(counts))]
         limit = self.judge.work_done + _SIMULATED_ACTIONS
         left = _ESTIMATED_STAGES_OF_PARTS
@@ -267,9 +271,9 @@ class _PlanSearch:
         for estimator in self.estimators:
             limit = self.judge.work_done + budget
             num_fitting = 0
-            for estimate in self._estimate(arrangements, estimator, most):
-                score = self._rough_score(estimate)
-                enough = num_fitting >= most or score > below * _WORTH_SIMULATING
+            worst = below * _WORTH_SIMULATING
+            for estimate in self._estimate(arrangements, estimator, most, worst):
+                enough = num_fitting >= most or self._rough_score(estimate) > worst
                 if enough or (self.judge.work_done > limit and fitting):
                     break
                 candidate = Candidate(
@@ -283,11 +287,12 @@ class _PlanSearch:
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
     def _estimate(
-        self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int
+        self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int, worst: float
     ) -> list[Estimate]:
         """Return the best estimates first: `most` of them, and others that were met on the way.
 
-        Arrangements that would take too long even without bubbles and exchange are left out.
+        Arrangements that would take too long even without bubbles and exchange are left out, and
+        those that would then score above `worst`.
         """
         least = [
             self._weighted(estimator.least_s(arrangement), _nodes_of(arrangement))
@@ -295,7 +300,8 @@ class _PlanSearch:
         ]
         estimates: list[tuple[float, int, Estimate]] = []
         for index in sorted(range(len(least)), key=least.__getitem__):
-            if len(estimates) >= most and least[index] > estimates[most - 1][0]:
+            enough = len(estimates) >= most and least[index] > estimates[most - 1][0]
+            if enough or least[index] > worst:
                 break
             estimate = estimator.estimate(arrangements[index])
             if estimate is not None:

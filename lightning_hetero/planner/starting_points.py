@@ -1,7 +1,8 @@
-"""Which groupings are worth looking at: all of them on tiny clusters, else the solvers' favourites.
+"""Which groupings are worth looking at on clusters too large to enumerate: the solvers' favourites.
 
 For every TP degree Eq. 3's optimum, units dealt evenly over different numbers of groups, and the
-pipelines that finish the most micro-batches (`rates`). Stages run from the slowest device to the
+pipelines that finish the most micro-batches (`rates`); besides, units dealt evenly whose degree
+depends on their device type. Stages run from the slowest device to the
 fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
 """
 
@@ -17,26 +18,33 @@ from lightning_hetero.planner.arrangement import (
     Arrangement,
     Group,
     MappingOrder,
-    PipelineNodes,
     map_groups,
     num_units,
 )
-from lightning_hetero.planner.bound import bound_iteration_time_s, bound_work_s
+from lightning_hetero.planner.bound import UnitKind, bound_iteration_time_s, bound_work_s
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.every_grouping import every_grouping
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
 from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
 
-__all__ = ["bound_time_s", "enumerate_arrangements", "propose_arrangements"]
+__all__ = [
+    "bound_time_s",
+    "propose_arrangements",
+    "propose_mixed_degrees",
+]
 
 _MAX_COMPOSITIONS = 6000
 _GROUPING_PROGRAMS = 500
 """Most linear programmes for one grouping; 30 to 130 are usual."""
 _MAX_EVERY_GROUPING = 1000
 _LIKELIEST = 4
+_MIXED_DEGREES = 2
+"""Choices of a degree for each device type that are proposed."""
 _MAX_BOUNDED = 600_000
 """Most compositions for which the bound counts bubbles: about a second of work."""
+_MAX_BOUNDED_OF_DEGREES = 20_000
+"""The same where stages may differ in degree, and compositions count units of each."""
 
 
 class _Types:
@@ -61,8 +69,15 @@ class _Types:
 
     def units(self, tp_degree: int) -> list[int]:
         """Return tensor-parallel groups of each type that nodes can hold."""
+        return self.units_of([tp_degree] * len(self.names))
+
+    def units_of(self, tp_degrees: Sequence[int]) -> list[int]:
+        """Return the same where each type has its own degree."""
         cluster = self.estimator.cost.cluster
-        return [num_units(cluster, self.counts, name, tp_degree) for name in self.names]
+        return [
+            num_units(cluster, self.counts, name, tp_degree)
+            for name, tp_degree in zip(self.names, tp_degrees, strict=True)
+        ]
 
     def seconds(self, node: int, tp_degree: int) -> float:
         """Return seconds of a micro-batch through all layers on one unit of a node."""
@@ -92,13 +107,36 @@ class _Types:
 
     def groups(self, tp_degree: int, compositions: Sequence[Sequence[int]]) -> list[Group]:
         """Return groups with their stages from the slowest type to the fastest."""
-        return [
-            Group(
-                tp_degree,
-                tuple(n for n, k in zip(self.names, row, strict=True) for _ in range(k)),
-            )
-            for row in compositions
-        ]
+        return self.groups_of([tp_degree] * len(self.names), compositions)
+
+    def groups_of(
+        self, tp_degrees: Sequence[int], compositions: Sequence[Sequence[int]]
+    ) -> list[Group]:
+        """Return the same where each type has its own degree."""
+        groups = []
+        for row in compositions:
+            kinds = zip(tp_degrees, self.names, row, strict=True)
+            stages = [(degree, name) for degree, name, count in kinds for _ in range(count)]
+            degrees, devices = zip(*stages, strict=True)
+            groups.append(Group(degrees, devices))
+        return groups
+
+    def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return a few choices of a degree for each type, not all the same, the likeliest first.
+
+        With M micro-batches, U units of power P together take about (M + U)/P: larger groups make
+        pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
+        """
+        powers = {degree: self.powers(degree) for degree in tp_degrees}
+        rated = []
+        for degrees in itertools.product(tp_degrees, repeat=len(self.names)):
+            units = self.units_of(degrees)
+            if len(set(degrees)) > 1 and all(units):
+                kinds = enumerate(zip(units, degrees, strict=True))
+                power = sum(count * powers[degree][index] for index, (count, degree) in kinds)
+                work = self.estimator.workload.num_microbatches + sum(units)
+                rated.append((work / power, degrees))
+        return [degrees for _, degrees in sorted(rated)[:_MIXED_DEGREES]]
 
 
 def propose_arrangements(
@@ -120,16 +158,37 @@ def propose_arrangements(
     groupings: list[list[Group]] = []
     for tp_degree in tp_degrees:
         if sum(types.units(tp_degree)):
-            groupings += _dealt(types, tp_degree, 64 if is_thorough else 8)
+            degrees = [tp_degree] * len(types.names)
+            groupings += _dealt(types, degrees, 64 if is_thorough else 8)
             if is_thorough:
                 groupings += _by_effective_power(types, tp_degree)
     if is_thorough:
         groupings += _by_rate(types, tp_degrees)
         groupings += _every_one(types, tp_degrees)
+    return _mapped(groupings, types)
+
+
+def propose_mixed_degrees(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+) -> list[Arrangement]:
+    """Return arrangements whose stages have a degree by device type: A100 TP 1 before V100 TP 4.
+
+    The arguments are those of `propose_arrangements`.
+    """
+    types = _Types(estimator, counts, tp_degrees)
+    groupings: list[list[Group]] = []
+    for degrees in types.mixed_degrees(tp_degrees):
+        groupings += _dealt(types, degrees, 8)
+    return _mapped(groupings, types)
+
+
+def _mapped(groupings: Sequence[Sequence[Group]], types: _Types) -> list[Arrangement]:
+    """Return the groupings on actual nodes, in every order."""
+    cluster = types.estimator.cost.cluster
     arrangements = []
     for groups in dict.fromkeys(map(tuple, groupings)):
         for order in MappingOrder:
-            arrangement = map_groups(groups, estimator.cost.cluster, counts, order)
+            arrangement = map_groups(groups, cluster, types.counts, order)
             if arrangement is not None:
                 arrangements.append(arrangement)
     return list(dict.fromkeys(arrangements))
@@ -140,17 +199,27 @@ def bound_time_s(
 ) -> float:
     """Return seconds that every plan takes at least; `upper_s` are those of a plan that exists."""
     types = _Types(estimator, counts, tp_degrees)
+    kinds = {
+        UnitKind(node, index, tp_degree): count
+        for tp_degree in tp_degrees
+        for index, (node, count) in enumerate(zip(types.nodes, types.units(tp_degree), strict=True))
+        if count
+    }
     most_stages = min(estimator.num_layers, sum(counts))
-    units = {tp: types.units(tp) for tp in tp_degrees if sum(types.units(tp))}
-    if sum(_num_compositions(row, most_stages) for row in units.values()) > _MAX_BOUNDED:
-        return min(upper_s, bound_work_s(estimator, types.nodes, types.totals, list(units)))
-    compositions = {tp: enumerate_compositions(row, most_stages) for tp, row in units.items()}
-    return bound_iteration_time_s(estimator, types.nodes, types.totals, compositions, upper_s)
+    units = list(kinds.values())
+    limit = _MAX_BOUNDED if len(tp_degrees) == 1 else _MAX_BOUNDED_OF_DEGREES
+    if _num_compositions(units, most_stages) > limit:
+        return min(upper_s, bound_work_s(estimator, list(kinds), types.totals))
+    compositions = enumerate_compositions(units, most_stages)
+    return bound_iteration_time_s(estimator, list(kinds), types.totals, compositions, upper_s)
 
 
-def _dealt(types: _Types, tp_degree: int, most_numbers: int) -> Iterator[list[Group]]:
-    """Deal units evenly over every number of groups, or over a spread of numbers."""
-    units = types.units(tp_degree)
+def _dealt(types: _Types, tp_degrees: Sequence[int], most_numbers: int) -> Iterator[list[Group]]:
+    """Deal units evenly over every number of groups, or over a spread of numbers.
+
+    `tp_degrees` is one for each type.
+    """
+    units = types.units_of(tp_degrees)
     most = min(sum(units), types.estimator.workload.num_microbatches)
     least = -(-sum(units) // types.estimator.num_layers)
     spread = np.unique(np.geomspace(least, max(most, least), min(most_numbers, 40)).astype(int))
@@ -159,7 +228,7 @@ def _dealt(types: _Types, tp_degree: int, most_numbers: int) -> Iterator[list[Gr
         dealt = deal_evenly(units, num_groups)
         rows = [row for row, repeats in dealt for _ in range(repeats)]
         if all(map(any, rows)):
-            yield types.groups(tp_degree, rows)
+            yield types.groups_of(tp_degrees, rows)
 
 
 def _by_effective_power(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
@@ -313,81 +382,3 @@ def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
         slope_s=slope,
         fill_s=np.where(np.isfinite(slope), slope, 0.0) * (lengths - 1),
     )
-
-
-def enumerate_arrangements(
-    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], limit: int
-) -> list[Arrangement] | None:
-    """Return all arrangements up to swapping equal nodes, or None if they are above `limit`."""
-    cluster = estimator.cost.cluster
-    most_stages = estimator.num_layers
-    most_pipelines = estimator.workload.num_microbatches
-    pipelines = sorted(
-        PipelineNodes(tp, nodes)
-        for tp in tp_degrees
-        for nodes in _node_sequences([count // tp for count in counts], most_stages)
-    )
-    if len(pipelines) > limit:
-        return None
-    sizes = [(node.count, node.price_per_hour) for node in cluster.nodes]
-    alike = [(estimator.classes[i], *sizes[i]) for i in range(len(sizes))]
-    # Of equal nodes the first is used first: that is so in the least arrangement of any that
-    # differ by swapping equal nodes, if pipelines come in order.
-    earlier = [
-        next((j for j in reversed(range(i)) if alike[j] == alike[i]), None)
-        for i in range(len(alike))
-    ]
-    found: dict[Arrangement, Arrangement] = {}
-    visited = 0
-    stack: list[tuple[Arrangement, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
-    while stack:
-        arrangement, start, free = stack.pop()
-        if arrangement:
-            found.setdefault(_relabel(arrangement, alike), arrangement)
-        if len(arrangement) == most_pipelines:
-            continue
-        for index in range(start, len(pipelines)):
-            pipeline = pipelines[index]
-            left = list(free)
-            in_order = True
-            for node in pipeline.nodes:
-                before = earlier[node]
-                in_order &= before is None or left[before] < counts[before]
-                left[node] -= pipeline.tp_degree
-            if in_order and min(left) >= 0:
-                visited += 1
-                if visited > 8 * limit or len(found) > limit:
-                    return None
-                stack.append(((*arrangement, pipeline), index, tuple(left)))
-    return list(found.values())
-
-
-def _node_sequences(units: Sequence[int], longest: int) -> Iterator[tuple[int, ...]]:
-    """Yield every sequence of nodes that uses each at most as often as it has units."""
-    stack: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), tuple(units))]
-    while stack:
-        nodes, left = stack.pop()
-        if nodes:
-            yield nodes
-        if len(nodes) == longest:
-            continue
-        for node in range(len(units)):
-            if left[node]:
-                rest = (*left[:node], left[node] - 1, *left[node + 1 :])
-                stack.append(((*nodes, node), rest))
-
-
-def _relabel(arrangement: Arrangement, alike: Sequence[object]) -> Arrangement:
-    """Rename equal nodes by first appearance; arrangements that then agree are the same."""
-    order = sorted(arrangement, key=lambda p: (p.tp_degree, [str(alike[node]) for node in p.nodes]))
-    free: dict[object, list[int]] = {}
-    for node in reversed(range(len(alike))):
-        free.setdefault(alike[node], []).append(node)
-    names: dict[int, int] = {}
-    renamed = []
-    for pipeline in order:
-        for node in pipeline.nodes:
-            if node not in names:
-                names[node] = free[alike[node]].pop()
-        renamed.append(PipelineNodes(pipeline.tp_degree, tuple(names[n] for n in pipeline.nodes)))
-    return tuple(sorted(renamed))

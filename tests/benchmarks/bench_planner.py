@@ -14,10 +14,19 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner import Workload, effective_power, group_devices, plan
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner import (
+    PlanningOptions,
+    Workload,
+    effective_power,
+    group_devices,
+    plan,
+)
 from tests.benchmarks.harness import Row, median_times_s
 
 try:
@@ -42,7 +51,8 @@ SEARCHES = (
 def run() -> list[Row]:
     """Return the rows of grouping, of whole searches and of 10,000 GPUs."""
     groupings = [_grouping(counts) for counts in ((8, 4, 4), (8, 8, 8), (16, 8, 8))]
-    return [*groupings, *(_search(*case) for case in SEARCHES), *_ten_thousand()]
+    searches = [_search(*case) for case in SEARCHES]
+    return [*groupings, *searches, _degree_per_stage(), *_ten_thousand()]
 
 
 def _grouping(counts: tuple[int, ...]) -> Row:
@@ -137,6 +147,39 @@ def _search(
     )
     name = f"whole search, {num_gpus} GPUs of 3 types"
     return _row(name, seconds, None, seconds, target_s, "lower", note)
+
+
+def _degree_per_stage() -> Row:
+    """Compare plans whose stages may differ in TP degree with the best of one degree."""
+    nodes = [Node(device="A100-40GB", count=1)] * 8 + [Node(device="V100-16GB", count=4)] * 8
+    cluster = Cluster(nodes=tuple(nodes), inter_node_bytes_per_s=12.5e9)
+    sizes = ModelSpec.load("llama-7b")
+    workload = Workload(sequence_length=2048, global_batch_size=64)
+
+    def best_s(tp_degrees: tuple[int, ...]) -> tuple[float, ParallelPlan]:
+        options = PlanningOptions(tp_degrees=tp_degrees, num_candidates=1)
+        best = plan(cluster, sizes, workload, options).best
+        return best.simulation.iteration_time_s, best.plan
+
+    ours, found = best_s((1, 2, 4))
+    peers = {}
+    for degree in (1, 2, 4):
+        with suppress(PlanningError):
+            peers[degree] = best_s((degree,))[0]
+    peer = min(peers.values())
+    degrees = sorted({pipeline.tp_degrees for pipeline in found.pipelines})
+    note = f"llama-7b, TP of stages {degrees}; peer: the best of searches with one degree each"
+    return Row(
+        name="iteration, 8 A100 (1 a node) and 32 V100 (4 a node)",
+        ours=ours,
+        peer=peer,
+        unit="s",
+        target=0.9,
+        better="lower",
+        kind="simulated",
+        value=ours / peer,
+        note=note,
+    )
 
 
 _SCRIPT = """

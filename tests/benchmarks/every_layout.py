@@ -41,7 +41,10 @@ def every_layout(
     for chosen in groupings:
         for direction in (order, order[::-1]):
             groups = [
-                Group(tp, tuple(names[kind] for kind in direction for _ in range(row[kind])))
+                Group(
+                    (tp,) * sum(row),
+                    tuple(names[kind] for kind in direction for _ in range(row[kind])),
+                )
                 for tp, row in chosen
             ]
             for mapping in MappingOrder:

@@ -53,23 +53,30 @@ def tiny_cluster(
     )
 
 
-def every_pipeline(
-    counts: list[int], num_heads: int, most_stages: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return every pipeline as (TP degree, node of each stage)."""
-    pipelines = []
-    for tp_degree in range(1, max(counts) + 1):
-        if num_heads % tp_degree == 0:
-            places = [node for node, count in enumerate(counts) for _ in range(count // tp_degree)]
-            for length in range(1, min(len(places), most_stages) + 1):
-                chosen = sorted(set(itertools.permutations(places, length)))
-                pipelines += [(tp_degree, nodes) for nodes in chosen]
+Stages = tuple[tuple[int, int], ...]
+"""A pipeline as (node, TP degree) of every stage."""
+
+
+def every_pipeline(counts: list[int], num_heads: int, most_stages: int) -> list[Stages]:
+    """Return every pipeline; each stage may have its own degree."""
+    degrees = [degree for degree in range(1, max(counts) + 1) if num_heads % degree == 0]
+    pipelines: list[Stages] = []
+    longer: list[Stages] = [()]
+    for _ in range(most_stages):
+        longer = [
+            (*stages, (node, degree))
+            for stages in longer
+            for node, count in enumerate(counts)
+            for degree in degrees
+            if sum(size for other, size in stages if other == node) + degree <= count
+        ]
+        pipelines += longer
     return pipelines
 
 
 def every_layout(
     cluster: Cluster, num_heads: int, most_stages: int, most_pipelines: int
-) -> Iterator[tuple[tuple[int, tuple[int, ...]], ...]]:
+) -> Iterator[tuple[Stages, ...]]:
     """Yield every set of pipelines, one of those that renaming equal nodes makes the same."""
     counts = [node.count for node in cluster.nodes]
     pipelines = every_pipeline(counts, num_heads, most_stages)
@@ -84,7 +91,7 @@ def every_layout(
     def extend(chosen, start, free):
         if chosen:
             same = (
-                tuple(sorted((tp, tuple(names[n] for n in nodes)) for tp, nodes in chosen))
+                tuple(sorted(tuple((names[n], tp) for n, tp in stages) for stages in chosen))
                 for names in renamings
             )
             if (name := min(same)) in seen:
@@ -92,9 +99,8 @@ def every_layout(
             seen.add(name)
             yield chosen
         for index in range(start, len(pipelines) if len(chosen) < most_pipelines else 0):
-            tp_degree, nodes = pipelines[index]
             left = list(free)
-            for node in nodes:
+            for node, tp_degree in pipelines[index]:
                 left[node] -= tp_degree
             if min(left) >= 0:
                 yield from extend((*chosen, pipelines[index]), index, left)
@@ -115,9 +121,9 @@ def every_plan(cluster: Cluster, model: ModelSpec, num_microbatches: int) -> Ite
     for layout in every_layout(cluster, model.num_heads, model.num_layers, num_microbatches):
         free = [cluster.ranks_of(node)[0] for node in range(len(cluster.nodes))]
         ranks = []
-        for tp_degree, nodes in layout:
+        for pipeline in layout:
             row = []
-            for node in nodes:
+            for node, tp_degree in pipeline:
                 row.append(tuple(range(free[node], free[node] + tp_degree)))
                 free[node] += tp_degree
             ranks.append(row)

@@ -24,9 +24,9 @@ CLUSTER = Cluster(
 @pytest.mark.parametrize(
     "arrangement",
     [
-        (PipelineNodes(1, (0,)), PipelineNodes(1, (2,))),
-        (PipelineNodes(1, (0, 2)), PipelineNodes(2, (1, 2))),
-        (PipelineNodes(1, (0, 0, 1, 2)),),
+        (PipelineNodes((1,), (0,)), PipelineNodes((1,), (2,))),
+        (PipelineNodes((1,) * 2, (0, 2)), PipelineNodes((2,) * 2, (1, 2))),
+        (PipelineNodes((1,) * 4, (0, 0, 1, 2)),),
     ],
 )
 def test_estimates_are_within_3_percent_of_the_simulator(arrangement):
@@ -41,7 +41,7 @@ def test_estimates_are_within_3_percent_of_the_simulator(arrangement):
     assert estimate.time_s == pytest.approx(judge.score(candidate), rel=0.03)
 
 
-GROUPS = [Group(1, ("A100-80GB", "H800-80GB"))] * 4 + [Group(1, ("A100-80GB",))] * 4
+GROUPS = [Group((1,) * 2, ("A100-80GB", "H800-80GB"))] * 4 + [Group((1,), ("A100-80GB",))] * 4
 
 
 @pytest.mark.parametrize("order", list(MappingOrder))
@@ -59,11 +59,11 @@ def test_stages_together_puts_the_first_stages_of_all_pipelines_on_one_node():
 
 
 def test_pipelines_together_keeps_the_stages_of_a_pipeline_on_one_node():
-    groups = [Group(2, ("A100-80GB", "A100-80GB"))] * 2
+    groups = [Group((2,) * 2, ("A100-80GB", "A100-80GB"))] * 2
     arrangement = map_groups(groups, CLUSTER, (4, 4, 4), MappingOrder.PIPELINES_TOGETHER)
     assert [pipeline.nodes for pipeline in arrangement] == [(0, 0), (1, 1)]
 
 
 def test_groups_that_nodes_cannot_hold_have_no_mapping():
-    groups = [Group(4, ("A100-80GB",))]
+    groups = [Group((4,), ("A100-80GB",))]
     assert map_groups(groups, CLUSTER, (3, 3, 4), MappingOrder.STAGES_TOGETHER) is None

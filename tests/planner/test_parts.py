@@ -106,6 +106,6 @@ def test_estimates_price_messages_as_the_cost_model_does():
     cluster = Cluster(nodes=(Node(device="T4", count=2),))
     workload = Workload(sequence_length=512, global_batch_size=8)
     estimator = Estimator(SlowMessages(cluster, BERT), workload, equal_microbatches=False)
-    estimate = estimator.estimate((PipelineNodes(1, (0, 0)),))
+    estimate = estimator.estimate((PipelineNodes((1,) * 2, (0, 0)),))
     assert estimate is not None
     assert estimate.time_s > 20.0

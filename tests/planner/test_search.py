@@ -241,3 +241,20 @@ def test_a_profile_without_any_usable_tp_degree_is_refused():
     workload = Workload(sequence_length=2048, global_batch_size=16)
     with pytest.raises(ProfileError, match="TP degrees"):
         plan(cluster, model, workload, cost=cost)
+
+
+def test_stages_have_a_degree_each_where_that_is_faster_than_one_for_all():
+    nodes = [Node(device="A100-40GB", count=1)] * 2 + [Node(device="V100-16GB", count=4)] * 2
+    cluster = Cluster(nodes=tuple(nodes), inter_node_bytes_per_s=12.5e9)
+    model, workload = (
+        ModelSpec.load("gpt-neo-2.7b"),
+        Workload(sequence_length=2048, global_batch_size=16),
+    )
+    result = plan(cluster, model, workload)
+    assert any(len(set(p.tp_degrees)) > 1 for p in result.best.plan.pipelines)
+    found_s = result.best.simulation.iteration_time_s
+    assert result.lower_bound_s <= found_s
+    for degree in (1, 2):
+        options = PlanningOptions(tp_degrees=(degree,), num_candidates=1)
+        one = plan(cluster, model, workload, options)
+        assert found_s < 0.95 * one.best.simulation.iteration_time_s

@@ -161,13 +161,14 @@ class _CandidateSearch:
                 for num_stages in range(1, min(most, count) + 1):
                     # All small depths; of the deep ones only those that use every device.
                     if num_stages <= 4 or count % num_stages == 0:
-                        yield Group(degree, (name,) * num_stages)
+                        yield Group((degree,) * num_stages, (name,) * num_stages)
             by_speed = sorted(self.num_devices, key=lambda name: self._layer_s(name, degree))
             for fast, slow in itertools.combinations(by_speed, 2):
                 for first, second in itertools.product(_MIXED_COUNTS, repeat=2):
                     fits = first <= units[slow] and second <= units[fast]
                     if fits and first + second <= most:
-                        yield Group(degree, (slow,) * first + (fast,) * second)
+                        degrees = (degree,) * (first + second)
+                        yield Group(degrees, (slow,) * first + (fast,) * second)
 
     def _num_units(self, device: str, tp_degree: int) -> int:
         counts = [node.count for node in self.cost.cluster.nodes]
@@ -180,13 +181,13 @@ class _CandidateSearch:
 
     def _scheme(self, group: Group) -> Scheme | None:
         """Return a group's scheme: the cost of one of as many such pipelines as there can be."""
-        needed = Counter(group.devices)
-        copies = min(self._num_units(d, group.tp_degree) // n for d, n in needed.items())
+        needed = Counter(zip(group.devices, group.tp_degrees, strict=True))
+        copies = min(self._num_units(d, tp_degree) // n for (d, tp_degree), n in needed.items())
         plan = self._plan([group] * copies)
         costs = None if plan is None else self._costs(plan)
         if costs is None:
             return None
-        devices = tuple((device, n * group.tp_degree) for device, n in needed.items())
+        devices = tuple((device, n * tp_degree) for (device, tp_degree), n in needed.items())
         return Scheme(cost=costs[0], devices=devices)
 
     def _plan(self, groups: Sequence[Group]) -> ParallelPlan | None:

@@ -1,0 +1,87 @@
+"""All arrangements of a tiny cluster, up to swapping nodes that are equal."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
+from lightning_hetero.planner.estimator import Estimator
+
+__all__ = ["enumerate_arrangements"]
+
+
+def enumerate_arrangements(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], limit: int
+) -> list[Arrangement] | None:
+    """Return all arrangements up to swapping equal nodes, or None if they are above `limit`."""
+    cluster = estimator.cost.cluster
+    most_stages = estimator.num_layers
+    most_pipelines = estimator.workload.num_microbatches
+    pipelines = sorted(map(PipelineNodes.of_stages, _sequences(counts, tp_degrees, most_stages)))
+    if len(pipelines) > limit:
+        return None
+    sizes = [(node.count, node.price_per_hour) for node in cluster.nodes]
+    alike = [(estimator.classes[i], *sizes[i]) for i in range(len(sizes))]
+    # Of equal nodes the first is used first: that is so in the least arrangement of any that
+    # differ by swapping equal nodes, if pipelines come in order.
+    earlier = [
+        next((j for j in reversed(range(i)) if alike[j] == alike[i]), None)
+        for i in range(len(alike))
+    ]
+    found: dict[Arrangement, Arrangement] = {}
+    visited = 0
+    stack: list[tuple[Arrangement, int, tuple[int, ...]]] = [((), 0, tuple(counts))]
+    while stack:
+        arrangement, start, free = stack.pop()
+        if arrangement:
+            found.setdefault(_relabel(arrangement, alike), arrangement)
+        if len(arrangement) == most_pipelines:
+            continue
+        for index in range(start, len(pipelines)):
+            pipeline = pipelines[index]
+            left = list(free)
+            in_order = True
+            for node, tp_degree in pipeline.stages:
+                before = earlier[node]
+                in_order &= before is None or left[before] < counts[before]
+                left[node] -= tp_degree
+            if in_order and min(left) >= 0:
+                visited += 1
+                if visited > 8 * limit or len(found) > limit:
+                    return None
+                stack.append(((*arrangement, pipeline), index, tuple(left)))
+    return list(found.values())
+
+
+def _sequences(
+    counts: Sequence[int], tp_degrees: Sequence[int], longest: int
+) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield every sequence of (node, degree) that fits into the nodes."""
+    stack: list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = [((), tuple(counts))]
+    while stack:
+        stages, left = stack.pop()
+        if stages:
+            yield stages
+        if len(stages) == longest:
+            continue
+        for node, tp_degree in itertools.product(range(len(counts)), tp_degrees):
+            if tp_degree <= left[node]:
+                rest = (*left[:node], left[node] - tp_degree, *left[node + 1 :])
+                stack.append(((*stages, (node, tp_degree)), rest))
+
+
+def _relabel(arrangement: Arrangement, alike: Sequence[object]) -> Arrangement:
+    """Rename equal nodes by first appearance; arrangements that then agree are the same."""
+    order = sorted(
+        arrangement, key=lambda p: (p.tp_degrees, [str(alike[node]) for node in p.nodes])
+    )
+    free: dict[object, list[int]] = {}
+    for node in reversed(range(len(alike))):
+        free.setdefault(alike[node], []).append(node)
+    names: dict[int, int] = {}
+    renamed = []
+    for pipeline in order:
+        for node in pipeline.nodes:
+            if node not in names:
+                names[node] = free[alike[node]].pop()
+        renamed.append(PipelineNodes(pipeline.tp_degrees, tuple(names[n] for n in pipeline.nodes)))
+    return tuple(sorted(renamed))
