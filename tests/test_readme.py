@@ -50,6 +50,33 @@ def test_the_readme_is_short_enough_to_be_read() -> None:
     assert len(README.splitlines()) <= 180
 
 
+def test_words_are_explained_before_the_diagram_uses_them() -> None:
+    before, diagram = README.split("## How it works")[1].split("```")[:2]
+    for word in ("pipeline", "stages", "micro-batches", "slices", "pull", "push"):
+        assert word.rstrip("s") in diagram, word
+        assert re.search(rf"\*{word}\*", before), word
+
+
+def test_layers_of_a_plan_say_that_their_end_is_exclusive() -> None:
+    first = next(line for line in README.splitlines() if '"layers": [' in line)
+    assert first.endswith("# layers 0 to 3: the end is exclusive")
+
+
+def test_five_measurements_stand_here_and_in_the_table_of_all() -> None:
+    lines = re.findall(r"^- .+$", README.split("## Measured")[1].split("\n## ")[0], re.MULTILINE)
+    assert 1 <= len(lines) <= 5
+    table = (ROOT / "examples/measured.md").read_text("utf-8")
+    for line in lines:
+        (command,) = re.findall(r"`(python [^`]+)`$", line)
+        assert command in table, command
+
+
+def test_nothing_is_claimed_of_what_has_not_been_run() -> None:
+    (line,) = [line for line in README.splitlines() if line.startswith("| gloo")]
+    assert line.startswith("| gloo: tested | NCCL is implemented and has not been run")
+    assert "NCCL by construction" not in README
+
+
 PROOFS: dict[str, tuple[str, ...]] = {
     "any module with a list of like layers": (
         "runtime/test_parity.py::test_any_plan_trains_as_a_single_device_does",
