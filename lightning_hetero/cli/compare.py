@@ -98,7 +98,7 @@ def _rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str, str
     for key, name, unit, form in (
         ("iteration_time_s", "iteration (s)", 1.0, ".4g"),
         ("exposed_exchange_s", "of it exposed exchange and step (s)", 1.0, ".4g"),
-        ("optimizer_step_s", "longest optimizer step (s)", 1.0, ".4g"),
+        ("optimizer_step_s", "longest optimizer step, hidden or not (s)", 1.0, ".4g"),
         ("tokens_per_s", "tokens/s", 1.0, ",.0f"),
         ("largest_memory_bytes", "largest memory of a rank (GiB)", _GIB, ",.2f"),
         ("exchanged_bytes", "weights and gradients between pipelines (GiB)", _GIB, ",.2f"),

@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show change points, causes and mitigations of a run. A FILE is an event log of "
         "StragglerMonitor, or what was recorded of one rank of any job: a torch profiler's trace, "
-        "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote, or a list "
-        "of iteration times in seconds."
+        "an NCCL flight recorder's dump, what lightning_hetero.straggler.record() wrote (also its "
+        "folder), or a list of iteration times in seconds."
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what was recorded")
     add_plot_argument(parser, "the run (of several files: FILE-1, FILE-2, ...)")
@@ -61,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_stragglers(arguments: argparse.Namespace) -> int:
     """Print the table, draw the picture if asked for; return the exit code."""
     check_picture(arguments.plot)
-    several = len(arguments.files) > 1
-    for number, path in enumerate(arguments.files, start=1):
+    files = [file for path in arguments.files for file in _files_at(path)]
+    several = len(files) > 1
+    for number, path in enumerate(files, start=1):
         if several:
             print(f"{path}:" if number == 1 else f"\n{path}:")
         events = _read(path)
@@ -77,6 +78,16 @@ def run_stragglers(arguments: argparse.Namespace) -> int:
             plot_events(events, picture)
             print(f"Drawn to {picture}.")
     return 0
+
+
+def _files_at(path: Path) -> list[Path]:
+    """Return a file, or those of a folder that `record()` wrote."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
+        raise ConfigurationError(f"The folder {path} holds no .jsonl file. Give the files' names.")
+    return files
 
 
 def _read(path: Path) -> Sequence[Event]:

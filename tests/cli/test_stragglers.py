@@ -79,6 +79,17 @@ def test_what_cannot_be_read_or_drawn_is_one_line_and_exit_code_2(log_path, tmp_
     assert "run.xyz" in capsys.readouterr().err
 
 
+def test_a_folder_stands_for_the_recordings_in_it(tmp_path, capsys):
+    folder = tmp_path / "stragglers"
+    folder.mkdir()
+    assert main(["stragglers", str(folder)]) == 2
+    assert "holds no .jsonl file" in capsys.readouterr().err
+    for rank in range(2):
+        (folder / f"rank{rank}.jsonl").write_text("")
+    assert main(["stragglers", str(folder)]) == 0
+    assert "rank1.jsonl holds no events" in capsys.readouterr().out
+
+
 def test_an_empty_log_says_so(tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
     assert main(["stragglers", str(tmp_path / "empty.jsonl")]) == 0
