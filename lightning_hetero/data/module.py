@@ -56,7 +56,8 @@ class HeteroDataModule(pl.LightningDataModule):
         seed: Seed of the shuffle, the same on every rank.
         num_workers: Processes that read samples and collate; a stream uses one at most.
         collate: Makes a micro-batch of a list of samples; None packs them end to end, and lets
-            Hugging Face models in the module see where they end (`use_packed_attention`).
+            Hugging Face models in the module see where they end (`use_packed_attention`). Other
+            models must keep them apart themselves, as `varlen_attention` does.
         shuffle_buffer: Samples of a stream among which the next is drawn; 1 keeps its order.
         ahead: How far ahead iterations are planned, and by how many processes.
 
