@@ -119,8 +119,9 @@ class Processes:
 
     def _init_process_group(self, device: torch.device) -> None:
         assert self._environment is not None
-        default = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
-        self.backend = self.backend or default
+        if self.backend is None:
+            is_cpu = device.type == "cpu"
+            self.backend = "gloo" if is_cpu else dist.get_default_backend_for_device(device)
         dist.init_process_group(
             self.backend,
             store=self._connect_store(),

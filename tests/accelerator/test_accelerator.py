@@ -1,0 +1,60 @@
+"""Whole runs on a device that isn't the CPU: results are the CPU's, and no host waits for it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import device
+from tests.accelerator.runs import Found, Job, train
+from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(not device.IS_SUPPORTED, reason=device.WHY_NOT),
+]
+
+EQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
+STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPool]:
+    """Processes of their own: the device stays in them."""
+    made = ProcessPool()
+    yield made
+    made.close()
+
+
+def check(processes: ProcessPool, job: Job) -> list[Found]:
+    """Run on the accelerator and on the CPU, and compare."""
+    found = processes.run(train, job.world_size, job)
+    expected = processes.run(train, job.world_size, replace(job, on_accelerator=False))
+    for one, other in zip(found, expected, strict=True):
+        assert one.losses == pytest.approx(other.losses, rel=1e-6)
+        assert one.weights.keys() == other.weights.keys()
+        for name, values in one.weights.items():
+            assert values == pytest.approx(other.weights[name], rel=1e-5, abs=1e-7), name
+    assert found[0].weights
+    return found
+
+
+@pytest.mark.parametrize("plan", [EQUAL, STAGES], ids=["equal", "stages"])
+def test_no_host_waits_for_its_device_in_a_steady_iteration(processes, plan):
+    found = check(processes, Job(plans=(plan,)))
+    assert [item.waits for item in found] == [{}, {}]
+
+
+def test_a_value_that_a_step_reads_is_found_as_a_wait(processes):
+    found = processes.run(train, 2, Job(plans=(EQUAL,), reads_loss=True))
+    for item in found:
+        assert any(
+            what == "read a value" and "accelerator/runs.py" in where for what, where in item.waits
+        )
+
+
+def test_plans_change_and_a_run_resumes_on_a_device(processes, tmp_path: Path):
+    check(processes, Job(plans=(EQUAL, STAGES)))
+    check(processes, Job(plans=(STAGES,), folder=str(tmp_path)))
