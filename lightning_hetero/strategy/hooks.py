@@ -263,8 +263,21 @@ class HookedStrategy(ParallelStrategy):
         self._slices.share_buffers()
 
     @override
+    def on_train_end(self) -> None:
+        self.engine.settle()
+
+    @override
     def on_validation_end(self) -> None:
+        self.engine.settle()
         self.engine.mark_weights_stale()
+
+    @override
+    def on_test_end(self) -> None:
+        self.engine.settle()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.engine.settle()
 
     @override
     def on_test_start(self) -> None:

@@ -205,6 +205,7 @@ class SlicedState:
         if store is None:
             return module.state_dict()
         if self.engine is not None:
+            self.engine.settle()  # What is bad isn't saved.
             self.engine.buffers.share()
         assert self._comms is not None
         return whole_module_state(store, self._comms, module)

@@ -198,9 +198,7 @@ def install() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     dist.Backend.backend_capability["gloo"].append(NAME)
-    everything, aten, c10d = (
-        torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d")
-    )
+    everything, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
     _libraries.extend((everything, aten, c10d))
     everything.fallback(_compute, "PrivateUse1")
     ops = torch.ops.aten
@@ -210,7 +208,13 @@ def install() -> None:
     aten.impl("_local_scalar_dense", _read, "PrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It says that gloo had refused these.
-        for name in ("allgather_", "_allgather_base_", "allreduce_", "alltoall_base_", "broadcast_"):
+        for name in (
+            "allgather_",
+            "_allgather_base_",
+            "allreduce_",
+            "alltoall_base_",
+            "broadcast_",
+        ):
             kernel = _communicate(getattr(torch.ops.c10d, name).default)
             c10d.impl(name, kernel, "PrivateUse1", allow_override=True)
 

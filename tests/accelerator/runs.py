@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import StepError
 from tests.accelerator import device
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
@@ -28,6 +29,8 @@ class Job:
     on_accelerator: bool = True
     reads_loss: bool = False
     """Plants a wait into the user's step."""
+    breaks_at: int | None = None
+    """Batch whose gradients aren't finite."""
     folder: str = ""
     """Where a checkpoint is written half-way, from which the run then begins again."""
     options: tuple[tuple[str, Any], ...] = ()
@@ -41,6 +44,8 @@ class Found:
     weights: dict[str, list[float]]
     waits: Counter[tuple[str, str]]
     """Those of steady iterations."""
+    told: str = ""
+    """The error that ended the run."""
 
 
 class _Module(ToyModule):
@@ -53,19 +58,21 @@ class _Module(ToyModule):
         if self._job.reads_loss:
             float(loss)
         self.log("train_loss", loss)
-        return loss
+        return loss * float("nan") if batch_idx == self._job.breaks_at else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         pass
 
 
 class _Look(L.Callback):
-    """Keeps losses and waits, and changes the plan."""
+    """Keeps losses and waits, changes the plan, and writes a checkpoint at the end."""
 
-    def __init__(self, plans: list[ParallelPlan]) -> None:
+    def __init__(self, plans: list[ParallelPlan], path: str | None) -> None:
         self._plans = plans
+        self._path = path
         self.losses: list[Tensor] = []
         self.waits: Counter[tuple[str, str]] = Counter()
+        self.weights: dict[str, list[float]] = {}
 
     def on_train_batch_start(self, *_: Any) -> None:
         device.waits.clear()
@@ -77,6 +84,13 @@ class _Look(L.Callback):
         strategy: Any = trainer.strategy
         strategy.change_plan(self._plans[trainer.global_step // 2 % len(self._plans)])
 
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if self._path is not None:
+            trainer.save_checkpoint(self._path)
+        state = strategy.whole_state_dict()
+        self.weights = {name: value.cpu().flatten().tolist() for name, value in state.items()}
+
 
 def train(rank: int, job: Job) -> Found:
     """Train, and if there is a folder, train again from its checkpoint on."""
@@ -86,10 +100,10 @@ def train(rank: int, job: Job) -> Found:
     losses: list[Tensor] = []
     waits: Counter[tuple[str, str]] = Counter()
     steps = (NUM_STEPS // 2, NUM_STEPS) if job.folder else (NUM_STEPS,)
-    path = None
-    for max_steps in steps:
+    path = str(Path(job.folder) / "half.ckpt") if job.folder else None
+    for begins_again, max_steps in enumerate(steps):
         torch.manual_seed(0)
-        look = _Look(plans)
+        look = _Look(plans, path)
         strategy = HeteroStrategy(
             plans[0],
             num_microbatches=2,
@@ -102,15 +116,11 @@ def train(rank: int, job: Job) -> Found:
         )
         module = _Module(job)
         rows = ROWS * plans[0].num_pipelines * NUM_STEPS
-        trainer.fit(module, loader(rows, ROWS), loader(ROWS, ROWS, seed=1), ckpt_path=path)
+        loaders = loader(rows, ROWS), loader(ROWS, ROWS, seed=1)
+        try:
+            trainer.fit(module, *loaders, ckpt_path=path if begins_again else None)
+        except StepError as error:
+            return Found([float(loss) for loss in look.losses], {}, waits, str(error))
         losses += look.losses
         waits += look.waits
-        if job.folder and path is None:
-            path = str(Path(job.folder) / "half.ckpt")
-            trainer.save_checkpoint(path)
-    state = strategy.whole_state_dict()
-    return Found(
-        [float(loss) for loss in losses],
-        {name: value.detach().cpu().flatten().tolist() for name, value in state.items()},
-        waits,
-    )
+    return Found([float(loss) for loss in losses], look.weights, waits)

@@ -28,12 +28,12 @@ def processes() -> Iterator[ProcessPool]:
     made.close()
 
 
-def check(processes: ProcessPool, job: Job) -> list[Found]:
-    """Run on the accelerator and on the CPU, and compare."""
+def check(processes: ProcessPool, job: Job, *, skips: bool = False) -> list[Found]:
+    """Run on the accelerator and on the CPU, and compare; losses may be no numbers if it skips."""
     found = processes.run(train, job.world_size, job)
     expected = processes.run(train, job.world_size, replace(job, on_accelerator=False))
     for one, other in zip(found, expected, strict=True):
-        assert one.losses == pytest.approx(other.losses, rel=1e-6)
+        assert one.losses == pytest.approx(other.losses, rel=1e-6, nan_ok=skips)
         assert one.weights.keys() == other.weights.keys()
         for name, values in one.weights.items():
             assert values == pytest.approx(other.weights[name], rel=1e-5, abs=1e-7), name
@@ -58,3 +58,18 @@ def test_a_value_that_a_step_reads_is_found_as_a_wait(processes):
 def test_plans_change_and_a_run_resumes_on_a_device(processes, tmp_path: Path):
     check(processes, Job(plans=(EQUAL, STAGES)))
     check(processes, Job(plans=(STAGES,), folder=str(tmp_path)))
+
+
+def test_gradients_that_are_not_finite_are_told_of_an_iteration_later(processes):
+    job = Job(plans=(EQUAL,), breaks_at=2)
+    for on_accelerator, num_losses, since in [
+        (True, 3, "took zeros in their place"),
+        (False, 2, "Nothing was changed by them"),
+    ]:
+        found = processes.run(train, 2, replace(job, on_accelerator=on_accelerator))
+        for item in found:
+            assert "batch 2 in epoch 0" in item.told
+            assert since in item.told
+            assert len(item.losses) == num_losses
+    skipping = (("nonfinite_gradients", "skip"),)
+    check(processes, replace(job, options=skipping), skips=True)

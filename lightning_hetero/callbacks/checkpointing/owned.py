@@ -57,6 +57,7 @@ class OwnedState:
         self._keeps_whole = False
         if hetero is not None:
             engine = hetero.engine
+            engine.settle()  # What is bad isn't saved.
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
             self._keeps_whole = engine.config.ownership is Ownership.PARAMETER

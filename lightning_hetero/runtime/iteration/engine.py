@@ -18,6 +18,7 @@ Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipel
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -43,10 +44,13 @@ from lightning_hetero.runtime.results.iteration_loss import (
     GUESSED_LOSS,
     NUM_TOTALS,
     IterationLoss,
+    NonfiniteGradients,
     answer_nonfinite,
     describe_ranks,
+    nonfinite_ranks,
     without_sums,
 )
+from lightning_hetero.runtime.results.late_numbers import LateNumbers
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -119,6 +123,7 @@ class Engine:
         )
         """The plan that runs, made ready."""
         self._recomputation = RecomputationChoice(config.layer_options)
+        self._late = LateNumbers(device)
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
@@ -207,8 +212,7 @@ class Engine:
                 agreed = agreement.finish()
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = self._settle_training(gradients, agreed, batch, key) if is_training else None
-        entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
-        self.logs.replay(entries, logged, agreed.num_samples)
+        self._log(agreed)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         del running, passes  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
@@ -234,6 +238,7 @@ class Engine:
         passes: StagePasses,
     ) -> Agreement:
         """Tell the other ranks what happened here, without waiting for what they tell."""
+        self.settle()  # This iteration is enqueued, so the device has work meanwhile.
         place, running = self.place, self.plans.running
         is_first = place is not None and place.stage_index == place.tp_rank == 0
         header = Header(
@@ -285,14 +290,43 @@ class Engine:
             torch._foreach_mul_(list(kept.values()), loss.scale)
         masters = self.store.masters
         self.gradients = {name: item.to(masters[name].dtype) for name, item in kept.items()}
-        self.gradients_are_finite = not loss.nonfinite_ranks
-        if loss.nonfinite_ranks:
-            self.gradients = {}
-            ranks = describe_ranks(loss.nonfinite_ranks, self.plan)
-            answer_nonfinite(
-                f"{key} aren't finite; they come from {ranks}.", self.config.nonfinite_gradients
-            )
+        self.gradients_are_finite = True
+        # To leave a step out, the host must know before the step.
+        is_now = self.config.nonfinite_gradients is NonfiniteGradients.SKIP
+        is_late = self._late.is_late and not is_now
+        if is_late:
+            for gradient in self.gradients.values():
+                gradient.masked_fill_(loss.has_nonfinite, 0)
+        judgement = partial(self._judge, self.plan, str(key), is_late)
+        self._late.judge(agreed.sums[:, :NUM_TOTALS], judgement, now=is_now)
         return loss.value
+
+    def _log(self, agreed: Agreed) -> None:
+        """Log what steps of all ranks have logged."""
+        entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
+        self._late.judge(logged, partial(self.logs.check, entries))
+        self.logs.replay(entries, logged, agreed.num_samples)
+
+    def _judge(self, plan: ParallelPlan, batch: str, is_late: bool, totals: Tensor) -> None:  # noqa: FBT001 - inside only
+        """Answer what the ranks' totals of a training iteration say, if it is bad.
+
+        Raises:
+            StepError: See `_settle_training`.
+        """
+        broken = nonfinite_ranks(totals)
+        if broken:
+            self.gradients_are_finite = False
+            self.gradients = {}
+            found = f"{batch} aren't finite; they come from {describe_ranks(broken, plan)}."
+            answer_nonfinite(found, self.config.nonfinite_gradients, is_late=is_late)
+
+    def settle(self) -> None:
+        """Judge what the last iteration has left to judge; called by every rank alike.
+
+        Raises:
+            StepError: Its numbers break the contract; see `LateNumbers`.
+        """
+        self._late.settle()
 
     # -- plan and slices ------------------------------------------------------------------------
 

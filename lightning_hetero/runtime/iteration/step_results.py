@@ -90,8 +90,10 @@ class StepResults:
         self.losses.add(loss, judged, weight)
         if judged.kind is Kind.SUM:
             return [loss], torch.ones_like(loss)
-        # Of a count that an accelerator makes, this waits for the forward pass.
-        return [loss] if bool(judged.targets > 0) else [], weight.float()
+        # What an accelerator counts isn't read, which would wait for the forward pass. Where it
+        # finds no targets, the gradient is 0; a loss that divides by it says so by NaN gradients.
+        is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
+        return [] if is_known and not judged.targets > 0 else [loss], weight.float()
 
     def finish(self, gradients: Iterable[Tensor], *, is_cut: bool) -> None:
         """Look at what was made after the iteration's last action.

@@ -31,6 +31,7 @@ __all__ = [
     "answer_nonfinite",
     "describe_ranks",
     "has_nonfinite",
+    "nonfinite_ranks",
     "without_sums",
 ]
 
@@ -54,8 +55,8 @@ class IterationLoss:
     value: Tensor
     scale: Tensor
     """Factor for sums of gradients."""
-    nonfinite_ranks: tuple[int, ...]
-    """Those that made gradients that aren't finite."""
+    has_nonfinite: Tensor
+    """Whether some rank made gradients that aren't finite."""
     is_guessed: bool
     """Whether some rank didn't know how its losses count."""
 
@@ -78,13 +79,26 @@ class IterationLoss:
                 "sum or a mean, or say what it is: "
                 'HeteroStrategy(loss_reduction="mean") or "sum".'
             )
-        check_ratios(totals[:, 2], totals[:, 3], "loss")
         loss, weight = totals[:, :2].sum(0)
-        broken = tuple(totals[:, NUM_TOTALS - 1].nonzero().flatten().tolist())
+        broken = totals[:, NUM_TOTALS - 1].any()
         if Kind.SUM in kinds:
             return cls(loss.float(), torch.ones_like(loss), broken, is_guessed=False)
         scale = torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
         return cls((loss / weight).float(), scale, broken, is_guessed=Kind.UNKNOWN in kinds)
+
+
+def nonfinite_ranks(totals: Tensor) -> list[int]:
+    """Return the ranks that made gradients that aren't finite.
+
+    Args:
+        totals: What each rank says, on the CPU.
+
+    Raises:
+        StepError: The losses of micro-batches don't go together.
+    """
+    check_ratios(totals[:, 2], totals[:, 3], "loss")
+    ranks: list[int] = totals[:, NUM_TOTALS - 1].nonzero().flatten().tolist()
+    return ranks
 
 
 class LossSums:
@@ -160,15 +174,25 @@ def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.isfinite(torch.stack(sums)).all().logical_not().double()
 
 
-def answer_nonfinite(found: str, answer: NonfiniteGradients) -> None:
+def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -> None:
     """Raise or warn, as the user chose; called by every rank alike.
+
+    Args:
+        found: Which gradients.
+        answer: The user's choice.
+        is_late: Whether the optimizer has stepped since, on zeros in their place.
 
     Raises:
         StepError: The answer is an error.
     """
     if answer is NonfiniteGradients.ERROR:
+        since = (
+            "The step on them took zeros in their place"
+            if is_late
+            else "Nothing was changed by them"
+        )
         raise StepError(
-            f"Gradients of {found} Nothing was changed by them. Look for a division by zero or an "
+            f"Gradients of {found} {since}. Look for a division by zero or an "
             'overflow in the loss or the layers; HeteroStrategy(nonfinite_gradients="skip") leaves '
             "such iterations out."
         )

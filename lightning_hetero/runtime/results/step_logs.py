@@ -8,6 +8,7 @@ numbers everywhere.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ SAME_EVERYWHERE = "same everywhere: "
 """Begins a `sync_dist_group`, before the name: the strategy checks that ranks have one value."""
 
 _NUM_COLUMNS = 5
+_NEUTRAL: dict[str, float] = {Kind.MAX: -math.inf, Kind.MIN: math.inf}
+"""By reduction, a value that changes nothing; 0 for others."""
 
 
 @dataclass(frozen=True)
@@ -227,25 +230,48 @@ class StepLogs:
             batch_size: Weight of this iteration in an epoch's mean, unless the user gave one.
 
         Raises:
-            StepError: One name stands for numbers that don't go together.
+            StepError: One name stands for several kinds of numbers.
         """
         _check_names(entries)
         self._batch_size = max(batch_size, 1)
-        for index, entry in enumerate(entries):
-            columns = rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
-            values, weights, sizes, least, largest = columns
+        for entry, (values, weights, sizes, *_) in _with_columns(entries, rows):
             options = dict(entry.options)
-            options["batch_size"] = int(sizes.sum()) or max(batch_size, 1)
+            options["batch_size"] = _batch_size_of(sizes.sum(), self._batch_size)
             if entry.metric is not None:
                 value: Any = self._module.get_submodule(entry.metric)
                 if self._metrics is not None and not self._is_of_epoch(options):
                     self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
+                # In place of what wasn't logged comes what changes nothing: no host has to choose.
+                known = values.masked_fill(weights <= 0, _NEUTRAL.get(entry.reduction, 0.0))
+                value = join_values(entry.reduction, known, weights).float()
+            self._original_log(entry.name, value, **options)
+
+    def check(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
+        """Look at the ranges of what was logged; rows as in `replay`, but on the CPU.
+
+        Raises:
+            StepError: A name stands for numbers that don't go together.
+        """
+        for entry, (_, weights, _, least, largest) in _with_columns(entries, rows):
+            if entry.metric is None:
                 logged = weights > 0
                 _check_range(entry, least[logged], largest[logged])
-                value = join_values(entry.reduction, values[logged], weights[logged]).float()
-            self._original_log(entry.name, value, **options)
+
+
+def _with_columns(
+    entries: Sequence[LogEntry], rows: Tensor
+) -> Iterator[tuple[LogEntry, tuple[Tensor, ...]]]:
+    for index, entry in enumerate(entries):
+        yield entry, rows[:, _NUM_COLUMNS * index :][:, :_NUM_COLUMNS].unbind(1)
+
+
+def _batch_size_of(given: Tensor, otherwise: int) -> Any:
+    """Return what the user's steps gave, if they did; what an accelerator has summed isn't read."""
+    if given.device.type == "cpu":
+        return int(given) or otherwise
+    return torch.where(given > 0, given, otherwise).long()
 
 
 def _check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:

@@ -70,6 +70,7 @@ def replayed(ranks: list[list[tuple[float, dict[str, Any]]]], batch_size: int = 
     unique = tuple(dict.fromkeys(entries))
     rows = torch.stack([log.as_row(unique) for log in logs])
     assert not module.reached
+    logs[0].check(unique, rows)
     logs[0].replay(unique, rows, batch_size)
     return {name: (value, options) for name, value, options in module.reached}
 

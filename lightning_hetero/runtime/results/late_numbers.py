@@ -1,0 +1,56 @@
+"""Let the host judge numbers of its device without waiting for it: an iteration later.
+
+A host that reads what the device has yet to compute stands still, and the device has nothing to do
+afterwards until the host has enqueued more. So numbers that only decide whether a run may go on are
+copied beside the computation, and judged when the next iteration has been enqueued: by then they
+have long been there. On a CPU they are judged at once.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["LateNumbers"]
+
+Judgement = Callable[[Tensor], None]
+
+
+class LateNumbers:
+    """Numbers under way from one device to its host.
+
+    Called by every rank alike, on numbers that all ranks have, so that all raise the same error in
+    the same iteration.
+
+    ::
+
+        late = LateNumbers(torch.device("cuda"))
+        late.settle()  # those of the iteration before
+        late.judge(totals, check_totals)
+
+    Args:
+        device: Where they are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_late = device.type != "cpu"
+        """Whether `judge` leaves its judgement to the next `settle`."""
+        self._pending: list[tuple[Tensor, torch.cuda.Event | None, Judgement]] = []
+
+    def judge(self, numbers: Tensor, judgement: Judgement, *, now: bool = False) -> None:
+        """Call `judgement` with the numbers on the CPU; `now` waits for the device."""
+        if now or not self.is_late:
+            judgement(numbers.cpu())
+            return
+        arriving = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+        arriving.copy_(numbers.detach(), non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        self._pending.append((arriving, arrived, judgement))
+
+    def settle(self) -> None:
+        """Judge what was left to judge; raises what judgements raise."""
+        pending, self._pending = self._pending, []
+        for numbers, arrived, judgement in pending:
+            if arrived is not None:
+                arrived.synchronize()
+            judgement(numbers)
