@@ -218,6 +218,7 @@ class _PlanSearch:
                 self.enumerated = True
                 return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS)
         every = propose_arrangements(self.estimator, counts, self.tp_degrees)
+        self.progress("Estimating and simulating", 0.2)
         found = self._simulate(every, _SIMULATED, _SIMULATED_ACTIONS)
         best = min(map(self.judge.score, found), default=float("inf"))
         mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
@@ -225,7 +226,9 @@ class _PlanSearch:
         burden = [self._burden(node) for node in range(len(counts))]
         limit = self.judge.work_done + _SIMULATED_ACTIONS
         left = _ESTIMATED_STAGES_OF_PARTS
-        for part, is_thorough in smaller_allowances(self.cost.cluster, burden):
+        parts = smaller_allowances(self.cost.cluster, burden)
+        for number, (part, is_thorough) in enumerate(parts):
+            self.progress("Leaving devices out", 0.4 + 0.2 * number / len(parts))
             best = min(map(self.judge.score, found), default=float("inf"))
             if left <= 0 or self._least_score(part) * _LEAST_OVERHEAD >= best:
                 continue
@@ -313,6 +316,7 @@ class _PlanSearch:
 
         What can be had with equal shares is improved first, with equal shares.
         """
+        self.progress("Improving the best plans", 0.6)
         found = list(candidates)
         most = _IMPROVED_ENUMERATED if self.enumerated else _IMPROVED
         for estimator in self.estimators:

@@ -147,6 +147,7 @@ def test_progress_rises_to_one():
     plan(MIXED, LLAMA, WORK, progress=lambda _what, share: shares.append(share))
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+    assert len(set(shares)) >= 6
 
 
 @pytest.mark.parametrize(
