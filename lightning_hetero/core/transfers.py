@@ -14,6 +14,7 @@ all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines ar
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 from lightning_hetero.core.plan import ParallelPlan
@@ -27,7 +28,30 @@ from lightning_hetero.core.slices import (
     Slice,
 )
 
-__all__ = ["Message", "Move", "Piece", "TransferTable", "Unit", "UnitKind", "unit_of"]
+__all__ = [
+    "ExchangeKind",
+    "Message",
+    "Move",
+    "Piece",
+    "TransferTable",
+    "Unit",
+    "UnitKind",
+    "unit_of",
+]
+
+
+class ExchangeKind(StrEnum):
+    """How units travel between their owners and their holders."""
+
+    AUTO = "auto"
+    """MESSAGES on gloo among few ranks, else COLLECTIVES."""
+    MESSAGES = "messages"
+    """One message for each unit and peer."""
+    COLLECTIVES = "collectives"
+    """One collective for each unit, and gradients summed by their owner in pipeline order."""
+    REDUCE_SCATTER = "reduce-scatter"
+    """COLLECTIVES, and the backend sums gradients, in the compute dtype and an order of its own,
+    where all ranks of a unit hold it whole."""
 
 
 def unit_of(spec: ParameterSpec, num_layers: int) -> int:

@@ -19,6 +19,8 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.simulator.collectives import MessageCurve, ring_s
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
@@ -69,6 +71,9 @@ class StateLayout:
     sharded: bool = True
     """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
     are all-reduced around a ring and no weights are pulled."""
+    exchange: ExchangeKind = ExchangeKind.MESSAGES
+    """How holders that share ownership exchange. Pulls are a ring's all-gather unless they are
+    messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise."""
     overlap: bool = True
     """Whether gradients leave layer by layer during the last backward, or all after it."""
     blocking_messages: bool = False
@@ -102,6 +107,9 @@ class CostModel(ABC):
         self.cluster = cluster
         self.model = model
         self.layout = layout or StateLayout()
+        self.message_curve: MessageCurve | None = None
+        """Rate of a message between nodes by its size, over a link of the cluster's usual rate;
+        None if messages of all sizes reach their link's rate."""
         self.node_of_rank = [
             index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
         ]
@@ -169,7 +177,11 @@ class CostModel(ABC):
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Return the seconds of one message between two ranks."""
         bytes_per_s, latency_s = self.link(sender, receiver)
-        return latency_s + num_bytes / bytes_per_s
+        is_inside = self.node_of_rank[sender] == self.node_of_rank[receiver]
+        if self.message_curve is None or is_inside:
+            return latency_s + num_bytes / bytes_per_s
+        usual_bytes_per_s = self.cluster.inter_node_bytes_per_s
+        return latency_s + self.message_curve(num_bytes) * usual_bytes_per_s / bytes_per_s
 
     def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
         """Return the seconds in which an activation or its gradient goes to the next stage.
@@ -189,13 +201,23 @@ class CostModel(ABC):
         return sent + gathered
 
     def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds of a ring all-reduce: 2(n-1) messages of 1/n over the slowest link."""
-        count = len(ranks)
-        if count < 2:
+        """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather."""
+        return 2 * self.ring_s(ranks, num_bytes)
+
+    def ring_s(self, ranks: Sequence[int], num_bytes: float) -> float:
+        """Return the seconds of a ring's all-gather or reduce-scatter, over its slowest link."""
+        if len(ranks) < 2:
             return 0.0
-        pairs = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-        slowest = max(self.transfer_s(a, b, num_bytes / count) for a, b in pairs)
-        return 2 * (count - 1) * slowest
+        # Links between the same nodes take as long.
+        links = {
+            (self.node_of_rank[a], self.node_of_rank[b]): (a, b)
+            for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+        }
+
+        def message_s(num_bytes: float) -> float:
+            return max(self.transfer_s(a, b, num_bytes) for a, b in links.values())
+
+        return ring_s(len(ranks), num_bytes, message_s)
 
     def num_stage_params(self, shape: StageShape) -> float:
         """Return the parameters that one rank of a stage holds."""

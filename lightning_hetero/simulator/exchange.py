@@ -9,6 +9,7 @@ the larger of two linear cases and no layer is walked through.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -17,6 +18,8 @@ import numpy as np
 
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.core.transfers import ExchangeKind
+from lightning_hetero.simulator.collectives import pairwise_s
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.peer_rates import peer_rates
 
@@ -186,6 +189,45 @@ class ExchangeTable:
         per_byte = units / np.array(degrees) / len(nodes) * rate
         self.push_s = (latency + layout.gradient_bytes * per_byte).T.tolist()
         self.pull_s = (latency + layout.weight_bytes * per_byte).T.tolist()
+        if layout.exchange in (ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER):
+            self.pull_s = [self._ring_s(segment, layout.weight_bytes) for segment in self.segments]
+        elif self._cost.message_curve is not None:
+            self.pull_s = [self._pairwise_s(item, layout.weight_bytes) for item in self.segments]
+        if layout.exchange is ExchangeKind.REDUCE_SCATTER:
+            self.push_s = [self._ring_s(item, layout.gradient_bytes) for item in self.segments]
+        elif self._cost.message_curve is not None:
+            self.push_s = [self._pairwise_s(item, layout.gradient_bytes) for item in self.segments]
+
+    def _pairwise_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
+        """Return the seconds in which each holder sends to all others: as rates, by sizes."""
+        cost, seconds = self._cost, []
+        held = list(zip(self._holders, segment.stages, strict=True))
+        ranks = [[row[stage] for row in entry.ranks] for entry, stage in held]
+        nodes = Counter(cost.node_of_rank[rank] for row in ranks for rank in row)
+        on_node = {cost.node_of_rank[rank]: rank for row in ranks for rank in row}
+        for (entry, stage), row in zip(held, ranks, strict=True):
+            share = segment.params_per_unit / entry.tp_degrees[stage] / nodes.total()
+            seconds.append(
+                max(
+                    pairwise_s(
+                        (
+                            count - (cost.node_of_rank[rank] == node),
+                            cost.transfer_s(rank, on_node[node], share * bytes_per_param),
+                            cost.link(rank, on_node[node])[1],
+                        )
+                        for node, count in nodes.items()
+                    )
+                    for rank in row
+                )
+            )
+        return seconds
+
+    def _ring_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
+        """Return the seconds of a ring of a segment's holders, nodes one after another."""
+        held = list(zip(self._holders, segment.stages, strict=True))
+        ranks = sorted(row[stage] for entry, stage in held for row in entry.ranks)
+        shard = segment.params_per_unit / min(entry.tp_degrees[stage] for entry, stage in held)
+        return [self._cost.ring_s(ranks, shard * bytes_per_param)] * len(held)
 
     def _fill_replicated(self) -> None:
         """Ranks of one tp_rank form a ring; unequal degrees share the finer cut's rings."""

@@ -36,9 +36,9 @@ from lightning_hetero.autoplan.request import PlanRequest
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership
+from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
-from lightning_hetero.runtime.exchange.messages import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction

@@ -152,7 +152,9 @@ def measure(case: Case) -> Figures:
         change_s=change_s,
         iteration_s=statistics.median(seconds),
         num_calls=len(issued),
-        num_messages=sum(len(item.transfers) for item in issued),
+        num_messages=sum(
+            len(item.transfers) for item in issued if item.kind is OperationKind.TRANSFER
+        ),
         num_groups=num_groups,
         num_late_groups=num_late_groups,
         live_bytes=live_bytes,

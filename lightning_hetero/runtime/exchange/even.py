@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import Unit
-from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions
+from lightning_hetero.core.transfers import ExchangeKind, Unit
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["EvenPieces", "GatheredUnit", "ScatteredUnit"]
@@ -236,7 +236,7 @@ class ScatteredUnit(_EvenUnit):
                 received, given.view(-1), group=self.group, async_op=True
             )
         else:
-            received = self._received = torch.empty_like(given)
+            received = self._received = self._empty(*given.shape)
             self._work = dist.all_to_all_single(received, given, group=self.group, async_op=True)
 
     def wait(self) -> None:

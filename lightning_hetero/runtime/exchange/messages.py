@@ -11,34 +11,19 @@ push and for pull. Receive buffers take the same memory while the exchange lasts
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.clock import ComputeClock
 
 __all__ = [
-    "ExchangeKind",
     "ExchangeOptions",
     "SideStream",
     "split_works",
     "wait_for_all",
 ]
-
-
-class ExchangeKind(StrEnum):
-    """How units travel between their owners and their holders."""
-
-    AUTO = "auto"
-    """MESSAGES on gloo among few ranks, else COLLECTIVES."""
-    MESSAGES = "messages"
-    """One message for each unit and peer."""
-    COLLECTIVES = "collectives"
-    """One collective for each unit, and gradients summed by their owner in pipeline order."""
-    REDUCE_SCATTER = "reduce-scatter"
-    """COLLECTIVES, and the backend sums gradients, in the compute dtype and an order of its own,
-    where all ranks of a unit hold it whole."""
 
 
 class SideStream:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from lightning_hetero.core.transfers import TransferTable, Unit, UnitKind
+from lightning_hetero.core.transfers import ExchangeKind, TransferTable, Unit, UnitKind
 from lightning_hetero.runtime.exchange.even import EvenPieces, GatheredUnit, ScatteredUnit
-from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels, PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice, assign_owners
-from lightning_hetero.runtime.exchange.messages import ExchangeKind
+from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions

@@ -17,9 +17,9 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.slices import OuterRole
-from lightning_hetero.core.transfers import TransferTable
+from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.messages import ExchangeKind, ExchangeOptions, SideStream
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.exchange.routes import Routes, are_collective

@@ -1,0 +1,119 @@
+"""An exchange by collectives, against the messages that it consists of, and their bytes."""
+
+import itertools
+import json
+from math import log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, ParameterSpec, assign_owners
+from lightning_hetero.core.transfers import ExchangeKind, TransferTable
+from lightning_hetero.simulator import RooflineCost, StateLayout
+from lightning_hetero.simulator.collectives import MessageCurve, ring_s
+from lightning_hetero.simulator.exchange import ExchangeTable
+from tests.simulator.sailor import ROOT
+from tests.simulator.test_exchange import MODEL, costs, plans
+
+KINDS = st.sampled_from([ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER])
+
+
+def curve_of(coefficients: list[float], fastest: float) -> MessageCurve:
+    """Return Sailor's fit, GB/s as a parabola over log2 of MB, as a curve from 16 KB to 1 GB."""
+    c2, c1, c0 = coefficients
+    points: list[tuple[float, float]] = []
+    for size in (2.0**power for power in range(14, 31)):
+        x = log2(size / 2**20)
+        rate = min(fastest, 1e9 * (c2 * x * x + c1 * x + c0))
+        if rate > 0 and (not points or size / rate > points[-1][0] / points[-1][1]):
+            points.append((size, rate))
+    return MessageCurve(tuple(points))
+
+
+def sailor_curves() -> dict[str, MessageCurve]:
+    data = json.loads((ROOT / "network_coeffs.json").read_text(encoding="utf-8"))["inter"]
+    return {device: curve_of(*counts["1"]) for device, counts in data.items()}
+
+
+@pytest.mark.skipif(not ROOT.exists(), reason="needs Sailor's data")
+def test_small_messages_of_real_networks_reach_less_of_their_links_rate():
+    for device, curve in sailor_curves().items():
+        rates = [size / curve(size) for size in (2**16, 2**20, 2**24, 2**28)]
+        assert rates == sorted(rates), device
+        assert rates[0] < (0.6 if device == "A100-40" else 1.0) * rates[-1]
+        # 1,024 ranks cut a layer into pieces that a link carries less well than 8 ranks' pieces.
+        layer_bytes = 2**28
+        share = [ring_s(n, layer_bytes, curve) * n / (n - 1) for n in (8, 1024)]
+        assert share[0] < share[1]
+
+
+def test_a_curve_interpolates_seconds_and_is_refused_if_larger_messages_took_less():
+    curve = MessageCurve(((1e3, 1e6), (1e6, 1e8)))
+    assert curve(0) == curve(1e3) == pytest.approx(1e-3)
+    assert curve(1e6) == pytest.approx(1e-2)
+    assert curve((1e3 + 1e6) / 2) == pytest.approx(5.5e-3)
+    assert curve(2e6) == pytest.approx(2e-2)
+    for points in ((), ((1e3, 1.0), (1e4, 1e9)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 0.0),)):
+        with pytest.raises(ConfigurationError, match="rising sizes"):
+            MessageCurve(points)
+
+
+def exchange_of(plan: ParallelPlan, cost: RooflineCost, kind: ExchangeKind) -> ExchangeTable:
+    cost.layout = StateLayout(exchange=kind)
+    return ExchangeTable.of(plan, cost)
+
+
+@given(plans(), costs(), KINDS)
+@settings(max_examples=40, deadline=None)
+def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, kind):
+    pairwise, table = (exchange_of(plan, cost, k) for k in (ExchangeKind.MESSAGES, kind))
+    for index, segment in enumerate(table.segments):
+        stages = [p.stages[s] for p, s in zip(plan.pipelines, segment.stages, strict=True)]
+        ranks, degree = sorted(s.ranks[0] for s in stages), min(s.tp_degree for s in stages)
+        ring = list(itertools.pairwise([*ranks, ranks[0]]))
+        message = segment.params_per_unit / degree / len(ranks) * 2
+        expected = (len(ranks) - 1) * max(cost.transfer_s(a, b, message) for a, b in ring)
+        assert table.pull_s[index] == pytest.approx(
+            [expected if len(ranks) > 1 else 0.0] * len(ranks)
+        )
+        is_ring = kind is ExchangeKind.REDUCE_SCATTER
+        assert table.push_s[index] == (table if is_ring else pairwise).push_s[index]
+        if is_ring:
+            assert table.push_s[index] == pytest.approx(table.pull_s[index])
+
+
+@given(plans(), costs())
+@settings(max_examples=40, deadline=None)
+def test_a_curve_that_is_a_straight_line_changes_nothing(plan, cost):
+    straight = exchange_of(plan, cost, ExchangeKind.MESSAGES)
+    rate = cost.cluster.inter_node_bytes_per_s
+    cost.message_curve = MessageCurve(((1e-9, rate), (1e12, rate)))
+    curved = ExchangeTable.of(plan, cost)
+    for one, other in zip(
+        straight.push_s + straight.pull_s, curved.push_s + curved.pull_s, strict=True
+    ):
+        assert one == pytest.approx(other)
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.MESSAGES, ExchangeKind.REDUCE_SCATTER])
+def test_the_simulated_seconds_are_those_of_the_bytes_that_the_runtimes_table_counts(kind):
+    num_ranks, rows = 8, 1024
+    plan = ParallelPlan.even(world_size=num_ranks, num_layers=MODEL.num_layers)
+    cluster = Cluster(
+        nodes=(Node(device="A100-40GB", count=1),) * num_ranks,
+        inter_node_bytes_per_s=1e9,
+        inter_node_latency_s=0.0,
+    )
+    table = exchange_of(plan, RooflineCost(cluster, MODEL), kind)
+    (per_layer,) = {s.params_per_unit for s in table.segments if s.is_layers}
+    specs = [ParameterSpec(name="layer", shape=(rows, 4), layer=0)]
+    slices = assign_owners(specs, plan, world_size=num_ranks, ownership=Ownership.HOLDERS)
+    moved = TransferTable(specs, slices, plan).traffic(3, push=True)
+    sent = sum(numel for (source, target), numel in moved.items() if source == 3 != target)
+    num_bytes = sent / specs[0].numel * per_layer * 2
+    index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
+    assert table.push_s[index][3] == pytest.approx(num_bytes / 1e9)
