@@ -96,13 +96,13 @@ class RunMetrics(Callback):
     ) -> None:
         strategy = _strategy_of(trainer)
         times, place = strategy.engine.clock.last, strategy.engine.place
-        assert times is not None
         data = strategy.datamodule
         total = self._total
         total.num_iterations += 1
         total.wall_s += time.perf_counter() - self._start_s
-        total.compute_s += times.compute_s()
-        total.exchange_wait_s += sum(m.wait_s for m in times.messages if m.is_exchange)
+        if times is not None:  # On CUDA they are those of the iteration before.
+            total.compute_s += times.compute_s()
+            total.exchange_wait_s += sum(m.wait_s for m in times.messages if m.is_exchange)
         total.planning_stall_s += 0.0 if data is None else data.planning_stall_s
         if place is not None and place.stage_index == place.tp_rank == 0:
             lengths = sample_lengths(batch)

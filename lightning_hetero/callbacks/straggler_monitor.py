@@ -138,13 +138,16 @@ class StragglerMonitor(Callback):
         strategy = run_of(trainer).strategy
         if strategy is not None:
             share = strategy.plan.share(trainer.global_rank)
-            self._step.end_batch(strategy.engine.clock.last, share=share)
+            clock = strategy.engine.clock
+            self._step.end_batch(clock.last, share=share, is_late=clock.is_late)
         else:
             self._step.end_batch(None)
         # Batches that only accumulate gradients belong to the step that uses them.
         if trainer.global_step == self._step.index or self._session is None:
             return
         observation, iteration_s = self._step.finish(trainer.global_step)
+        if iteration_s == 0:  # The first step, of which a late clock knows nothing yet, anywhere.
+            return
         self._session.after_step(
             observation, iteration_s=iteration_s, predicted_s=self._predicted_s
         )

@@ -4,7 +4,8 @@ A stage's iteration is a list of forwards and backwards, and inside and between 
 for other ranks: for activations and their gradients, for weights, for gradients to leave, for the
 agreement. What a straggler detector needs is the time without those waits (Greyhound §4), and so
 does whoever compares a plan with its prediction. Reading a clock costs about a microsecond an
-action on a CPU; on CUDA, events are recorded on the stream and read after the iteration.
+action on a CPU; on CUDA, events are recorded on the stream and read an iteration later, when the
+device has long passed them, so that no host waits for its device.
 
 Waits for messages are also kept by peer, which is where the search for a slow link begins.
 
@@ -98,8 +99,11 @@ class ComputeClock:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
+        self.is_late = self._is_cuda
+        """Whether `last` is the iteration before the last one."""
         self._last: IterationTimes | None = None
-        self._pending: _Marks | None = None
+        self._ended: list[_Marks] = []
+        """Iterations whose times haven't been asked for, and those that it is too early for."""
         self._marks = _Marks()
         self._iteration = _Section(self._begin_iteration, self._end_iteration)
         self._waiting = _Section(self._begin_wait, self._end_wait)
@@ -109,10 +113,12 @@ class ComputeClock:
 
     @property
     def last(self) -> IterationTimes | None:
-        """The last complete iteration, trained or evaluated; on CUDA this waits for it to end."""
-        if self._pending is not None:
-            self._last = self._pending.resolve()
-            self._pending = None
+        """The last complete iteration, trained or evaluated; on CUDA the one before it.
+
+        None until there is one.
+        """
+        if len(self._ended) > self.is_late:
+            self._last = self._ended.pop(0).resolve()
         return self._last
 
     def iteration(self) -> "_Section":
@@ -161,7 +167,7 @@ class ComputeClock:
         self._depth, self._in_action = 0, False
 
     def _end_iteration(self) -> None:
-        self._pending, self._marks = self._marks, _Marks()
+        self._ended, self._marks = [*self._ended, self._marks][-1 - self.is_late :], _Marks()
 
     def _begin_action(self) -> None:
         self._in_action = True

@@ -4,8 +4,10 @@ World size and ranks come from the cluster environment, so nodes may run differe
 processes. Every wait for another rank can end in `PeerError`, which names the rank and why.
 """
 
+import os
 import sys
 import uuid
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -74,6 +76,7 @@ class Processes:
         """Connect to the other processes; collective, and only the first call does."""
         self._environment = environment
         if environment.world_size() > 1:
+            check_queues(device, os.environ)
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
                 self._detector = FailureDetector(
@@ -221,6 +224,21 @@ def launcher_of(
             'start_method="fork"), or write the code into a file and run that.'
         )
     return _SubprocessScriptLauncher(environment, len(strategy.parallel_devices or ()), num_nodes)
+
+
+def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Refuse a device with one hardware queue for all of its streams.
+
+    Raises:
+        ConfigurationError: `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
+    """
+    if device.type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigurationError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share one hardware queue:"
+            " a receive that waits for another rank holds up the computation behind it, for which "
+            "that rank may wait. Unset it, or set it to 8 or more; only Megatron-LM's overlap of "
+            "tensor parallelism wants 1."
+        )
 
 
 def device_of(devices: list[torch.device], local_rank: int) -> torch.device:

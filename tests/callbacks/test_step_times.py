@@ -78,3 +78,19 @@ def test_a_rank_without_micro_batches_has_no_pace():
     seen, _ = times.finish(1)
     assert math.isnan(seen.pace)
     assert seen.work == 0.0
+
+
+def test_late_times_count_with_the_work_of_their_own_batch():
+    times = StepTimes(0)
+    for index, tokens in enumerate((10, 30, 50)):
+        times.begin_batch(torch.zeros(tokens))
+        times.end_batch(iteration(float(index)) if index else None, share=0.5, is_late=True)
+        observation, iteration_s = times.finish(index + 1)
+        if index == 0:
+            assert iteration_s == 0.0
+            assert observation.num_microbatches == 0
+        else:
+            assert iteration_s > 0
+            assert observation.work == (0, 10, 30)[index] / 2  # Two micro-batches.
+            assert observation.forward_s == 2.0 * index
+            assert observation.share == 0.5

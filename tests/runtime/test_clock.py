@@ -20,6 +20,17 @@ def make_clock() -> ComputeClock:
     return ComputeClock(torch.device("cpu"))
 
 
+def test_a_late_clock_tells_of_the_iteration_before(fake: FakeTime) -> None:
+    clock = make_clock()
+    clock.is_late = True
+    seen = []
+    for seconds in (1.0, 2.0, 3.0):
+        with clock.iteration(), clock.action(FORWARD, 0):
+            fake.compute(seconds)
+        seen.append(None if clock.last is None else clock.last.compute_s())
+    assert seen == [None, 1.0, 2.0]
+
+
 def test_waits_inside_an_action_do_not_count_as_computing(fake: FakeTime) -> None:
     clock = make_clock()
     with clock.iteration():

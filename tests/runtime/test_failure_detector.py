@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
@@ -99,3 +100,10 @@ def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:
     comms = Communicators(global_rank=0, world_size=2, **dict(zip(names, groups, strict=True)))
     comms.abort()
     assert aborted == groups
+
+
+def test_what_nccl_could_not_allocate_here_is_no_failure_of_a_peer():
+    told = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error: Cuda failure 2 'out of memory'"
+    for error in (dist.DistBackendError(told), torch.OutOfMemoryError("NCCL: out of memory")):
+        assert not failure._is_broken_connection(error)
+    assert failure._is_broken_connection(dist.DistBackendError("NCCL error: remote process exited"))

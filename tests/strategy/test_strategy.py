@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.strategy.processes import check_queues
 from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,
@@ -358,3 +359,11 @@ def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
     assert "rank 0 of 1 pipelines" in output
     assert "rank 1 of 1 pipelines" in output
     assert output.count("after 4 steps") == 2
+
+
+def test_a_device_with_one_hardware_queue_is_refused():
+    cuda, one = torch.device("cuda", 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with pytest.raises(ConfigurationError, match="share one hardware queue"):
+        check_queues(cuda, one)
+    check_queues(torch.device("cpu"), one)
+    check_queues(cuda, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})

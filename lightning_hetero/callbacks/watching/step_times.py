@@ -27,6 +27,8 @@ class StepTimes:
     def __init__(self, index: int) -> None:
         self.index = index
         self._start_s = 0.0
+        self._untimed: tuple[float, float, float] | None = None
+        """Seconds, work and share of a batch whose times come with the next one."""
         self._clear()
 
     def _clear(self) -> None:
@@ -48,16 +50,24 @@ class StepTimes:
         """Note that the batch's backward begins, where one call computes the whole batch."""
         self._hook_forward_s = time.perf_counter() - self._start_s
 
-    def end_batch(self, times: IterationTimes | None, *, share: float = 1.0) -> None:
+    def end_batch(
+        self, times: IterationTimes | None, *, share: float = 1.0, is_late: bool = False
+    ) -> None:
         """Note the end of a batch.
 
         Args:
             times: What the engine's clock says of it; None where there is none.
             share: Share of the model that this rank had under the batch's plan.
+            is_late: Whether the times are of the batch before, which then counts in its place.
         """
-        self._iteration_s += time.perf_counter() - self._start_s
-        self._work += self._batch_work
-        self._held_work += self._batch_work * share
+        ended = time.perf_counter() - self._start_s, self._batch_work, share
+        timed, self._untimed = (self._untimed, ended) if is_late else (ended, None)
+        if timed is None:
+            return
+        seconds, work, share = timed
+        self._iteration_s += seconds
+        self._work += work
+        self._held_work += work * share
         if times is None:
             self._num_microbatches += 1
             self._forward_s += self._hook_forward_s

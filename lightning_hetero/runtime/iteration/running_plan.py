@@ -123,6 +123,8 @@ class PlanSwitch:
         tensor_parallel: TensorParallel | None,
     ) -> None:
         self._store = store
+        # One for all plans: torch has 32 of them, and then two plans' would be the same by chance.
+        self._side_stream = SideStream(store.device)
         self._comms = comms
         self._clock = clock
         self._dtype = dtype
@@ -132,7 +134,7 @@ class PlanSwitch:
             kind=exchange,
             dtype=dtype,
             clock=clock,
-            side_stream=SideStream(store.device),
+            side_stream=self._side_stream,
         )
         self._known: dict[ParallelPlan, Routes] = {}
         """Plans that ran or may run, the latest ones."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+from torch import OutOfMemoryError
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
@@ -31,6 +32,10 @@ _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
     "own log and at the system's (out of memory, preemption)."
 )
+
+
+_OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
+"""In errors of NCCL that couldn't get buffers on this rank's device: no peer has failed."""
 
 
 class AgreedExit(SystemExit):
@@ -194,10 +199,12 @@ def _describe_silent(rank: int) -> str:
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """Whether an error comes from a communicator rather than from the user's code."""
+    """Whether an error is a communicator's, not one of this rank's own code or memory."""
+    text = str(error)
+    if isinstance(error, OutOfMemoryError) or any(word in text for word in _OWN_MEMORY):
+        return False
     if isinstance(error, DistError):
         return True
     if isinstance(error, HeteroError) or not isinstance(error, RuntimeError):
         return False
-    text = str(error)
     return "gloo" in text or "NCCL" in text or "Connection closed by peer" in text
