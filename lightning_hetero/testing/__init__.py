@@ -1,5 +1,6 @@
 """Try runs out without the devices, or the faults, that they are for."""
 
+from lightning_hetero.testing.capped_memory import CappedMemory
 from lightning_hetero.testing.emulated import EmulatedDevices
 from lightning_hetero.testing.emulated_clock import EmulatedClock, LinkDelay
 from lightning_hetero.testing.faults import Fault, InjectFaults, SlowLink, SlowRank
@@ -12,6 +13,7 @@ from lightning_hetero.testing.storage import (
 )
 
 __all__ = [
+    "CappedMemory",
     "EmulatedClock",
     "EmulatedDevices",
     "Fault",

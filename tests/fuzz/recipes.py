@@ -67,7 +67,9 @@ class Recipe:
     accumulate: int = 1
     clip_val: float | None = None
     recompute: str = "none"
-    """The strategy's `activation_checkpointing`."""
+    """The strategy's `activation_checkpointing`; or the first layer of every stage, by the plan; or
+    as few as a budget of activations asks for, which leaves room for some.
+    """
 
     def __str__(self) -> str:
         usual = asdict(Recipe())
@@ -127,7 +129,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulate": (2,),
     "clip_val": (0.05,),
     "num_microbatches": (1, 4),
-    "recompute": ("full",),
+    "recompute": ("full", "first layers", "budget"),
 }
 
 

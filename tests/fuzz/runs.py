@@ -20,6 +20,8 @@ from tests.toy import quiet
 
 STEPS_PER_EPOCH = 3
 TIMEOUT = timedelta(seconds=20)
+BUDGET_BYTES = 40_000
+"""Of activations: more than any recipe's layers need at least, less than most would keep."""
 
 
 @dataclass
@@ -77,9 +79,10 @@ def run_on_plan(rank: int, recipe: Recipe, folder: str) -> Outcome:
 
     def trainer_options(name: str) -> dict[str, Any]:
         strategy = HeteroStrategy(
-            plan=_plan(name, world_size),
+            plan=_recomputing(_plan(name, world_size), recipe),
             num_microbatches=recipe.num_microbatches,
-            activation_checkpointing=recipe.recompute,
+            activation_checkpointing="full" if recipe.recompute == "full" else "none",
+            activation_budget_bytes=BUDGET_BYTES if recipe.recompute == "budget" else None,
             timeout=TIMEOUT,
         )
         return {"strategy": strategy, "devices": world_size}
@@ -104,6 +107,17 @@ def _plan(name: str, world_size: int) -> ParallelPlan:
     assert plan is not None
     assert num_ranks <= world_size
     return ParallelPlan.from_dict(plan)
+
+
+def _recomputing(plan: ParallelPlan, recipe: Recipe) -> ParallelPlan:
+    """Return the plan with one recomputed layer in every stage, if the recipe asks for that."""
+    if recipe.recompute != "first layers":
+        return plan
+    data = plan.to_dict()
+    for pipeline in data["pipelines"]:
+        for stage in pipeline["stages"]:
+            stage["recomputed_layers"] = 1
+    return ParallelPlan.from_dict(data)
 
 
 def _run(
