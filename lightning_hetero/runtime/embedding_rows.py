@@ -6,8 +6,9 @@ a batch are looked at on the host, before they go to the device: one pass over t
 ids: 0.03 ms), and nothing waits for the device unless one is too large for an embedding.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ _DEVICE_ASSERT = (
 
 
 class EmbeddingRows:
-    """Checks what a module's embeddings are asked for, as far as it is known from the batch.
+    """Checks what a module's embeddings are asked for, as far as it comes from the batch as it is.
 
     Embeddings whose class has a forward of its own, which may count rows otherwise, are left out.
 
@@ -35,12 +36,12 @@ class EmbeddingRows:
 
     def __init__(self, module: nn.Module) -> None:
         self._ranges: dict[int, tuple[int, int]] = {}
+        check = _Check(self, module)
         self._handles = [
-            item.register_forward_pre_hook(self._check)
+            item.register_forward_pre_hook(check)
             for item in module.modules()
             if isinstance(item, nn.Embedding) and type(item).forward is nn.Embedding.forward
         ]
-        self._module = module
 
     def note_batch(self, on_host: Iterable[Tensor], moved: Iterable[Tensor]) -> None:
         """Look at the batch of the next iteration.
@@ -63,23 +64,41 @@ class EmbeddingRows:
         for handle in self._handles:
             handle.remove()
 
-    def _check(self, embedding: nn.Module, args: tuple[object, ...]) -> None:
+    def may_lie_outside(self, ids: Tensor, num_rows: int) -> bool:
+        """Return False where token ids are known to be rows; waits for no device."""
+        if torch.compiler.is_compiling():
+            return False
+        # Of what was computed from the batch nothing is known, and looking would wait for it.
+        lowest, highest = self._ranges.get(ids.untyped_storage().data_ptr(), (0, 0))
+        return lowest < 0 or highest >= num_rows
+
+
+class _Check:
+    """What an embedding calls before its forward; a copy of the embedding is not checked."""
+
+    def __init__(self, rows: EmbeddingRows, module: nn.Module) -> None:
+        self._rows = rows
+        self._module = module
+
+    def __call__(self, embedding: nn.Module, args: tuple[object, ...]) -> None:
         assert isinstance(embedding, nn.Embedding)
         ids = args[0] if args else None
         # Unknown and traced tensors have no values, and are of other types.
         if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.dtype not in _ID_DTYPES:
             return
-        if self._may_lie_outside(ids, embedding.num_embeddings):
+        if self._rows.may_lie_outside(ids, embedding.num_embeddings):
             _refuse_unknown_rows(self._module, embedding, ids)
 
-    def _may_lie_outside(self, ids: Tensor, num_rows: int) -> bool:
-        if torch.compiler.is_compiling():
-            return False
-        known = self._ranges.get(ids.untyped_storage().data_ptr())
-        if known is None:
-            # Computed from the batch, so hardly larger than what is in it.
-            return any(highest >= num_rows for _, highest in self._ranges.values())
-        return known[0] < 0 or known[1] >= num_rows
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchecked, ()
+
+
+def _unchecked() -> Callable[..., None]:
+    return _check_nothing
+
+
+def _check_nothing(*_: object) -> None:
+    pass
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Mistakes of the first hour: refused early, and in words that say what to do."""
 
+import copy
+import pickle
 import sys
 import warnings
 from typing import Any
@@ -23,6 +25,17 @@ class UnknownTokens(ToyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ids, labels = batch
         return super().training_step((ids + 5 * (ids == ids.max()), labels), batch_idx)
+
+
+class CopiesEmbedding(ToyModule):
+    """Keeps a copy of a part of itself, as averages of weights do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        copies = (copy.deepcopy(self.model.wte), pickle.loads(pickle.dumps(self.model.wte)))
+        assert all(len(item._forward_pre_hooks) == 1 for item in copies)
+        return super().training_step(batch, batch_idx) + 0 * sum(
+            item(batch[0]).sum() for item in copies
+        )
 
 
 class AssertsOnDevice(ToyModule):
@@ -52,6 +65,14 @@ def test_rows_that_an_embedding_does_not_have_are_named() -> None:
     with pytest.raises(RuntimeError, match="device-side assert") as failed:
         fit(AssertsOnDevice(ToyOptions()), loader(8, 4))
     assert "a label that the logits have no class for" in failed.value.__notes__[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_embedding_that_is_checked_can_be_copied() -> None:
+    module = CopiesEmbedding(ToyOptions())
+    fit(module, loader(8, 4))
+    assert len(module.losses) == 4
+    assert not module.model.wte._forward_pre_hooks
 
 
 def test_what_cannot_run_on_the_devices_is_refused_before_processes_start() -> None:
