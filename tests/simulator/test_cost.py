@@ -131,6 +131,17 @@ def test_transfers_use_the_clusters_links():
     assert cost.all_reduce_s((0, 8), 1e9) == pytest.approx(2 * (0.5 + 1e-3))
 
 
+def test_a_larger_group_gets_an_activation_in_pieces_and_puts_them_together():
+    cost = RooflineCost(CLUSTER, LLAMA)
+    one = StagePlan(ranks=(0,), layers=range(1))
+    pair = StagePlan(ranks=(2, 3), layers=range(1, 2))
+    num_bytes = LLAMA.hidden_bytes(100, 2)
+    whole_s = cost.transfer_s(0, 2, num_bytes)
+    pieces_s = 2 * cost.transfer_s(0, 2, num_bytes / 2) + cost.transfer_s(2, 3, num_bytes / 2)
+    assert cost.activation_s(one, pair, 100) == pytest.approx(pieces_s)
+    assert cost.activation_s(pair, one, 100) == pytest.approx(whole_s)
+
+
 def test_usable_memory_leaves_room_for_the_process():
     cost = RooflineCost(CLUSTER, LLAMA)
     assert 0.9 * 80 * 2**30 < cost.usable_bytes("A100-80GB") < 79 * 2**30

@@ -49,6 +49,15 @@ def test_slow_ranks_come_to_share_a_stage():
     assert len(stages) == 1
 
 
+def test_only_stages_of_equal_degree_change_places_as_a_whole():
+    plan = ParallelPlan.even(world_size=14, num_layers=6, num_stages=3, tp_degree=(1, 4, 2))
+    link = (1, 8)
+    proposal = propose_swap(plan, slow_ranks={}, slow_links=[link], predict_s=predictor({}, [link]))
+    degrees = [pipeline.tp_degrees for pipeline in proposal.plan.pipelines]
+    assert degrees == [(1, 4, 2)] * 2
+    assert all(len(a) == len(b) for a, b in proposal.swaps)
+
+
 def test_nothing_is_proposed_where_nothing_helps():
     plan = ParallelPlan.even(world_size=4, num_layers=4, num_stages=2)
     assert (
