@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = [
     "CoverBound",

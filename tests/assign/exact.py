@@ -7,15 +7,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.dispatch import Dispatch, check_fit
+from lightning_hetero.assign.dispatch_bound import dispatch_lower_bound_s
+from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
     PipelineCost,
     as_lengths,
     sequence_times_s,
 )
+from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.planner.linear_program import LinearProgram
 
 __all__ = ["BinPacking", "dispatch_exact", "latencies_s", "pack_into"]
 
@@ -28,6 +30,19 @@ class BinPacking:
     """Micro-batch of each sequence, or None if the solver found nothing better in time."""
     lower_bound_s: float
     """Proven lower bound of the longest micro-batch, without c; infinite if none is shorter."""
+
+
+def fine_bound_s(
+    lengths: ArrayLike, pipelines: Sequence[PipelineCost], upper_bound_s: float
+) -> float:
+    """Return the package's bound of a dispatch with fine runs, however long it takes."""
+    kinds = list(dict.fromkeys(pipelines))
+    return dispatch_lower_bound_s(
+        SequenceRuns.of(as_lengths(lengths), CostTable.of(kinds)),
+        [list(pipelines).count(kind) for kind in kinds],
+        lower_bound_s=0.0,
+        upper_bound_s=upper_bound_s,
+    )
 
 
 def dispatch_exact(

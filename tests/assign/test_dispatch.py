@@ -11,7 +11,6 @@ from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign import exact
 from tests.assign.cases import cost, dispatch_cases
-from tests.assign.dispatch_bound import dispatch_lower_bound_s
 
 
 def latencies_s(lengths, pipelines, choices) -> np.ndarray:
@@ -54,7 +53,7 @@ def test_dispatch_is_within_2_per_cent_of_the_optimum_and_bounds_never_above_it(
     result = dispatch(lengths, pipelines)
     assert result.latency_s <= best_s * 1.02
     assert result.lower_bound_s <= best_s * (1 + 1e-9)
-    bound_s = dispatch_lower_bound_s(lengths, pipelines, upper_bound_s=result.latency_s)
+    bound_s = exact.fine_bound_s(lengths, pipelines, result.latency_s)
     assert bound_s <= best_s * (1 + 1e-6)
 
 
@@ -116,6 +115,17 @@ def test_a_sequence_that_fits_nowhere_is_named() -> None:
 
 def test_nothing_to_dispatch_takes_no_time() -> None:
     assert dispatch([], [cost()]).latency_s == 0
+
+
+def test_bounds_are_near_on_pipelines_with_different_limits() -> None:
+    lengths = np.exp(np.random.default_rng(0).normal(6.5, 1.1, 60)).astype(int) + 20
+    pipelines = [cost(max_len=32_000)] + [cost(max_len=2_500)] * 6
+    loose, tight = (
+        dispatch(lengths, pipelines, tight_bound=is_tight) for is_tight in (False, True)
+    )
+    assert loose.latency_s == tight.latency_s
+    loose_gap, tight_gap = (found.latency_s / found.lower_bound_s - 1 for found in (loose, tight))
+    assert tight_gap < loose_gap / 2
 
 
 def test_improving_thousands_of_sequences_has_a_budget(monkeypatch) -> None:

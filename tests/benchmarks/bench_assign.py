@@ -21,8 +21,7 @@ import numpy as np
 from lightning_hetero.assign import assign_iteration, dispatch
 from lightning_hetero.assign.iteration import pack_dispatch
 from lightning_hetero.planner import propose
-from tests.assign.dispatch_bound import dispatch_lower_bound_s
-from tests.assign.exact import dispatch_exact
+from tests.assign.exact import dispatch_exact, fine_bound_s
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     assign_by_karmarkar_karp,
@@ -113,7 +112,7 @@ class Case:
             found = dispatch(lengths, plan)
             bound_s = found.lower_bound_s
             if self.num_gpus == 64 and found.latency_s > bound_s * 1.002:
-                bound_s = dispatch_lower_bound_s(lengths, plan, upper_bound_s=found.latency_s)
+                bound_s = fine_bound_s(lengths, plan, found.latency_s)
             packings = pack_dispatch(lengths, found, plan)
             dispatch_gaps.append(found.latency_s / bound_s)
             packing_gaps.append(

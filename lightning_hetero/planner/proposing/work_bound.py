@@ -6,54 +6,16 @@ may be used, and every length may choose its scheme.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
-from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.planner.proposing.proposal import Scheme
 from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
 
-__all__ = ["SequenceRuns", "longest_alone_s", "possible_schemes", "work_lower_bound_s"]
-
-_SPREAD = 0.03
-"""Lengths of a run differ by this share at most, which costs the bounds about nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceRuns:
-    """R runs of sequences of nearly equal length, longest first, on K kinds of pipeline."""
-
-    table: CostTable
-    """The K kinds."""
-    least: IntArray
-    """[R] least length of each run."""
-    counts: IntArray
-    """[R] number of its sequences."""
-    tokens: IntArray
-    """[R] their tokens."""
-    work_s: FloatArray
-    """[R, K] seconds of a stage for them."""
-
-    @classmethod
-    def of(cls, lengths: IntArray, table: CostTable) -> Self:
-        """Cut the sequences into runs."""
-        ordered = np.sort(lengths)[::-1]
-        starts = [0]
-        for index, length in enumerate(ordered.tolist()):
-            if length < ordered[starts[-1]] * (1 - _SPREAD):
-                starts.append(index)
-        ends = np.array([*starts[1:], len(ordered)])
-        return cls(
-            table=table,
-            least=ordered[ends - 1],
-            counts=ends - np.array(starts),
-            tokens=np.add.reduceat(ordered, starts),
-            work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
-        )
+__all__ = ["longest_alone_s", "possible_schemes", "work_lower_bound_s"]
 
 
 def work_lower_bound_s(

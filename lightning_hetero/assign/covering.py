@@ -1,4 +1,4 @@
-"""The linear relaxation of the references' lower bounds: sequences covered by kinds of pipeline.
+"""The linear relaxation of lower bounds: sequences covered by kinds of pipeline.
 
 Sequences come longest first, in runs of nearly equal length, each with the least of its lengths.
 For a given latency, a pipeline of kind k whose longest sequence is of run h has `slots[h, k]`
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_hetero.assign.linear_program import LinearProgram
+from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.linear_program import LinearProgram
-from lightning_hetero.planner.proposing.work_bound import SequenceRuns
 
 __all__ = ["ROUNDING", "StageSeconds", "add_cover", "least_possible_s"]
 

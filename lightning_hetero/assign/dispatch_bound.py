@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.dispatch import fast_lower_bound_s
-from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
-from lightning_hetero.planner.linear_program import LinearProgram
-from lightning_hetero.planner.proposing.work_bound import SequenceRuns
-from tests.assign.covering import ROUNDING, StageSeconds, add_cover, least_possible_s
+from lightning_hetero.assign.covering import ROUNDING, StageSeconds, add_cover, least_possible_s
+from lightning_hetero.assign.linear_program import LinearProgram
+from lightning_hetero.assign.sequence_runs import SequenceRuns
 
 __all__ = ["dispatch_lower_bound_s"]
 
-_PRECISION = 1e-3
-
 
 def dispatch_lower_bound_s(
-    lengths: ArrayLike, pipelines: Sequence[PipelineCost], *, upper_bound_s: float
+    runs: SequenceRuns,
+    counts: Sequence[int],
+    *,
+    lower_bound_s: float,
+    upper_bound_s: float,
+    precision: float = 1e-3,
 ) -> float:
     """Return a lower bound near the optimum of Eq. 3, by bisection over a linear relaxation.
 
@@ -26,15 +26,12 @@ def dispatch_lower_bound_s(
     is a lower bound if no cover makes do with a share of 1 of each kind of them.
 
     Args:
-        lengths: [B].
-        pipelines: The D pipelines.
+        runs: The sequences, on every kind of pipeline.
+        counts: Pipelines of each kind.
+        lower_bound_s: A bound that is known already.
         upper_bound_s: Latency of a known dispatch.
+        precision: Relative width at which the bisection ends.
     """
-    sizes, every = as_lengths(lengths), CostTable.of(pipelines)
-    low_s = min(fast_lower_bound_s(sizes, every.fitting_times_s(sizes), every), upper_bound_s)
-    kinds = list(dict.fromkeys(pipelines))
-    counts = [float(pipelines.count(kind)) for kind in kinds]
-    runs = SequenceRuns.of(sizes, CostTable.of(kinds))
     lost_s = runs.table.num_bubbles * (runs.table.times_s(runs.least) + runs.table.c)
 
     def is_possible(latency_s: float) -> bool:
@@ -46,7 +43,8 @@ def dispatch_lower_bound_s(
             return False
         (share,) = program.add_variables(upper=np.inf, cost=1.0)
         for columns, count in zip(opened.T, counts, strict=True):
-            program.add_row([*columns, share], [*np.ones(len(columns)), -count], upper=0.0)
+            program.add_row([*columns, share], [*np.ones(len(columns)), -float(count)], upper=0.0)
         return program.minimize().lower_bound <= 1 + ROUNDING
 
-    return least_possible_s(is_possible, low_s, upper_bound_s, _PRECISION)
+    low_s = min(lower_bound_s, upper_bound_s)
+    return least_possible_s(is_possible, low_s, upper_bound_s, precision)
