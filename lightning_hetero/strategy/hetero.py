@@ -107,7 +107,10 @@ class HeteroStrategy(HookedStrategy):
             DDP, with the first pipeline's kept. If not, they are refused unless one device agrees.
         whole_after_run: Whether every rank's module has whole parameters after a run. If not, it
             keeps its slices: see `whole_state_dict`.
-        timeout: How long a rank waits for another before it gives up.
+        timeout: How long a rank waits for another before it gives up, in set-up and in steps.
+        start_timeout: How long until all processes have connected, imports included; `timeout` if
+            that is longer. The ladder is start > set-up > step: from then on `timeout` holds, which
+            must cover what one rank alone does in set-up, such as to measure, and a step's waits.
         start_method: How processes are started: "popen" runs the script again for each, "spawn",
             others use multiprocessing, and the module comes back whole. torchrun starts its own.
         process_group_backend: "nccl", "gloo", …; None takes what fits the device.
@@ -146,6 +149,7 @@ class HeteroStrategy(HookedStrategy):
         local_buffers: bool = False,
         whole_after_run: bool = False,
         timeout: timedelta = timedelta(minutes=5),
+        start_timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
@@ -155,7 +159,11 @@ class HeteroStrategy(HookedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            Processes(timeout=timeout, backend=process_group_backend),
+            Processes(
+                timeout=timeout,
+                start_timeout=max(start_timeout, timeout),
+                backend=process_group_backend,
+            ),
             # Other processes than these would get the module back, and they have no slices.
             SlicedState(whole_after_run=whole_after_run or start_method != "popen"),
             start_method=start_method,

@@ -47,14 +47,18 @@ class Processes:
     3. `fail` or `stop_watching`: the end.
 
     Args:
-        timeout: How long a rank waits for another before it gives up.
+        timeout: How long a rank waits for another before it gives up, once all have connected.
+        start_timeout: How long until all must have connected.
         backend: "nccl", "gloo", …; None takes what fits the device.
     """
 
-    def __init__(self, *, timeout: timedelta, backend: str | None) -> None:
+    def __init__(
+        self, *, timeout: timedelta, start_timeout: timedelta, backend: str | None
+    ) -> None:
         self.backend = backend
         """Backend of the device's communicators."""
         self._timeout = timeout
+        self._start_timeout = start_timeout
         self._environment: ClusterEnvironment | None = None
         self._store: Store | None = None
         self._comms: Communicators | None = None
@@ -116,8 +120,9 @@ class Processes:
                 environment.main_port,
                 global_rank=environment.global_rank(),
                 world_size=environment.world_size(),
-                timeout=self._timeout,
+                start_timeout=self._start_timeout,
             )
+            self._store.set_timeout(self._timeout)
         return self._store
 
     def _init_process_group(self, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
@@ -65,9 +65,9 @@ def allow_connections(count: int) -> None:
 
 
 def connect_store(
-    address: str, port: int, *, global_rank: int, world_size: int, timeout: timedelta
+    address: str, port: int, *, global_rank: int, world_size: int, start_timeout: timedelta
 ) -> Store:
-    """Return the run's key-value store; collective over all ranks.
+    """Return the run's key-value store once all ranks have connected; collective over all ranks.
 
     Under torchrun the agent may serve it, and it outlives the processes. Keys of a former start are
     still there then, so the ranks first agree on a prefix of their own.
@@ -77,7 +77,7 @@ def connect_store(
     would cost a rank as many sockets as there are ranks, and twice as many calls of the store.
 
     Raises:
-        PeerError: The other ranks didn't come within the timeout.
+        PeerError: The other ranks didn't come within `start_timeout`.
         ConfigurationError: Rank 0 may not open as many connections as the store needs.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -85,20 +85,31 @@ def connect_store(
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if global_rank == 0 and not agent_serves:
         allow_connections(_CONNECTIONS_PER_RANK * world_size)
-    with _ended_when_late(global_rank, f"{address}:{port}", timeout.total_seconds()):
-        store = TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=global_rank == 0 and not agent_serves,
-            timeout=timeout,
-            multi_tenant=True,
-        )
+    timeout_s = start_timeout.total_seconds()
+    with _ended_when_late(global_rank, f"{address}:{port}", timeout_s):
+        try:
+            store = TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=global_rank == 0 and not agent_serves,
+                timeout=start_timeout,
+                multi_tenant=True,
+            )
+        except DistError as error:
+            raise _late(global_rank, world_size, timeout_s, str(error)) from error
         if not agent_serves:
             return PrefixStore("lightning_hetero", store)
         meeting = PrefixStore("lightning_hetero/meeting", store)
-        name = _meet(meeting, global_rank, world_size, timeout.total_seconds())
+        name = _meet(meeting, global_rank, world_size, timeout_s)
         return PrefixStore(f"lightning_hetero/{name}", store)
+
+
+def _late(global_rank: int, world_size: int, timeout_s: float, why: str) -> PeerError:
+    return PeerError(
+        f"Rank {global_rank} of {world_size} waited {timeout_s:.0f} s for the others to start. "
+        f"{why} If they only start slowly, allow more: HeteroStrategy(start_timeout=...)."
+    )
 
 
 @contextmanager
@@ -146,10 +157,12 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
                 return str(name)
         # All ranks together ask the store no oftener than they would at a hundred ranks.
         time.sleep(max(0.01, 1e-4 * world_size))
-    raise PeerError(
-        f"Rank {global_rank} of {world_size} waited {timeout_s:.0f} s for the others to start. If "
-        "nodes have come or gone, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is "
-        "started: some of its versions send restarted processes to a store that has moved."
+    raise _late(
+        global_rank,
+        world_size,
+        timeout_s,
+        "If nodes have come or gone, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is "
+        "started: some of its versions send restarted processes to a store that has moved.",
     )
 
 

@@ -50,7 +50,7 @@ def heartbeats(store: CountingStore, world_size: int) -> list[Heartbeat]:
 def count_sockets(rank: int, *, is_lazy: bool) -> int:
     """Return how many sockets this rank has opened once all kinds of control traffic have run."""
     before = _sockets()
-    processes = Processes(timeout=_TIMEOUT, backend=None)
+    processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
     with _connecting(is_lazy=is_lazy):
         processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
         comms = processes.comms
