@@ -227,6 +227,8 @@ class _PlanSearch:
         limit = self.judge.work_done + _SIMULATED_ACTIONS
         left = _ESTIMATED_STAGES_OF_PARTS
         parts = smaller_allowances(self.cost.cluster, burden)
+        # A cluster without a type is asked for first: the budget must not end before it.
+        parts.sort(key=lambda part: not part.is_thorough)
         for number, (part, is_thorough) in enumerate(parts):
             self.progress("Leaving devices out", 0.4 + 0.2 * number / len(parts))
             best = min(map(self.judge.score, found), default=float("inf"))
