@@ -47,6 +47,7 @@ from lightning_hetero.simulator import (
     StateLayout,
     bound_line,
     prediction_lines,
+    recomputation_lines,
 )
 
 __all__ = ["make_plan"]
@@ -324,6 +325,7 @@ def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: boo
         f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch, by "
         f"{_source(measured=measured)}",
         *prediction_lines(simulation, workload.num_tokens),
+        *recomputation_lines(result.best.plan, simulation),
         bound_line(f"faster than {bound_s:.4g} s", gap),
         f"limited by      {result.limit}",
     ]

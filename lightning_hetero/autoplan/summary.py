@@ -28,6 +28,7 @@ from lightning_hetero.simulator import (
     devices_line,
     plan_table,
     prediction_lines,
+    recomputation_lines,
     simulate,
     simulated_facts,
 )
@@ -166,6 +167,7 @@ class StartUp:
         simulation = simulate(self.plan, cost, [[microbatch] * count for count in counts])
         lines = [
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
+            *recomputation_lines(self.plan, simulation),
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines

@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StateLayout
 from lightning_hetero.simulator.cost import PRECISIONS
@@ -21,6 +22,7 @@ __all__ = [
     "check_folder_of",
     "check_picture",
     "cost_of",
+    "microbatch_size_of",
     "replicated_cost",
 ]
 
@@ -38,8 +40,11 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what planning and simulating both need: cluster, model, batch, precision, profile."""
+def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> None:
+    """Add what planning and simulating both need: cluster, model, batch, precision, profile.
+
+    `size` says what "auto", the default, makes of a micro-batch's size.
+    """
     parser.add_argument(
         "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
     )
@@ -47,7 +52,6 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     for name, default, what in (
         ("--sequence-length", None, "tokens of a sample, 1 or more"),
         ("--global-batch-size", None, "samples of an iteration, 1 or more"),
-        ("--micro-batch-size", 1, "samples of a micro-batch (default: 1)"),
     ):
         parser.add_argument(
             name,
@@ -57,6 +61,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
             required=default is None,
             help=what,
         )
+    parser.add_argument(
+        "--micro-batch-size",
+        metavar="NUMBER",
+        type=_size_or_auto,
+        default="auto",
+        help=f"samples of a micro-batch, or auto (default): {size}",
+    )
     parser.add_argument(
         "--precision",
         choices=list(PRECISIONS),
@@ -139,11 +150,11 @@ def check_folder_of(path: str | None, option: str) -> None:
 def cost_of(arguments: argparse.Namespace) -> CostModel:
     """Read cluster, model and profile; without a profile the roofline of known devices serves."""
     for name in ("sequence_length", "global_batch_size", "micro_batch_size"):
-        if not 1 <= getattr(arguments, name) <= 10**12:
+        value = getattr(arguments, name)
+        if value != "auto" and not 1 <= value <= 10**12:
             option = "--" + name.replace("_", "-")
             raise ConfigurationError(
-                f"{option} is {getattr(arguments, name)}; it must be 1 or more, and no more than "
-                "10¹²."
+                f"{option} is {value}; it must be 1 or more, and no more than 10¹²."
             )
     layout = StateLayout.of_precision(arguments.precision)
     if arguments.profile is None:
@@ -156,12 +167,30 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
     return ProfileCost(cluster, model, profile, layout=layout)
 
 
+def microbatch_size_of(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
+    """Return the samples of a micro-batch: as given, or such that the plan's numbers fill a batch.
+
+    1 where the plan leaves a number open or its numbers don't divide the batch.
+    """
+    if arguments.micro_batch_size != "auto":
+        return int(arguments.micro_batch_size)
+    counts = [pipeline.num_microbatches for pipeline in plan.pipelines]
+    total = sum(count or 0 for count in counts)
+    if None in counts or not total or arguments.global_batch_size % total:
+        return 1
+    return int(arguments.global_batch_size // total)
+
+
 def replicated_cost(cost: CostModel) -> CostModel:
     """Return the same costs where every device keeps all states, as plain data parallelism does."""
     layout = replace(cost.layout, sharded=False)
     if isinstance(cost, ProfileCost):
         return ProfileCost(cost.cluster, cost.model, cost.profile, layout=layout)
     return RooflineCost(cost.cluster, cost.model, layout=layout)
+
+
+def _size_or_auto(word: str) -> int | str:
+    return word if word == "auto" else int(word)
 
 
 def _max_age(days: float) -> datetime.timedelta:

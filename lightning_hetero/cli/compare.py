@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero.cli.arguments import add_workload_arguments, cost_of
+from lightning_hetero.cli.arguments import add_workload_arguments, cost_of, microbatch_size_of
 from lightning_hetero.cli.output import (
     as_rich,
     assumptions_line,
@@ -15,6 +15,7 @@ from lightning_hetero.cli.output import (
 )
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, devices_line, simulate, split_batch
+from lightning_hetero.simulator.owned_exchange import moved_params
 
 __all__ = ["add_arguments", "run_compare"]
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = "Say where the seconds and bytes of two plans differ."
     parser.add_argument("plans", metavar="PLAN", nargs=2, help="JSON files of two plans")
-    add_workload_arguments(parser)
+    add_workload_arguments(parser, size="what the plans' numbers say")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -65,7 +66,7 @@ def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -
         plan,
         global_batch_size=arguments.global_batch_size,
         sequence_length=arguments.sequence_length,
-        microbatch_size=arguments.micro_batch_size,
+        microbatch_size=microbatch_size_of(plan, arguments),
     )
     simulation = simulate(plan, cost, batches)
     check_finite(simulation)
@@ -83,13 +84,10 @@ def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -
 
 
 def _exchanged_bytes(plan: ParallelPlan, cost: CostModel) -> float:
-    """Return the bytes of weights and gradients that an iteration moves between pipelines."""
-    shared = (plan.num_pipelines - 1) / plan.num_pipelines
-    model = cost.model
-    params = model.num_layers * model.params_per_layer + model.embedding_params + model.head_params
-    each_way = params * plan.num_pipelines * shared
-    ways = cost.layout.gradient_bytes + (cost.layout.weight_bytes if cost.layout.sharded else 0)
-    return each_way * ways
+    """Return the bytes of weights and gradients that an iteration moves between ranks."""
+    layout = cost.layout
+    ways = layout.gradient_bytes + (layout.weight_bytes if layout.sharded else 0)
+    return moved_params(plan, cost) * ways
 
 
 def _rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str, str]]:

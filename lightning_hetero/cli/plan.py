@@ -44,6 +44,7 @@ from lightning_hetero.planner import (
     PlanningResult,
     Workload,
     plan,
+    plan_best_size,
 )
 from lightning_hetero.planner.search import ProgressCallback
 from lightning_hetero.planner.workload import valid_tp_degrees
@@ -54,6 +55,7 @@ from lightning_hetero.simulator import (
     plan_table,
     plot_timeline,
     prediction_lines,
+    recomputation_lines,
     simulate,
     simulated_facts,
 )
@@ -68,7 +70,7 @@ _MOST_LISTED = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = "Find the best pipelines for unequal devices, and say how good they are."
-    add_workload_arguments(parser)
+    add_workload_arguments(parser, size="the best one")
     parser.add_argument(
         "--objective",
         choices=[str(objective) for objective in Objective],
@@ -109,11 +111,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
     num_saved, folder = _save_top(arguments)
     most = max(arguments.top, num_saved)
     cost = cost_of(arguments)
-    workload = Workload(
-        sequence_length=arguments.sequence_length,
-        global_batch_size=arguments.global_batch_size,
-        sequences_per_microbatch=arguments.micro_batch_size,
-    )
     degrees = arguments.tp_degrees
     options = PlanningOptions(
         objective=Objective(arguments.objective),
@@ -121,8 +118,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         tp_degrees=None if degrees is None else tuple(degrees),
         num_candidates=_CANDIDATES_PER_LINE * most,
     )
-    with _progress() as progress:
-        result = plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
+    result = _plan(arguments, cost, options)
+    workload = result.workload
     kinds = _kinds(result, cost)
     baselines = find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
     if arguments.json is True:
@@ -143,6 +140,25 @@ def run_plan(arguments: argparse.Namespace) -> int:
     for place, candidate in enumerate(list(kinds.values())[:num_saved], start=1):
         _save(candidate.plan, folder / f"plan-{place}.json")
     return 0
+
+
+def _plan(
+    arguments: argparse.Namespace, cost: CostModel, options: PlanningOptions
+) -> PlanningResult:
+    """Plan with the micro-batch size that was given, or find the best one."""
+    with _progress() as progress:
+
+        def plan_with(samples: int) -> PlanningResult:
+            workload = Workload(
+                sequence_length=arguments.sequence_length,
+                global_batch_size=arguments.global_batch_size,
+                sequences_per_microbatch=samples,
+            )
+            return plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
+
+        if arguments.micro_batch_size == "auto":
+            return plan_best_size(arguments.global_batch_size, plan_with)
+        return plan_with(arguments.micro_batch_size)
 
 
 def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:
@@ -206,6 +222,7 @@ def _as_json(
         "cluster": cost.cluster.num_devices,
         "precision": arguments.precision,
         "objective": str(result.objective),
+        "micro_batch_size": result.workload.sequences_per_microbatch,
         **facts_of(result.best.plan, cost, result.best.simulation, num_tokens),
         "lower_bound_s": result.lower_bound_s,
         "gap": result.gap,
@@ -240,6 +257,7 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
     best = result.best
     lines = [
         *prediction_lines(best.simulation, result.workload.num_tokens),
+        *recomputation_lines(best.plan, best.simulation),
         _compared_line(best.simulation.iteration_time_s, baselines),
         _bound_line(result),
         f"limited by      {result.limit}",
@@ -250,6 +268,9 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
     idle = cost.cluster.num_ranks - len(best.plan.ranks)
     if idle:
         lines.append(f"idle            {idle} of {cost.cluster.num_ranks} devices")
+    size = result.workload.sequences_per_microbatch
+    if size > 1:
+        lines.append(f"micro-batches   of {size} samples")
     lines.append(
         f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
     )

@@ -9,6 +9,7 @@ from lightning_hetero.cli.arguments import (
     check_folder_of,
     check_picture,
     cost_of,
+    microbatch_size_of,
 )
 from lightning_hetero.cli.output import (
     assumptions_line,
@@ -27,6 +28,7 @@ from lightning_hetero.simulator import (
     plan_table,
     plot_timeline,
     prediction_lines,
+    recomputation_lines,
     save_trace,
     simulate,
     simulated_facts,
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="JSON file of the plan, as `lightning-hetero plan --output` writes",
     )
-    add_workload_arguments(parser)
+    add_workload_arguments(parser, size="what the plan's numbers say")
     parser.add_argument(
         "--trace", metavar="FILE", help="write a Perfetto/Chrome trace to this JSON file"
     )
@@ -64,7 +66,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         plan,
         global_batch_size=arguments.global_batch_size,
         sequence_length=arguments.sequence_length,
-        microbatch_size=arguments.micro_batch_size,
+        microbatch_size=microbatch_size_of(plan, arguments),
     )
     simulation = simulate(
         plan, cost, microbatches, record_events=bool(arguments.trace or arguments.plot)
@@ -94,6 +96,7 @@ def _summary(
 ) -> list[str]:
     """Return iteration time, throughput, money, bottleneck and stages that don't fit."""
     lines = prediction_lines(simulation, num_tokens)
+    lines += recomputation_lines(plan, simulation)
     lines.append(f"limited by      {simulation.bottleneck}")
     price = cost.cluster.price_per_hour
     if price is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.ownership import check_owner_shares
 from lightning_hetero.core.reading import build, load_file, parse_json
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.table import format_table
@@ -146,6 +147,9 @@ class ParallelPlan:
 
     pipelines: tuple[PipelinePlan, ...]
     """The model replicas; they may differ in stages, layer splits and TP degrees."""
+    owner_shares: tuple[float, ...] | None = None
+    """Share of all masters, optimizer states and summed gradients that each global rank owns, idle
+    ranks included, relative to their sum; None leaves ownership to the strategy."""
     _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -173,6 +177,8 @@ class ParallelPlan:
                     pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
                 )
         object.__setattr__(self, "_places", places)
+        if self.owner_shares is not None:
+            check_owner_shares(self.owner_shares, self.ranks[-1])
 
     @property
     def num_layers(self) -> int:
@@ -242,6 +248,11 @@ class ParallelPlan:
             raise PlanError(
                 f"The plan names rank {missing[0]} but {world_size} processes run (ranks 0 to "
                 f"{world_size - 1}). Start {self.ranks[-1] + 1} processes or change the plan."
+            )
+        if self.owner_shares is not None and len(self.owner_shares) != world_size:
+            raise PlanError(
+                f"The plan's owner_shares are for {len(self.owner_shares)} ranks but {world_size} "
+                "processes run. Start as many, or leave owner_shares out."
             )
 
     def check_num_layers(self, num_layers: int) -> None:
@@ -323,7 +334,7 @@ class ParallelPlan:
                 | _given(pipeline, "num_microbatches")
                 for pipeline in self.pipelines
             ]
-        }
+        } | ({} if self.owner_shares is None else {"owner_shares": list(self.owner_shares)})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

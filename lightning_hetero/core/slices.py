@@ -17,6 +17,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 
 __all__ = [
@@ -49,13 +50,16 @@ class Ownership(StrEnum):
     """Who owns the slices."""
 
     AUTO = "auto"
-    """HOLDERS for one plan without idle ranks, else EVEN."""
+    """MEMORY where the plan says who owns how much, else HOLDERS for one plan without idle ranks,
+    else EVEN."""
     HOLDERS = "holders"
     """The ranks that hold the parameter under the plan: least traffic."""
     EVEN = "even"
     """All ranks alike: least memory, and no plan is favoured."""
     PARAMETER = "parameter"
     """Whole parameters, one owner each: for optimizers that need whole matrices."""
+    MEMORY = "memory"
+    """As much as the plan's `owner_shares` say, by the memory that stages leave free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +260,7 @@ def assign_owners(
         world_size: Number of ranks, idle ones included.
         ownership: The rule; AUTO must have been resolved by the caller.
         weights: Share of each rank, such as its memory in bytes; if None, ranks (EVEN, PARAMETER)
-            or pipelines (HOLDERS) count alike.
+            or pipelines (HOLDERS) count alike, and MEMORY takes the plan's `owner_shares`.
 
     Returns:
         For each parameter its slices in ascending order, empty ones left out.
@@ -265,6 +269,12 @@ def assign_owners(
         ConfigurationError: There isn't one weight of 0 or more for each rank, or all are 0.
         ModelError: Holders shall own, but no stage uses a parameter.
     """
+    if ownership is Ownership.MEMORY and weights is None:
+        weights = plan.owner_shares
+        if weights is None:
+            raise ConfigurationError(
+                "Ownership 'memory' needs a plan that says how much each rank owns (owner_shares)."
+            )
     share = [1.0] * world_size if weights is None else list(weights)
     valid = len(share) == world_size and all(0 <= value < inf for value in share)
     if not valid or not any(share):
@@ -273,6 +283,8 @@ def assign_owners(
         )
     if ownership is Ownership.PARAMETER:
         return _own_whole_parameters(specs, plan, share)
+    if ownership is Ownership.MEMORY:
+        return _own_by_room(specs, plan, share)
     # Parameters that are cut alike share one tuple, by which others know them for alike.
     known: dict[Hashable, tuple[Slice, ...]] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
@@ -341,6 +353,34 @@ def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
         if stop > start:
             yield Slice(rank, start, stop)
             start = stop
+
+
+def _own_by_room(
+    specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
+) -> dict[str, tuple[Slice, ...]]:
+    """Give each rank its share of all parameters, rows of what it holds where there are enough."""
+    holders = PlanHolders(plan)
+    found = {spec.name: _holders(spec, holders) for spec in specs}
+    sizes: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for spec in specs:
+        sizes[_ranks_by_pipeline(found[spec.name])] += spec.numel
+    units = [OwnedUnit(size=max(size, 1), holders=ranks) for ranks, size in sizes.items()]
+    owned = dict(zip(sizes, spread_ownership(units, share), strict=True))
+    known: dict[Holders, tuple[Slice, ...]] = {}
+    for spec in specs:
+        item = found[spec.name]
+        if item not in known:
+            claims = dict(owned[_ranks_by_pipeline(item)])
+            first = [(rank, claims.pop(rank, 0.0)) for rank, _ in _claims_of(item.holdings, None)]
+            known[item] = tuple(_cut(spec.cut_length, (*first, *claims.items())))
+    return {spec.name: known[found[spec.name]] for spec in specs}
+
+
+def _ranks_by_pipeline(holders: Holders) -> tuple[tuple[int, ...], ...]:
+    ranks: dict[int, list[int]] = {}
+    for holding in holders.holdings:
+        ranks.setdefault(holding.pipeline_index, []).append(holding.global_rank)
+    return tuple(map(tuple, ranks.values()))
 
 
 def _own_whole_parameters(

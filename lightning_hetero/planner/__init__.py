@@ -3,6 +3,7 @@
 from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.grouping import Grouping, effective_power, group_devices
+from lightning_hetero.planner.microbatch_size import plan_best_size
 from lightning_hetero.planner.proposing.candidate_plans import (
     CandidateOptions,
     CandidatePlans,
@@ -40,6 +41,7 @@ __all__ = [
     "group_devices",
     "map_groups",
     "plan",
+    "plan_best_size",
     "plan_costs",
     "propose",
     "propose_plans",

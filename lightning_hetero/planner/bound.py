@@ -23,6 +23,7 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.rates import best_mix, bottleneck_times_s
+from lightning_hetero.planner.recompute_tables import MemoryUse
 
 __all__ = [
     "UnitKind",
@@ -159,9 +160,9 @@ def _bottlenecks_s(estimator: Estimator, kinds: Sequence[UnitKind], rows: IntArr
     pairs = [estimator.stage_times_s(k.node, k.tp_degree, first=False, last=False) for k in kinds]
     # Least times of n or more layers: a profile's noise must not raise the bound.
     times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
-    most = [
-        estimator.most_layers(kind.node, kind.tp_degree, (False, False), total, 1) for kind in kinds
-    ]
+    # Others may own everything, and all may be recomputed: for nothing, as far as a bound goes.
+    use = MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0)
+    most = [estimator.most_layers(k.node, k.tp_degree, use, recompute=True) for k in kinds]
     return bottleneck_times_s(rows, times, np.array(most))
 
 

@@ -8,16 +8,16 @@ balanced and timed once: K micro-batches take `fill + slope·K`, and are shared 
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
-from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, classify_nodes
-from lightning_hetero.planner.balancing import balance_layers
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
+from lightning_hetero.planner.memory_fit import idle_capacity, owned_capacity
+from lightning_hetero.planner.stage_times import PipelineKey, StageTimes
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders
@@ -29,10 +29,10 @@ from lightning_hetero.simulator.propagate_equal import (
 
 __all__ = ["Estimate", "Estimator", "PipelineEstimate"]
 
+_SHARE_STEPS = 5
+"""Shares of ownership by memory that are tried for an arrangement."""
 _STEADY_ROUNDS = 3
 """Micro-batches per stage after which a pipeline's end grows evenly."""
-
-_PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,10 @@ class PipelineEstimate:
     """Seconds of each stage's optimizer step."""
     most_microbatches: int
     """Micro-batches beyond which the activations in flight would not fit."""
+    is_memory_bound: bool
+    """Whether more memory would make it faster."""
+    capacity_params: float
+    """Parameters that all its ranks together have room to own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +67,29 @@ class Estimate:
     """Micro-batches of each pipeline."""
     time_s: float
     """About how long an iteration takes."""
+    is_memory_bound: bool
+    """Whether more memory would make a pipeline faster."""
+    capacity_params: float
+    """Parameters that all ranks together have room to own."""
 
 
-class Estimator:
+class Estimator(StageTimes):
     """Estimates arrangements on one cluster for one workload; caches everything by class."""
 
-    def __init__(self, cost: CostModel, workload: Workload, *, equal_microbatches: bool) -> None:
-        self.cost = cost
-        self.workload = workload
+    def __init__(
+        self,
+        cost: CostModel,
+        workload: Workload,
+        *,
+        equal_microbatches: bool,
+        idle_may_own: bool = True,
+    ) -> None:
+        super().__init__(cost, workload)
         self.equal_microbatches = equal_microbatches
-        self.classes = classify_nodes(cost.cluster)
-        self.num_layers = cost.model.num_layers
-        self._rank_of_node = [cost.cluster.ranks_of(i)[0] for i in range(len(self.classes))]
-        self._devices = [node.device for node in cost.cluster.nodes]
-        self._largest: dict[str, int] = {}
-        for entry in cost.cluster.nodes:
-            self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
-        self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
-        self._most_layers: dict[tuple[int, int, bool, bool, int, int], int] = {}
-        self._pipelines: dict[tuple[_PipelineKey, int], PipelineEstimate | None] = {}
-        self._balanced: dict[tuple[tuple[int, ...], ...], tuple[int, ...] | None] = {}
+        self.idle_may_own = idle_may_own
+        self._pipelines: dict[tuple[PipelineKey, int, float | None], PipelineEstimate | None] = {}
         self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
-        self._exchanges: dict[Arrangement, ExchangeTable] = {}
+        self._exchanges: dict[tuple[Arrangement, float | None], ExchangeTable] = {}
         self._ends_of: dict[EqualTimes, list[float]] = {}
 
     def unequal(self) -> "Estimator":
@@ -93,81 +98,19 @@ class Estimator:
         other.equal_microbatches = False
         return other
 
-    def shape(
-        self, node: int, tp_degree: int, num_layers: int, *, first: bool, last: bool
-    ) -> StageShape:
-        """Return the shape of a stage on a node."""
-        rank = self._rank_of_node[node]
-        return StageShape(
-            device=self._devices[node],
-            tp_degree=tp_degree,
-            num_layers=num_layers,
-            has_embedding=first,
-            has_head=last,
-            link=self.cost.link(rank, rank) if tp_degree > 1 else None,
-        )
+    def pipeline(
+        self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None = None
+    ) -> PipelineEstimate | None:
+        """Return a pipeline with its layers balanced, or None if the model doesn't fit.
 
-    def stage_times_s(
-        self, node: int, tp_degree: int, *, first: bool, last: bool
-    ) -> tuple[FloatArray, FloatArray]:
-        """Return forward and backward seconds of a micro-batch with 0, 1, ... layers.
-
-        Infinite where the device type has no node that large.
+        Args:
+            pipeline: Its stages by node.
+            num_pipelines: Pipelines of the plan.
+            owned_params: Parameters that each rank owns; None if holders share them alike.
         """
-        key = (self.classes[node], tp_degree, first, last)
-        if tp_degree > self._largest[self._devices[node]]:
-            never = np.append(0.0, np.full(self.num_layers, np.inf))
-            return never, never
-        if key not in self._tables:
-            times = np.zeros((2, self.num_layers + 1))
-            for count in range(1, self.num_layers + 1):
-                shape = self.shape(node, tp_degree, count, first=first, last=last)
-                times[:, count] = self.cost.compute_s(shape, self.workload.microbatch)
-            self._tables[key] = times[0], times[1]
-        return self._tables[key]
-
-    def seconds_per_device(self, node: int, tp_degrees: Sequence[int]) -> float:
-        """Return seconds of a micro-batch through all layers, times the devices it takes."""
-        best = np.inf
-        for tp_degree in tp_degrees:
-            forward, backward = self.stage_times_s(node, tp_degree, first=False, last=False)
-            best = min(best, tp_degree * float(forward[-1] + backward[-1]))
-        return best
-
-    def most_layers(
-        self, node: int, tp_degree: int, place: tuple[bool, bool], num_pipelines: int, held: int
-    ) -> int:
-        """Return how many layers fit into a stage that holds `held` micro-batches at once.
-
-        `place` says whether the embedding and the head stand there.
-        """
-        key = (self.classes[node], tp_degree, *place, num_pipelines, held)
-        if key not in self._most_layers:
-            room = self.cost.usable_bytes(self._devices[node])
-            batches = [self.workload.microbatch] * held
-            low, high = 0, self.num_layers
-            while low < high:
-                middle = (low + high + 1) // 2
-                shape = self.shape(node, tp_degree, middle, first=place[0], last=place[1])
-                if self.cost.stage_memory(shape, num_pipelines, batches, held).total <= room:
-                    low = middle
-                else:
-                    high = middle - 1
-            self._most_layers[key] = low
-        return self._most_layers[key]
-
-    def key(self, pipeline: PipelineNodes) -> _PipelineKey:
-        """Return what a pipeline's times depend on."""
-        nodes = pipeline.nodes
-        classes = tuple(self.classes[node] for node in nodes)
-        same = tuple(a == b for a, b in itertools.pairwise(nodes))
-        return pipeline.tp_degrees, classes, same
-
-    def pipeline(self, pipeline: PipelineNodes, num_pipelines: int) -> PipelineEstimate | None:
-        """Return a pipeline with its layers balanced, or None if the model doesn't fit."""
-        key = self.key(pipeline), num_pipelines
+        key = self.key(pipeline), num_pipelines, owned_params
         if key not in self._pipelines:
-            self._pipelines[key] = self._estimate_pipeline(pipeline, num_pipelines)
+            self._pipelines[key] = self._estimate_pipeline(pipeline, *key[1:])
         return self._pipelines[key]
 
     def least_s(self, arrangement: Arrangement) -> float:
@@ -175,7 +118,9 @@ class Estimator:
 
         Infinite if a pipeline doesn't fit or there is too little work.
         """
-        parts = self._parts(arrangement)
+        parts = self._parts(arrangement, None)
+        if self._is_short_of_memory(parts):
+            parts = self._parts(arrangement, 0.0) or parts
         if parts is None:
             return np.inf
         total, repeats = self.workload.num_microbatches, Counter(map(self.key, arrangement))
@@ -185,14 +130,63 @@ class Estimator:
         return total / sum(repeats[key] / part.slope_s for key, part in parts.items())
 
     def estimate(self, arrangement: Arrangement) -> Estimate | None:
-        """Return an estimate, or None if a pipeline doesn't fit or there is too little work."""
-        parts = self._parts(arrangement)
+        """Return an estimate, or None if a pipeline doesn't fit or there is too little work.
+
+        Where memory slows it down, ownership by memory is tried as well: balanced as if every rank
+        owned nothing, or the part of an equal share with which all states have room.
+        """
+        found = self._estimate(arrangement, None)
+        if not self._is_short_of_memory(self._parts(arrangement, None)):
+            return found
+        used: Counter[int] = Counter()
+        for pipeline in arrangement:
+            for node, tp_degree in pipeline.stages:
+                used[node] += tp_degree
+        num_params = self.cost.model.num_params - self._idle_capacity(used, len(arrangement))
+        # The least part of an equal share for which all ranks leave room, so that all have enough.
+        low, high, part = 0.0, 1.0, 0.0
+        for _ in range(_SHARE_STEPS):
+            other = self._estimate(arrangement, part * max(0.0, num_params) / used.total())
+            if other is None:
+                high = part
+            elif other.capacity_params < num_params:
+                low = part
+            else:
+                high = part
+                if found is None or other.time_s < found.time_s:
+                    found = other
+            if high == 0.0:
+                break
+            part = (low + high) / 2 if part else 1.0
+        return found
+
+    def _is_short_of_memory(self, parts: Mapping[PipelineKey, PipelineEstimate] | None) -> bool:
+        """Return whether other owners could make an arrangement faster, or possible."""
+        if not self.cost.layout.sharded:
+            return False
+        return parts is None or any(part.is_memory_bound for part in parts.values())
+
+    def _idle_capacity(self, used: Mapping[int, int], num_pipelines: int) -> float:
+        """Return the parameters that devices without layers have room to own."""
+        if not self.idle_may_own:
+            return 0.0
+        return sum(
+            (entry.count - used.get(node, 0))
+            * idle_capacity(self.cost, entry.device, num_pipelines)
+            for node, entry in enumerate(self.cost.cluster.nodes)
+        )
+
+    def _estimate(self, arrangement: Arrangement, owned_params: float | None) -> Estimate | None:
+        parts = self._parts(arrangement, owned_params)
         if parts is None:
             return None
         total = self.workload.num_microbatches
         keys = [self.key(pipeline) for pipeline in arrangement]
         repeats = Counter(keys)
-        exchange = self._exchange(arrangement, keys, parts)
+        exchange = self._exchanges.get((arrangement, owned_params))
+        if exchange is None:
+            exchange = self._exchange(arrangement, keys, parts)
+            self._exchanges[arrangement, owned_params] = exchange
         kinds = list(parts.values())
         pulled_s = exchange.pull_start_s([part.times.forward_s for part in kinds])
         waits_s = [_wait_s(part, starts) for part, starts in zip(kinds, pulled_s, strict=True)]
@@ -223,24 +217,28 @@ class Estimator:
                 for part, row in zip(kinds, pushed_s, strict=True)
                 for end, step in zip(row, part.step_s, strict=True)
             ),
+            is_memory_bound=any(part.is_memory_bound for part in kinds),
+            capacity_params=sum(repeats[key] * part.capacity_params for key, part in parts.items()),
         )
 
-    def _parts(self, arrangement: Arrangement) -> dict[_PipelineKey, PipelineEstimate] | None:
+    def _parts(
+        self, arrangement: Arrangement, owned_params: float | None
+    ) -> dict[PipelineKey, PipelineEstimate] | None:
         """Return each class of pipelines with its layers; None if one doesn't fit."""
         if len(arrangement) > self.workload.num_microbatches:
             return None
-        parts: dict[_PipelineKey, PipelineEstimate] = {}
+        parts: dict[PipelineKey, PipelineEstimate] = {}
         for pipeline in dict.fromkeys(arrangement):
             key = self.key(pipeline)
             if key not in parts:
-                part = self.pipeline(pipeline, len(arrangement))
+                part = self.pipeline(pipeline, len(arrangement), owned_params)
                 if part is None:
                     return None
                 parts[key] = part
         return parts
 
     def _estimate_pipeline(
-        self, pipeline: PipelineNodes, num_pipelines: int
+        self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None
     ) -> PipelineEstimate | None:
         """Balance the layers; if they don't fit, let fewer micro-batches be in flight."""
         total = self.workload.num_microbatches
@@ -250,7 +248,7 @@ class Estimator:
         # Long pipelines with few micro-batches are poor anyway: look at short ones only.
         fewer = range(min(num_stages, total) - 1, 0, -1) if num_stages <= 6 else ()
         for most in (total, *fewer):
-            found = self._time_pipeline(pipeline, num_pipelines, most)
+            found = self._time_pipeline(pipeline, num_pipelines, most, owned_params)
             if found is not None:
                 return found
         return None
@@ -265,43 +263,21 @@ class Estimator:
             num_pipelines: Pipelines among which states are spread.
             most_microbatches: Most micro-batches in flight.
         """
-        num_stages = len(pipeline.nodes)
-        ends = [(stage == 0, stage == num_stages - 1) for stage in range(num_stages)]
-        most = tuple(
-            self.most_layers(
-                node,
-                tp_degree,
-                ends[stage],
-                num_pipelines,
-                min(num_stages - stage, most_microbatches),
-            )
-            for stage, (node, tp_degree) in enumerate(pipeline.stages)
-        )
-        classes = tuple(self.classes[node] for node in pipeline.nodes)
-        key = pipeline.tp_degrees, classes, most
-        if key not in self._balanced:
-            tables = []
-            stages = zip(pipeline.stages, ends, most, strict=True)
-            for (node, tp_degree), (first, last), room in stages:
-                times = np.add(*self.stage_times_s(node, tp_degree, first=first, last=last))
-                times[room + 1 :] = np.inf
-                tables.append(times)
-            self._balanced[key] = balance_layers(tables, self.num_layers)
-        return self._balanced[key]
+        tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, None)
+        return self.balanced(tables)
 
     def _time_pipeline(
-        self, pipeline: PipelineNodes, num_pipelines: int, most_microbatches: int
+        self,
+        pipeline: PipelineNodes,
+        num_pipelines: int,
+        most_microbatches: int,
+        owned_params: float | None,
     ) -> PipelineEstimate | None:
-        layers = self.balance(pipeline, num_pipelines, most_microbatches)
+        tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, owned_params)
+        layers = self.balanced(tables)
         if layers is None:
             return None
-        last = len(layers) - 1
-        shapes = [
-            self.shape(node, tp_degree, count, first=stage == 0, last=stage == last)
-            for stage, ((node, tp_degree), count) in enumerate(
-                zip(pipeline.stages, layers, strict=True)
-            )
-        ]
+        shapes = [table.sized(count) for table, count in zip(tables, layers, strict=True)]
         pairs = [self.cost.compute_s(shape, self.workload.microbatch) for shape in shapes]
         hops = [self._hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
         times = EqualTimes(
@@ -316,8 +292,39 @@ class Estimator:
             layers=layers,
             slope_s=slope_s,
             times=times,
-            step_s=tuple([self.cost.update_s(shape, num_pipelines) for shape in shapes]),
+            step_s=tuple(
+                [
+                    self.cost.update_s(
+                        shape,
+                        self.cost.num_owned_params(shape, num_pipelines)
+                        if owned_params is None
+                        else owned_params,
+                    )
+                    for shape in shapes
+                ]
+            ),
             most_microbatches=most_microbatches,
+            is_memory_bound=self.is_slowed(tables, layers),
+            capacity_params=0.0
+            if owned_params is None
+            else self._capacity(shapes, num_pipelines, most_microbatches),
+        )
+
+    def _capacity(
+        self, shapes: Sequence[StageShape], num_pipelines: int, most_microbatches: int
+    ) -> float:
+        """Return the parameters that all ranks of the stages together have room to own."""
+        tokens = sum(self.workload.microbatch)
+        return sum(
+            shape.tp_degree
+            * owned_capacity(
+                self.cost,
+                shape,
+                num_pipelines,
+                tokens * min(len(shapes) - stage, most_microbatches),
+                tokens,
+            )
+            for stage, shape in enumerate(shapes)
         )
 
     def _hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
@@ -343,21 +350,22 @@ class Estimator:
     def _exchange(
         self,
         arrangement: Arrangement,
-        keys: Sequence[_PipelineKey],
-        parts: dict[_PipelineKey, PipelineEstimate],
+        keys: Sequence[PipelineKey],
+        parts: dict[PipelineKey, PipelineEstimate],
     ) -> ExchangeTable:
         """Return the exchange between the classes of pipelines."""
-        found = self._exchanges.get(arrangement)
-        if found is None:
-            ranks: dict[_PipelineKey, list[tuple[int, ...]]] = {}
-            for key, (_, nodes) in zip(keys, arrangement, strict=True):
-                ranks.setdefault(key, []).append(tuple([self._rank_of_node[n] for n in nodes]))
-            holders = [
-                Holders(layers=part.layers, tp_degrees=key[0], ranks=tuple(ranks[key]))
-                for key, part in parts.items()
-            ]
-            found = self._exchanges[arrangement] = ExchangeTable(holders, self.cost)
-        return found
+        ranks: dict[PipelineKey, list[tuple[int, ...]]] = {}
+        for key, (_, nodes) in zip(keys, arrangement, strict=True):
+            ranks.setdefault(key, []).append(tuple([self._rank_of_node[n] for n in nodes]))
+        holders = [
+            Holders(
+                layers=part.layers,
+                tp_degrees=key[0],
+                ranks=tuple(ranks[key]),
+            )
+            for key, part in parts.items()
+        ]
+        return ExchangeTable(holders, self.cost)
 
     def _fill_s(self, part: PipelineEstimate) -> float:
         """Return a pipeline's seconds besides those of its micro-batches: the bubble."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
 from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.memory_fit import settle_memory
 from lightning_hetero.simulator import Simulation, simulate
 
 __all__ = ["Candidate", "Judge", "improve"]
@@ -49,7 +50,12 @@ class Judge:
         return len(self._scores)
 
     def plan(self, candidate: Candidate) -> ParallelPlan:
-        """Return the candidate with ranks."""
+        """Return a candidate that fits, with ranks, recomputation and ownership."""
+        found = self._fitting(candidate)
+        assert found is not None, "the candidate has no finite score"
+        return found[0]
+
+    def _with_ranks(self, candidate: Candidate) -> ParallelPlan:
         return to_plan(
             candidate.arrangement,
             candidate.layers,
@@ -67,11 +73,30 @@ class Judge:
         """Return what to minimise; infinite if a stage's memory doesn't suffice."""
         if candidate not in self._scores:
             self.work_done += self.work_of(candidate)
-            plan = self.plan(candidate)
-            simulation = self.simulate(plan)
-            fits = self.fits(plan, simulation)
-            self._scores[candidate] = self._score(plan, simulation) if fits else float("inf")
+            found = self._fitting(candidate)
+            self._scores[candidate] = float("inf") if found is None else self._score(*found)
         return self._scores[candidate]
+
+    def _fitting(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation] | None:
+        """Return the plan and its simulation, memory settled only where it is too little."""
+        plan = self._with_ranks(candidate)
+        simulation = self.simulate(plan)
+        if self.fits(plan, simulation):
+            return plan, simulation
+        estimator = self.estimator
+        settled = settle_memory(
+            plan,
+            estimator.cost,
+            estimator.workload.microbatch,
+            idle_may_own=estimator.idle_may_own,
+        )
+        self.work_done += len(settled) * self.work_of(candidate)
+        found = [(plan, self.simulate(plan)) for plan in settled]
+        return min(
+            (pair for pair in found if self.fits(*pair)),
+            key=lambda pair: pair[1].iteration_time_s,
+            default=None,
+        )
 
     def fits(self, plan: ParallelPlan, simulation: Simulation) -> bool:
         """Return whether every stage has the memory it needs."""

@@ -167,7 +167,13 @@ class _PlanSearch:
                 "Planning for cost needs the price of every node. Give each node a price_per_hour "
                 "in the cluster file, or plan for throughput."
             )
-        equal = Estimator(cost, workload, equal_microbatches=True)
+        # Nodes that only own would have to be paid for as well.
+        equal = Estimator(
+            cost,
+            workload,
+            equal_microbatches=True,
+            idle_may_own=options.objective is Objective.THROUGHPUT,
+        )
         self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
         self.estimator = self.estimators[-1]
         self.judge = Judge(self.estimator, self._score)

@@ -8,7 +8,7 @@ fastest, as in Algorithm 1. All are starting points; estimates and then the simu
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,12 +27,9 @@ from lightning_hetero.planner.every_grouping import every_grouping
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
 from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
+from lightning_hetero.planner.recompute_tables import MemoryUse
 
-__all__ = [
-    "bound_time_s",
-    "propose_arrangements",
-    "propose_mixed_degrees",
-]
+__all__ = ["bound_time_s", "propose_arrangements", "propose_mixed_degrees"]
 
 _MAX_COMPOSITIONS = 6000
 _GROUPING_PROGRAMS = 500
@@ -89,14 +86,19 @@ class _Types:
         return [1.0 / self.seconds(node, tp_degree) for node in self.nodes]
 
     def min_memory_bytes(self, tp_degree: int, num_groups: int, num_stages: int) -> int:
-        """Return what all ranks of one tp_rank of a group need together."""
+        """Return what all ranks of one tp_rank of a group need together, at least.
+
+        That is with all layers recomputed.
+        """
         estimator = self.estimator
         held = min((num_stages + 2) // 2, estimator.workload.num_microbatches)
         batches = [estimator.workload.microbatch] * held
         return int(
             max(
                 estimator.cost.stage_memory(
-                    estimator.shape(node, tp_degree, estimator.num_layers, first=True, last=True),
+                    estimator.shape(
+                        node, tp_degree, estimator.num_layers, first=True, last=True
+                    )._replace(recomputed_layers=estimator.num_layers),
                     num_groups,
                     batches,
                     held,
@@ -277,10 +279,21 @@ def _num_compositions(units: Sequence[int], longest: int) -> int:
 
 
 def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
-    """Choose the pipelines that finish the most, per TP degree and over all of them."""
+    """Choose what finishes the most: in the memory there is, and if recomputing cost nothing."""
     degrees = [tp for tp in tp_degrees if sum(types.units(tp))]
-    rates = {tp: _rates(types, tp) for tp in degrees}
-    yield from _each_type_alone(types, rates)
+    plain = {tp: _rates(types, tp, recompute=False) for tp in degrees}
+    yield from _each_type_alone(types, plain)
+    yield from _chosen_by_rate(types, degrees, plain)
+    stretched = {tp: _rates(types, tp, recompute=True) for tp in degrees}
+    if any(np.any(stretched[tp][1].slope_s < plain[tp][1].slope_s) for tp in degrees):
+        yield from _each_type_alone(types, stretched)
+        yield from _chosen_by_rate(types, degrees, stretched)
+
+
+def _chosen_by_rate(
+    types: _Types, degrees: Sequence[int], rates: Mapping[int, tuple[IntArray, PipelineRates]]
+) -> Iterator[list[Group]]:
+    """Choose per TP degree and over all of them."""
     for chosen in [*([tp] for tp in degrees), degrees] if len(degrees) > 1 else [degrees]:
         if not chosen:
             continue
@@ -354,8 +367,8 @@ def _every_one(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]
         yield [group for tp, row in grouping for group in types.groups(tp, [row])]
 
 
-def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
-    """Return compositions of a TP degree and how fast each is."""
+def _rates(types: _Types, tp_degree: int, *, recompute: bool) -> tuple[IntArray, PipelineRates]:
+    """Return compositions of a TP degree and how fast each is, at best if it may recompute."""
     estimator = types.estimator
     units = types.units(tp_degree)
     longest = _max_stages(units, estimator.num_layers)
@@ -370,9 +383,10 @@ def _rates(types: _Types, tp_degree: int) -> tuple[IntArray, PipelineRates]:
         rows = np.flatnonzero(lengths == length)
         held = min((length + 2) // 2, estimator.workload.num_microbatches)
         replicas = max(1, sum(units) // length)
+        use = MemoryUse(replicas, held, 0.0 if recompute else None)
         most = np.array(
             [
-                estimator.most_layers(node, tp_degree, (False, False), replicas, held)
+                estimator.most_layers(node, tp_degree, use, recompute=recompute)
                 for node in types.nodes
             ]
         )

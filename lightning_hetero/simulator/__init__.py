@@ -16,6 +16,7 @@ from lightning_hetero.simulator.report import (
     memory_tables,
     plan_table,
     prediction_lines,
+    recomputation_lines,
     simulated_facts,
 )
 from lightning_hetero.simulator.roofline import RooflineCost
@@ -45,6 +46,7 @@ __all__ = [
     "plan_table",
     "plot_timeline",
     "prediction_lines",
+    "recomputation_lines",
     "save_trace",
     "simulate",
     "simulated_facts",

@@ -18,13 +18,14 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator.collectives import MessageCurve, ring_s
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
     in_flight_tokens,
+    push_buffer_bytes,
     usable_bytes,
 )
 
@@ -54,6 +55,13 @@ class StageShape(NamedTuple):
     """Whether final norm and head come after its last layer."""
     link: tuple[float, float] | None = None
     """(bytes/s, latency in seconds) inside the TP group; None is the device's own."""
+    recomputed_layers: int = 0
+    """How many of its layers compute their activations again in backward."""
+
+    @property
+    def layer(self) -> "StageShape":
+        """One of its layers alone, its activations kept."""
+        return self._replace(num_layers=1, has_embedding=False, has_head=False, recomputed_layers=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +128,10 @@ class CostModel(ABC):
             if low != high
         }
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
-        self._shapes: dict[tuple[tuple[int, ...], int, int], StageShape] = {}
+        self._shapes: dict[tuple[tuple[int, ...], int, int, int], StageShape] = {}
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
-        self._updates: dict[tuple[StageShape, int], float] = {}
-        self._peaks: dict[tuple[StageShape, int, int, int], MemoryTerms] = {}
+        self._updates: dict[tuple[StageShape, float], float] = {}
+        self._peaks: dict[tuple[StageShape, int, int, int, float | None], MemoryTerms] = {}
 
     @abstractmethod
     def measure_stage_s(
@@ -131,12 +139,15 @@ class CostModel(ABC):
     ) -> tuple[float, float]:
         """Return forward and backward seconds of one micro-batch on a stage, TP traffic included.
 
-        Transfers between stages don't count here.
+        Neither transfers between stages nor recomputation count here.
         """
 
     @abstractmethod
     def activation_bytes(self, shape: StageShape, num_tokens: int) -> float:
-        """Return the bytes that one rank keeps between a micro-batch's forward and backward."""
+        """Return the bytes that one rank keeps between a micro-batch's forward and backward.
+
+        As if no layer were recomputed; linear in layers and tokens.
+        """
 
     @abstractmethod
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
@@ -152,7 +163,8 @@ class CostModel(ABC):
 
     def shape_of(self, stage: StagePlan) -> StageShape:
         """Return the shape of a plan's stage: its slowest device and its slowest link."""
-        key = (stage.ranks, stage.layers.start, stage.layers.stop)
+        recomputed = stage.recomputed_layers or 0
+        key = (stage.ranks, stage.layers.start, stage.layers.stop, recomputed)
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = self._find_shape(stage)
@@ -163,8 +175,23 @@ class CostModel(ABC):
         key = (shape, microbatch)
         times = self._compute.get(key)
         if times is None:
-            times = self._compute[key] = self.measure_stage_s(shape, microbatch)
+            forward, backward = self.measure_stage_s(shape, microbatch)
+            backward += self.recompute_s(shape, microbatch)
+            times = self._compute[key] = forward, backward
         return times
+
+    def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
+        """Return the seconds of a backward in which a stage computes activations again."""
+        if not shape.recomputed_layers:
+            return 0.0
+        inner = shape._replace(has_embedding=False, has_head=False, recomputed_layers=0)
+        share = shape.recomputed_layers / shape.num_layers
+        return share * self.compute_s(inner, microbatch)[0]
+
+    def layer_bytes(self, shape: StageShape) -> tuple[float, float]:
+        """Return bytes per token of one of a stage's layers: kept, and its input if recomputed."""
+        kept = self.activation_bytes(shape.layer, 1)
+        return kept, min(kept, self._hidden_bytes(1))
 
     def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) of one direction between two ranks."""
@@ -230,19 +257,28 @@ class CostModel(ABC):
             params -= self.model.vocab_size * self.model.hidden_size
         return params / shape.tp_degree
 
+    def owned_params(
+        self, plan: ParallelPlan, stage: StagePlan, shape: StageShape | None = None
+    ) -> float:
+        """Return the parameters whose optimizer states one rank of a stage keeps, at most."""
+        if plan.owner_shares is None or not self.layout.sharded:
+            return self.num_owned_params(shape or self.shape_of(stage), plan.num_pipelines)
+        shares = plan.owner_shares
+        return max(shares[rank] for rank in stage.ranks) * self.model.num_params / sum(shares)
+
+    def idle_bytes(self, plan: ParallelPlan, rank: int) -> float:
+        """Return the bytes of what a rank without layers owns under a plan that says so."""
+        assert plan.owner_shares is not None
+        owned = plan.owner_shares[rank] * self.model.num_params / sum(plan.owner_shares)
+        layout, count = self.layout, plan.num_pipelines
+        return owned * layout.owned_bytes + push_buffer_bytes(
+            0.0, owned, count, layout.gradient_bytes
+        )
+
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
-        """Return the parameters whose optimizer states one rank of a stage keeps."""
+        """Return the parameters that one rank of a stage owns where holders share alike."""
         held = self.num_stage_params(shape)
         return held / num_pipelines if self.layout.sharded else held
-
-    def update_s(self, shape: StageShape, num_pipelines: int) -> float:
-        """Return the seconds of the optimizer's step on one rank of a stage."""
-        key = (shape, num_pipelines)
-        found = self._updates.get(key)
-        if found is None:
-            owned = self.num_owned_params(shape, num_pipelines)
-            found = self._updates[key] = self.step_s(shape, owned)
-        return found
 
     def stage_memory(
         self,
@@ -250,55 +286,82 @@ class CostModel(ABC):
         num_pipelines: int,
         microbatches: Sequence[MicroBatchShape],
         num_in_flight: int,
+        *,
+        owned_params: float | None = None,
     ) -> MemoryTerms:
-        """Return the peak of one rank with `num_in_flight` micro-batches in flight."""
+        """Return the peak of one rank with `num_in_flight` micro-batches in flight.
+
+        Args:
+            shape: Its stage.
+            num_pipelines: Pipelines of the plan.
+            microbatches: What its pipeline runs.
+            num_in_flight: Micro-batches that it holds at once.
+            owned_params: Parameters that it owns; None if a layer's holders share them alike.
+        """
         held, longest = 0, 0
         if microbatches:
             held = in_flight_tokens(microbatches, min(num_in_flight, len(microbatches)))
             longest = max(map(sum, set(microbatches)))
-        return self.memory_of_tokens(shape, num_pipelines, held, longest)
+        return self.memory_of_tokens(shape, num_pipelines, held, longest, owned_params=owned_params)
 
     def memory_of_tokens(
-        self, shape: StageShape, num_pipelines: int, held_tokens: int, longest: int
+        self,
+        shape: StageShape,
+        num_pipelines: int,
+        held_tokens: int,
+        longest: int,
+        *,
+        owned_params: float | None = None,
     ) -> MemoryTerms:
         """Return the peak of one rank that holds so many tokens' activations at once.
 
         Args:
             shape: Its stage.
-            num_pipelines: Pipelines among which ownership is shared.
+            num_pipelines: Pipelines of the plan.
             held_tokens: Tokens of all micro-batches in flight.
             longest: Tokens of the longest micro-batch.
+            owned_params: Parameters that it owns; None if a layer's holders share them alike.
         """
-        key = (shape, num_pipelines, held_tokens, longest)
+        key = (shape, num_pipelines, held_tokens, longest, owned_params)
         found = self._peaks.get(key)
         if found is None:
-            found = self._peaks[key] = self._find_memory(*key)
+            layout, held, owned = self.layout, self.num_stage_params(shape), owned_params
+            if owned is None:
+                owned = self.num_owned_params(shape, num_pipelines)
+            buffers = push_buffer_bytes(held, owned, num_pipelines, layout.gradient_bytes)
+            passing = self.passing_memory(shape, held_tokens, longest)
+            found = self._peaks[key] = passing.with_states(
+                weights=held * layout.weight_bytes,
+                gradients=held * layout.summed_bytes,
+                owned=owned * layout.owned_bytes,
+                buffers=buffers if layout.sharded else 0.0,
+            )
         return found
 
-    def _find_memory(
-        self, shape: StageShape, num_pipelines: int, held_tokens: int, longest: int
-    ) -> MemoryTerms:
-        layout = self.layout
-        held, owned = self.num_stage_params(shape), self.num_owned_params(shape, num_pipelines)
+    def passing_memory(self, shape: StageShape, held_tokens: int, longest: int) -> MemoryTerms:
+        """Return the terms of micro-batches while they are computed, without states."""
+        kept, of_input = self.layer_bytes(shape)
+        saved = shape.recomputed_layers * (kept - of_input)
+        # The first layers are recomputed: when backward comes to them, the others' have gone.
+        again = kept - of_input if shape.recomputed_layers == shape.num_layers else 0.0
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
         # The gradient that comes from the next stage, and those sent to the stage before that it
         # may not have received.
         num_passing = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
-        passing = MemoryTerms(
-            activations=self.activation_bytes(shape, held_tokens),
+        return MemoryTerms(
+            activations=self.activation_bytes(shape, held_tokens) - saved * held_tokens,
+            recomputed=again * longest,
             head=self.transient_bytes(shape, longest),
             messages=sent + num_passing * self._hidden_bytes(longest),
         )
-        buffers = 0.0
-        if layout.sharded:
-            # Until the last gradient has arrived: what is sent to owners, what others send here.
-            buffers = (held - owned + owned * (num_pipelines - 1)) * layout.gradient_bytes
-        return passing.with_states(
-            weights=held * layout.weight_bytes,
-            gradients=held * layout.summed_bytes,
-            owned=owned * layout.owned_bytes,
-            buffers=buffers,
-        )
+
+    def update_s(self, shape: StageShape, owned_params: float) -> float:
+        """Return the seconds of the optimizer's step on one rank of a stage."""
+        key = (shape, owned_params)
+        found = self._updates.get(key)
+        if found is None:
+            found = self._updates[key] = self.step_s(shape, owned_params)
+        return found
 
     def usable_bytes(self, device: str) -> float:
         """Return the memory of a device that a plan may fill."""
@@ -328,6 +391,7 @@ class CostModel(ABC):
             has_embedding=stage.layers.start == 0,
             has_head=stage.layers.stop == self.model.num_layers,
             link=min(links, default=None),
+            recomputed_layers=stage.recomputed_layers or 0,
         )
 
     def _speed(self, device: str) -> float:

@@ -7,9 +7,20 @@ is computed.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-__all__ = ["MemoryTerms", "MicroBatchShape", "in_flight_tokens", "reserved_bytes", "usable_bytes"]
+from lightning_hetero.core.arrays import FloatArray
+
+__all__ = [
+    "MemoryTerms",
+    "MicroBatchShape",
+    "in_flight_tokens",
+    "push_buffer_bytes",
+    "reserved_bytes",
+    "usable_bytes",
+]
+
+_Number = TypeVar("_Number", float, FloatArray)
 
 MicroBatchShape = tuple[int, ...]
 """Tokens of each sequence of one micro-batch."""
@@ -70,6 +81,25 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
         window += tokens[index] - tokens[index - num_in_flight]
         most = max(most, window)
     return most
+
+
+def push_buffer_bytes(
+    held: _Number, owned: _Number, num_pipelines: int, bytes_per_param: float
+) -> _Number:
+    """Return the bytes of a push until its last gradient has arrived.
+
+    Those are what a rank sends to owners, and what the other holders of its own slices send.
+
+    Args:
+        held: Parameters that it holds.
+        owned: Parameters that it owns, of those it holds as far as its share of them goes.
+        num_pipelines: Pipelines of the plan.
+        bytes_per_param: Bytes of a gradient on its way.
+    """
+    claim = held / num_pipelines
+    kept = (claim + owned - abs(claim - owned)) / 2  # The lesser of both.
+    arriving = kept * (num_pipelines - 1) + (owned - kept) * num_pipelines
+    return (held - kept + arriving) * bytes_per_param
 
 
 def reserved_bytes(memory_bytes: float) -> float:

@@ -27,6 +27,7 @@ __all__ = [
     "memory_unit",
     "plan_table",
     "prediction_lines",
+    "recomputation_lines",
     "simulated_facts",
 ]
 
@@ -202,6 +203,27 @@ def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
         f"({simulation.exchange_s / time_s:.1%} of it exposed exchange and optimizer step)",
         f"throughput      {simulation.tokens_per_s(num_tokens):,.0f} tokens/s "
         f"({num_tokens:,} tokens an iteration)",
+    ]
+
+
+def recomputation_lines(plan: ParallelPlan, simulation: Simulation) -> list[str]:
+    """Return one line on what computing activations again costs, none if nothing is."""
+    if not simulation.recompute_s:
+        return []
+    stages: dict[tuple[int, ...], list[int]] = {}
+    for pipeline, row in enumerate(simulation.stage_recompute_s):
+        again = tuple(stage for stage, seconds in enumerate(row) if seconds)
+        if again:
+            stages.setdefault(again, []).append(pipeline)
+    places = []
+    for again, pipelines in stages.items():
+        where = f"stage{'s' if len(again) > 1 else ''} {_ranges(again)}"
+        if plan.num_pipelines > 1:
+            where += f" of pipeline{'s' if len(pipelines) > 1 else ''} {_ranges(pipelines)}"
+        places.append(where)
+    return [
+        f"recomputation   {simulation.recompute_s:.4g} s of {simulation.iteration_time_s:.4g} s "
+        f"computes activations again on {', '.join(places)}"
     ]
 
 

@@ -6,14 +6,15 @@ backward.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.cost import CostModel, StageShape
-from lightning_hetero.simulator.exchange import ExchangeTable, Holders
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
+from lightning_hetero.simulator.owned_exchange import exchange_of
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal
 
@@ -51,7 +52,9 @@ class Simulation:
     stage_memory: tuple[tuple[MemoryTerms, ...], ...]
     """[pipeline][stage] peak of each of the stage's ranks, by terms."""
     memory_bytes: tuple[float, ...]
-    """Peak bytes per global rank; 0 for idle ranks."""
+    """Peak bytes per global rank; of idle ranks what they own, 0 unless the plan says so."""
+    stage_recompute_s: tuple[tuple[float, ...], ...]
+    """[pipeline][stage] seconds that compute activations again, part of what it computes."""
     exchange_s: float
     """Exposed seconds of pull, push and optimizer step: all that no backward or forward hides."""
     step_s: float
@@ -61,6 +64,11 @@ class Simulation:
     """The limiting stage or exchange, in words."""
     events: tuple[Event, ...] = ()
     """Everything that happened, if it was recorded."""
+
+    @property
+    def recompute_s(self) -> float:
+        """The most that any stage computes again, in seconds of the iteration."""
+        return max(map(max, self.stage_recompute_s))
 
     @property
     def stage_memory_bytes(self) -> tuple[tuple[float, ...], ...]:
@@ -127,9 +135,7 @@ def simulate(
     pipelines = [plan.pipelines[index] for index in firsts]
     batches = [microbatches[index] for index in firsts]
     shapes = [[cost.shape_of(stage) for stage in p.stages] for p in pipelines]
-    exchange = ExchangeTable(
-        [Holders.of([plan.pipelines[index] for index in members]) for members in kinds], cost
-    )
+    exchange = exchange_of(plan, kinds, cost)
     compute: list[PipelineTimes | EqualTimes] = []
     for pipeline, row, work in zip(pipelines, shapes, batches, strict=True):
         are_equal = len(set(work)) == 1 and not record_events
@@ -143,14 +149,25 @@ def simulate(
     has_work = [bool(work) for work in batches]
     spans = [times.last_backward_s for times in compute]
     pushed = exchange.push_end_s(computed, spans, has_work)
-    steps = [[cost.update_s(shape, plan.num_pipelines) for shape in row] for row in shapes]
+    owned = [
+        [cost.owned_params(plan, *pair) for pair in zip(pipeline.stages, row, strict=True)]
+        for pipeline, row in zip(pipelines, shapes, strict=True)
+    ]
+    steps = [
+        [cost.update_s(*pair) for pair in zip(*rows, strict=True)]
+        for rows in zip(shapes, owned, strict=True)
+    ]
     stepped = [
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)
     ]
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
     busy = [tuple([s / ends.iteration_s for s in timeline.busy_s]) for timeline in timelines]
-    memory = _stage_memory(plan.num_pipelines, cost, shapes, batches)
+    memory = _stage_memory(plan.num_pipelines, cost, shapes, owned, batches)
+    again = [
+        tuple([_recompute_s(cost, shape, work) for shape in row])
+        for row, work in zip(shapes, batches, strict=True)
+    ]
     exchange_s = ends.exposed_s(has_work)
     every_memory = tuple([memory[kind] for kind in kind_of])
     every_busy = tuple([busy[kind] for kind in kind_of])
@@ -158,7 +175,8 @@ def simulate(
         iteration_time_s=ends.iteration_s,
         stage_busy=every_busy,
         stage_memory=every_memory,
-        memory_bytes=_rank_memory(plan, every_memory, len(cost.node_of_rank)),
+        memory_bytes=_rank_memory(plan, cost, every_memory),
+        stage_recompute_s=tuple([again[kind] for kind in kind_of]),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
         bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / ends.iteration_s),
@@ -172,8 +190,10 @@ def _alike(
     plan: ParallelPlan, cost: CostModel, microbatches: Sequence[Sequence[MicroBatchShape]]
 ) -> tuple[list[list[int]], list[int]]:
     """Return pipelines that run alike, on the same nodes, and for each pipeline which those are."""
-    # Rings go round in the plan's order, which matters where links differ.
+    # Rings go round in the plan's order, which matters where links differ; ranks may own each
+    # another share.
     is_ordered = bool(cost.special_links) and not cost.layout.sharded
+    is_ordered |= plan.owner_shares is not None
     kinds: dict[object, list[int]] = {}
     kind_of: list[object] = []
     for index, (pipeline, batches) in enumerate(zip(plan.pipelines, microbatches, strict=True)):
@@ -306,23 +326,39 @@ def _stage_memory(
     num_pipelines: int,
     cost: CostModel,
     shapes: Sequence[Sequence[StageShape]],
+    owned: Sequence[Sequence[float]],
     microbatches: Sequence[Sequence[MicroBatchShape]],
 ) -> list[tuple[MemoryTerms, ...]]:
     return [
         tuple(
             [
-                cost.stage_memory(shape, num_pipelines, batches, len(row) - stage_index)
-                for stage_index, shape in enumerate(row)
+                cost.stage_memory(
+                    shape, num_pipelines, batches, len(row) - stage_index, owned_params=params
+                )
+                for stage_index, (shape, params) in enumerate(zip(row, owned_row, strict=True))
             ]
         )
-        for row, batches in zip(shapes, microbatches, strict=True)
+        for row, owned_row, batches in zip(shapes, owned, microbatches, strict=True)
     ]
 
 
+def _recompute_s(
+    cost: CostModel, shape: StageShape, microbatches: Sequence[MicroBatchShape]
+) -> float:
+    if not shape.recomputed_layers:
+        return 0.0
+    return sum(
+        count * cost.recompute_s(shape, batch) for batch, count in Counter(microbatches).items()
+    )
+
+
 def _rank_memory(
-    plan: ParallelPlan, memory: Sequence[Sequence[MemoryTerms]], num_ranks: int
+    plan: ParallelPlan, cost: CostModel, memory: Sequence[Sequence[MemoryTerms]]
 ) -> tuple[float, ...]:
-    per_rank = [0.0] * num_ranks
+    per_rank = [
+        0.0 if plan.owner_shares is None else cost.idle_bytes(plan, rank)
+        for rank in range(len(cost.node_of_rank))
+    ]
     totals = {id(row): [terms.total for terms in row] for row in memory}
     for pipeline, row in zip(plan.pipelines, memory, strict=True):
         for stage, total in zip(pipeline.stages, totals[id(row)], strict=True):

@@ -120,11 +120,12 @@ class RunModel:
     def with_counts(self, plan: ParallelPlan, counts: Sequence[int]) -> ParallelPlan:
         """Return the plan with these numbers of micro-batches, named where they are others."""
         pipelines = zip(plan.pipelines, self.counts(plan), counts, strict=True)
-        return ParallelPlan(
+        return replace(
+            plan,
             pipelines=tuple(
                 pipeline if new == old else replace(pipeline, num_microbatches=new)
                 for pipeline, old, new in pipelines
-            )
+            ),
         )
 
     def balanced(self, plan: ParallelPlan) -> ParallelPlan:

@@ -136,7 +136,7 @@ def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
         )
         for pipeline in plan.pipelines
     )
-    return ParallelPlan(pipelines=pipelines)
+    return replace(plan, pipelines=pipelines)
 
 
 def ranks_moved(before: ParallelPlan, after: ParallelPlan) -> dict[int, int]:

@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, Emulation
+from lightning_hetero.autoplan.owner_shares import with_owner_shares
 from lightning_hetero.autoplan.request import PlanRequest
 from lightning_hetero.autoplan.summary import StartUp
 from lightning_hetero.core.plan import ParallelPlan
@@ -79,7 +80,8 @@ class HeteroStrategy(HookedStrategy):
             the plan names no number. None takes 1 for plans without stages, else 4 a stage.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
-            optimizers that need whole matrices, such as Muon.
+            optimizers that need whole matrices, such as Muon, "memory" for devices whose stages
+            leave unequal room. "auto" does what the plan says (`owner_shares`), if it does.
         exchange: How weights and gradients travel between ranks: by "messages" between two ranks,
             by "collectives" of all that hold a layer (gradients are summed in the pipelines' order
             either way), or by collectives with "reduce-scatter", which sums in the compute dtype
@@ -134,7 +136,9 @@ class HeteroStrategy(HookedStrategy):
         num_stages: int | None = None,
         num_microbatches: int | None = None,
         layers: str | None = None,
-        ownership: Ownership | Literal["auto", "holders", "even", "parameter"] = Ownership.AUTO,
+        ownership: (
+            Ownership | Literal["auto", "holders", "even", "parameter", "memory"]
+        ) = Ownership.AUTO,
         exchange: ExchangeKind
         | Literal["auto", "messages", "collectives", "reduce-scatter"] = ExchangeKind.AUTO,
         tp_plan: Mapping[str, str] | None = None,
@@ -332,6 +336,8 @@ class HeteroStrategy(HookedStrategy):
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
         plans = self._request.answer(facts)
+        if self._options.config.ownership is Ownership.MEMORY:
+            plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
         seed = self.broadcast(torch.initial_seed() % 2**31)
         engine = self._options.make_engine(facts, plans, precision, seed=seed)

@@ -27,7 +27,11 @@ def random_plan(
             ranks, free = free[:degree], free[degree:]
             stages.append(_stage(rng, tuple(ranks), range(start, stop)))
         pipelines.append(PipelinePlan(stages=tuple(stages)))
-    return ParallelPlan(pipelines=tuple(pipelines)), world_size
+    shares = [rng.randint(0, 3) for _ in range(world_size)]
+    shares[rng.randrange(world_size)] += 1
+    return ParallelPlan(
+        pipelines=tuple(pipelines), owner_shares=tuple(map(float, shares))
+    ), world_size
 
 
 def _stage(rng: Random, ranks: tuple[int, ...], layers: range) -> StagePlan:

@@ -17,7 +17,7 @@ from lightning_hetero.core.transfers import Message, TransferTable, unit_of
 from tests.core.message_lists import list_messages
 from tests.core.sample_plans import random_plan, small_model
 
-RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER])
+RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER, Ownership.MEMORY])
 random = st.randoms(use_true_random=False)
 
 

@@ -1,7 +1,8 @@
 """Every plan there is for a tiny cluster, written without the planner: what it is judged by."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
@@ -151,8 +152,103 @@ def time_of(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) ->
     """Return the simulated seconds of a plan, infinite if its memory doesn't suffice."""
     batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
     simulation = simulate(plan, cost, batches)
-    for pipeline, row in zip(plan.pipelines, simulation.stage_memory_bytes, strict=True):
-        for stage, needed in zip(pipeline.stages, row, strict=True):
-            if needed > cost.usable_bytes(cost.shape_of(stage).device):
-                return float("inf")
+    for rank, needed in enumerate(simulation.memory_bytes):
+        if needed > cost.usable_bytes(cost.cluster.device_of(rank).name):
+            return float("inf")
     return simulation.iteration_time_s
+
+
+def best_time(plans: Iterable[ParallelPlan], cost: CostModel, microbatch: tuple[int, ...]) -> float:
+    """Return the least seconds of plans under every recomputation, and every ownership if need be.
+
+    A plan that fits as it is gains nothing by either. Others are tried with every number of
+    recomputed layers on every stage that could still be better than the best so far.
+    """
+    best, full = float("inf"), []
+    for plan in plans:
+        seconds = time_of(plan, cost, microbatch)
+        best = min(best, seconds)
+        if seconds == float("inf"):
+            full.append((_least_s(plan, cost, microbatch), len(full), plan))
+    for least, _, plan in sorted(full):
+        if least >= best:
+            break
+        for again in _recomputed(plan):
+            if _least_s(again, cost, microbatch) < best:
+                seconds = time_of(again, cost, microbatch)
+                if seconds == float("inf"):
+                    owned = _owned_by_room(again, cost, microbatch)
+                    seconds = min((time_of(o, cost, microbatch) for o in owned), default=seconds)
+                best = min(best, seconds)
+    return best
+
+
+def _least_s(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) -> float:
+    """Return the work of the busiest stage."""
+    return max(
+        (pipeline.num_microbatches or 0) * sum(cost.compute_s(cost.shape_of(stage), microbatch))
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+    )
+
+
+def _recomputed(plan: ParallelPlan) -> Iterator[ParallelPlan]:
+    """Yield the plan with every number of recomputed layers on every stage."""
+    stages = [stage for _, _, stage in plan.iter_stages()]
+    for counts in itertools.product(*(range(len(stage.layers) + 1) for stage in stages)):
+        again = iter(counts)
+        yield ParallelPlan(
+            pipelines=tuple(
+                replace(
+                    pipeline,
+                    stages=tuple(
+                        replace(stage, recomputed_layers=next(again)) for stage in pipeline.stages
+                    ),
+                )
+                for pipeline in plan.pipelines
+            )
+        )
+
+
+def _owned_by_room(
+    plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]
+) -> list[ParallelPlan]:
+    """Return the plan with ownership by room: in proportion to it, and holders' claims first."""
+    total, tokens = float(cost.model.num_params), sum(microbatch)
+    room: dict[int, float] = {}
+    claim: dict[int, float] = {}
+    for pipeline in plan.pipelines:
+        for index, stage in enumerate(pipeline.stages):
+            shape = cost.shape_of(stage)
+            held = tokens * min(pipeline.num_stages - index, pipeline.num_microbatches or 0)
+            count = plan.num_pipelines
+
+            def used(owned, shape=shape, held=held, count=count):
+                return cost.memory_of_tokens(shape, count, held, tokens, owned_params=owned).total
+
+            most = _largest(lambda owned: used(owned) <= cost.usable_bytes(shape.device), total)  # noqa: B023
+            for rank in stage.ranks:
+                room[rank] = most
+                claim[rank] = min(most, cost.num_owned_params(shape, count))
+    for rank in set(range(cost.cluster.num_ranks)) - set(room):
+        layout, device = cost.layout, cost.cluster.device_of(rank).name
+        each = layout.owned_bytes + plan.num_pipelines * layout.gradient_bytes
+        room[rank], claim[rank] = cost.usable_bytes(device) / each, 0.0
+    if min(room.values()) < 0 or sum(room.values()) < total:
+        return []
+    spare, left = sum(room.values()) - sum(claim.values()), total - sum(claim.values())
+    first = {rank: claim[rank] + left / spare * (room[rank] - claim[rank]) for rank in room}
+    ranks = range(cost.cluster.num_ranks)
+    rows = ([room[rank] for rank in ranks], [first[rank] for rank in ranks])
+    return [replace(plan, owner_shares=tuple(row)) for row in rows]
+
+
+def _largest(fits: Callable[[float], bool], most: float) -> float:
+    """Return the largest number up to `most` that fits, -1 if not even 0 does."""
+    if not fits(0.0):
+        return -1.0
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -12,17 +12,15 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
 from lightning_hetero.simulator import ProfileCost, RooflineCost, StateLayout
-from tests.planner.every_plan import every_plan, time_of, tiny_cluster, tiny_model
+from tests.planner.every_plan import best_time, every_plan, time_of, tiny_cluster, tiny_model
 
 GIB = 2**30
 
 
 def best_of_all(cluster, model, workload):
     cost = RooflineCost(cluster, model)
-    return min(
-        time_of(candidate, cost, workload.microbatch)
-        for candidate in every_plan(cluster, model, workload.num_microbatches)
-    )
+    every = every_plan(cluster, model, workload.num_microbatches)
+    return best_time(every, cost, workload.microbatch)
 
 
 def assert_within_1_percent_of_all_plans(cluster, model, workload):
@@ -34,8 +32,10 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
     result = plan(cluster, model, workload)
     found = time_of(result.best.plan, RooflineCost(cluster, model), workload.microbatch)
     assert found == pytest.approx(result.best.simulation.iteration_time_s)
-    assert best * (1 - 1e-9) <= found <= best * 1.01
-    assert result.lower_bound_s <= best * (1 + 1e-9)
+    # Shares of ownership are numbers, of which brute force tries two rules only.
+    least = best * (1 - 1e-9 if result.best.plan.owner_shares is None else 0.99)
+    assert least <= found <= best * 1.01
+    assert result.lower_bound_s <= min(best, found) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,14 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
     [
         (((100, 2, 80), (200, 2, 80)), 4, 4, 50e9),
         (((100, 2, 5), (312, 2, 5)), 5, 4, 2e9),
-        (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 6, 12e9),
+        # States that don't fit beside activations: recomputation, and owners where there is room.
+        (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 6, 100e9),
         (((100, 4, 5), (312, 1, 10)), 4, 4, 50e9),
         (((70, 3, 2.5),), 4, 3, 50e9),
         # Cuts that agree keep gradients inside nodes, which a slow link makes worth it.
         (((70, 3, 20), (100, 2, 10)), 4, 4, 2e9),
         # A pipeline that fits only while few micro-batches are in flight.
-        (((312, 1, 2.5), (200, 1, 2.5), (989, 2, 2.5)), 4, 4, 12e9),
+        (((312, 1, 2.5), (200, 1, 2.5), (989, 2, 2.5)), 4, 4, 50e9),
     ],
 )
 def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbatches, bytes_per_s):

@@ -105,8 +105,13 @@ def cases(draw: st.DrawFn, *, model: str = "gpt") -> Case:
         active = active[size:]
     if all(item.get("num_microbatches") == 0 for item in pipelines):
         pipelines[0]["num_microbatches"] = 3
+    plan = plan_of(*pipelines)
+    share = st.integers(0, 3)
+    shares = st.lists(share, min_size=world_size, max_size=world_size).filter(any)
+    if (drawn := draw(st.none() | shares)) is not None:
+        plan["owner_shares"] = drawn
     return Case(
-        plan=plan_of(*pipelines),
+        plan=plan,
         world_size=world_size,
         model=model,
         num_layers=num_layers,
@@ -118,7 +123,7 @@ def cases(draw: st.DrawFn, *, model: str = "gpt") -> Case:
         accumulate=draw(st.integers(1, 3)),
         clip_val=draw(st.sampled_from([None, 0.05, 0.4])),
         clip_algorithm=draw(st.sampled_from(["norm", "value"])),
-        ownership=draw(st.sampled_from(["auto", "holders", "even", "parameter"])),
+        ownership=draw(st.sampled_from(["auto", "auto", "holders", "even", "parameter", "memory"])),
     )
 
 

@@ -78,4 +78,6 @@ class EngineConfig:
         if ownership is Ownership.AUTO:
             is_idle = len(plan.ranks) < world_size
             ownership = Ownership.EVEN if is_idle else Ownership.HOLDERS
+            if plan.owner_shares is not None:
+                ownership = Ownership.MEMORY
         return assign_owners(specs, plan, world_size=world_size, ownership=ownership)

@@ -64,7 +64,7 @@ def names_of_stage(outcome: Outcome, first: int, last: int, num_layers: int) -> 
     return names
 
 
-@pytest.mark.parametrize("ownership", ["holders", "even", "parameter"])
+@pytest.mark.parametrize("ownership", ["holders", "even", "parameter", "memory"])
 def test_a_rank_holds_its_stage_and_its_slices_and_no_more(
     pool: ProcessPool, ownership: str
 ) -> None:

@@ -1,0 +1,123 @@
+"""Spread ownership over ranks by the room that they have, as close to the holders as it allows.
+
+A unit is what has the same holders: a layer, or all layers between two cuts of any pipeline. Every
+rank has a capacity. First each pipeline's holders claim the pipeline's share of a unit, as far as
+their capacity goes; then what is left goes to other holders of the unit; then to whoever has room,
+so that what moves from crowded ranks to roomy ones moves over the fewest ranks: both are read in
+the order of ranks and matched as they come, which is the best matching on a line.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from lightning_hetero.core.errors import PlanError
+
+__all__ = ["OwnedUnit", "check_owner_shares", "spread_ownership"]
+
+_NOTHING = 1e-12
+"""Shares of a unit below this are rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedUnit:
+    """Parameters with the same holders."""
+
+    size: float
+    """How many parameters they are, above 0."""
+    holders: tuple[tuple[int, ...], ...]
+    """For each pipeline the global ranks that hold it, each an equal part."""
+
+
+def check_owner_shares(shares: Sequence[float], last_rank: int) -> None:
+    """Raise PlanError unless each rank up to the plan's last has a share, one of them above 0."""
+    if not all(0 <= share < inf for share in shares) or not any(shares):
+        raise PlanError(f"owner_shares are {list(shares)}; give numbers of 0 or more, one above 0.")
+    if len(shares) <= last_rank:
+        raise PlanError(
+            f"owner_shares has {len(shares)} entries but the plan names rank {last_rank}. Give one "
+            "for each rank."
+        )
+
+
+def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> list[dict[int, float]]:
+    """Return who owns how much of each unit: {global rank: share of the unit}, adding up to 1.
+
+    Args:
+        units: What is owned.
+        shares: Capacity of each global rank, relative to their sum.
+    """
+    total = sum(unit.size for unit in units)
+    whole = sum(shares)
+    capacity = [share / whole * total for share in shares]
+    owned = _claims_of_holders(units, capacity)
+    spare = list(capacity)
+    for claims in owned:
+        for rank, size in claims.items():
+            spare[rank] -= size
+    left = [unit.size - sum(claims.values()) for unit, claims in zip(units, owned, strict=True)]
+    for unit, claims, index in zip(units, owned, range(len(units)), strict=True):
+        for ranks in unit.holders:
+            for rank in ranks:
+                taken = max(0.0, min(left[index], spare[rank]))
+                _give(claims, rank, taken)
+                spare[rank] -= taken
+                left[index] -= taken
+    for index, rank, size in _match(units, left, spare):
+        _give(owned[index], rank, size)
+    return [_as_shares(unit, claims) for unit, claims in zip(units, owned, strict=True)]
+
+
+def _claims_of_holders(
+    units: Sequence[OwnedUnit], capacity: Sequence[float]
+) -> list[dict[int, float]]:
+    """Return what holders claim: each pipeline the same, none more than its capacity in all."""
+    claims: list[dict[int, float]] = []
+    wanted = [0.0] * len(capacity)
+    for unit in units:
+        own: dict[int, float] = {}
+        for ranks in unit.holders:
+            for rank in ranks:
+                _give(own, rank, unit.size / len(unit.holders) / len(ranks))
+        for rank, size in own.items():
+            wanted[rank] += size
+        claims.append(own)
+    rooms = zip(capacity, wanted, strict=True)
+    factors = [min(1.0, room / want) if want else 1.0 for room, want in rooms]
+    return [{rank: size * factors[rank] for rank, size in own.items()} for own in claims]
+
+
+def _match(
+    units: Sequence[OwnedUnit], left: Sequence[float], spare: Sequence[float]
+) -> Iterator[tuple[int, int, float]]:
+    """Yield (unit, rank, size) for all that is left, in the order of ranks."""
+
+    def middle(index: int) -> float:
+        ranks = [rank for own in units[index].holders for rank in own]
+        return sum(ranks) / len(ranks)
+
+    order = sorted((i for i in range(len(units)) if left[i] > 0), key=lambda i: (middle(i), i))
+    ranks = [rank for rank in range(len(spare)) if spare[rank] > 0]
+    position, room = -1, 0.0
+    for index in order:
+        rest = left[index]
+        while rest > 0 and (room > 0 or position + 1 < len(ranks)):
+            if room <= 0:
+                position += 1
+                room = spare[ranks[position]]
+            size = min(rest, room)
+            yield index, ranks[position], size
+            rest -= size
+            room -= size
+
+
+def _give(claims: dict[int, float], rank: int, size: float) -> None:
+    if size > 0:
+        claims[rank] = claims.get(rank, 0.0) + size
+
+
+def _as_shares(unit: OwnedUnit, claims: dict[int, float]) -> dict[int, float]:
+    """Return a unit's claims as shares of it, without those that are only rounding."""
+    kept = {rank: size for rank, size in claims.items() if size > _NOTHING * unit.size}
+    total = sum(kept.values())
+    return {rank: size / total for rank, size in kept.items()}

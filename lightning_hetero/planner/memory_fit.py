@@ -1,0 +1,267 @@
+"""Settle how a plan spends memory: as little recomputation as fits, and owners where there is room.
+
+There are two ways. Either a layer's holders own it, and every stage
+recomputes as few layers as then fit. Or ownership follows memory: what stages leave free beside
+weights, gradients and activations must hold all owned states together; where it doesn't, the stage
+whose load stays least recomputes one layer more, until it does. Whatever a rank's holdings claim it
+owns as far as it has room, the rest goes to the others in proportion to the room that they have.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape
+
+__all__ = ["idle_capacity", "owned_capacity", "settle_memory"]
+
+
+_FEW_RANKS = 6
+"""Up to so many ranks it costs little to try more."""
+_SHARE_DIGITS = 9
+_NEARLY = 1 - 1e-6
+"""Of the room there is: shares are rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """One stage of a plan and what it may recompute."""
+
+    cost: CostModel
+    shape: StageShape
+    num_pipelines: int
+    num_microbatches: int
+    num_in_flight: int
+    microbatch: MicroBatchShape
+
+    def load_s(self, recomputed: int) -> float:
+        """Return the seconds of all its micro-batches."""
+        shape = self.shape._replace(recomputed_layers=recomputed)
+        return self.num_microbatches * sum(self.cost.compute_s(shape, self.microbatch))
+
+    def least_recomputed(self) -> int | None:
+        """Return the fewest recomputed layers that fit if holders own; None if none do."""
+        return self._least(lambda recomputed: self._room(recomputed) >= 0)
+
+    def least_without_states(self) -> int | None:
+        """Return the fewest recomputed layers that fit if it owns nothing."""
+        return self._least(lambda recomputed: self.capacity(recomputed) >= 0)
+
+    def capacity(self, recomputed: int) -> float:
+        """Return the parameters that each rank has room to own; below 0 if it is full without."""
+        tokens = sum(self.microbatch)
+        shape = self.shape._replace(recomputed_layers=recomputed)
+        return owned_capacity(
+            self.cost, shape, self.num_pipelines, tokens * self.num_in_flight, tokens
+        )
+
+    def _room(self, recomputed: int) -> float:
+        shape = self.shape._replace(recomputed_layers=recomputed)
+        batches = [self.microbatch] * self.num_in_flight
+        memory = self.cost.stage_memory(shape, self.num_pipelines, batches, self.num_in_flight)
+        return self.cost.usable_bytes(shape.device) - memory.total
+
+    def _least(self, fits: Callable[[int], bool]) -> int | None:
+        if fits(0):
+            return 0
+        low, high = 1, self.shape.num_layers
+        if not fits(high):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if fits(middle):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def owned_capacity(
+    cost: CostModel, shape: StageShape, num_pipelines: int, held_tokens: int, longest: int
+) -> float:
+    """Return the parameters that a rank of a stage has room to own; below 0 if it has none.
+
+    What it owns needs room for states beside activations, and beside the buffers of a push, which
+    grow with what it owns (`CostModel.buffer_bytes`).
+    """
+    layout = cost.layout
+    memory = cost.memory_of_tokens(shape, num_pipelines, held_tokens, longest, owned_params=0.0)
+    room = cost.usable_bytes(shape.device) - memory.weights - memory.gradients
+    passing = memory.total - memory.weights - memory.gradients - memory.exchange
+    held, own, gradient = cost.num_stage_params(shape), layout.owned_bytes, layout.gradient_bytes
+    beside_activations = (room - passing) / own
+    # Two linear pieces: up to the holder's own share, and what it doesn't hold beyond.
+    beside_buffers = (room - held * gradient) / (own + (num_pipelines - 2) * gradient)
+    if beside_buffers > held / num_pipelines:
+        fixed = (1 - 2 / num_pipelines) * held * gradient
+        beside_buffers = (room - fixed) / (own + num_pipelines * gradient)
+    return min(beside_activations, beside_buffers) * _NEARLY
+
+
+def idle_capacity(cost: CostModel, device: str, num_pipelines: int) -> float:
+    """Return the parameters that a device without layers has room to own."""
+    layout = cost.layout
+    per_param = layout.owned_bytes + num_pipelines * layout.gradient_bytes
+    return cost.usable_bytes(device) / per_param * _NEARLY
+
+
+def settle_memory(
+    plan: ParallelPlan,
+    cost: CostModel,
+    microbatch: MicroBatchShape,
+    *,
+    idle_may_own: bool = True,
+) -> list[ParallelPlan]:
+    """Return the plan with recomputation and shares of ownership that fit, none if none do.
+
+    That is with holders as owners, and with ownership by memory if the busiest stage gains by it.
+
+    Args:
+        plan: Its pipelines name their numbers of micro-batches.
+        cost: Times and bytes.
+        microbatch: What every micro-batch holds.
+        idle_may_own: Whether ranks without layers may own, too.
+    """
+    idle = _idle_rooms(plan, cost) if idle_may_own else {}
+    stages = [
+        [
+            _Stage(
+                cost=cost,
+                shape=cost.shape_of(stage)._replace(recomputed_layers=0),
+                num_pipelines=plan.num_pipelines,
+                num_microbatches=count,
+                num_in_flight=min(pipeline.num_stages - index, count),
+                microbatch=microbatch,
+            )
+            for index, stage in enumerate(pipeline.stages)
+        ]
+        for pipeline in plan.pipelines
+        for count in (pipeline.num_microbatches or 0,)
+    ]
+    copies = Counter(stage for row in stages for stage in row)
+    by_holders = {stage: stage.least_recomputed() for stage in copies}
+    by_memory = _recompute_for_owners(copies, cost, sum(idle.values()))
+    found = []
+    if None not in by_holders.values():
+        found.append(_with_memory(plan, stages, by_holders, None))
+    if by_memory is not None and (not found or _load_s(by_memory) < _load_s(by_holders)):
+        choices: list[dict[_Stage, int | None]] = [by_memory]
+        if len(plan.ranks) <= _FEW_RANKS:
+            # Room that recomputing makes lets ranks own what they hold: worth it on slow links.
+            choices.append({stage: stage.shape.num_layers for stage in copies})
+        for recomputed in choices:
+            for shares in _owner_shares(plan, stages, recomputed, idle):
+                found.append(_with_memory(plan, stages, recomputed, shares))
+    return found
+
+
+def _idle_rooms(plan: ParallelPlan, cost: CostModel) -> dict[int, float]:
+    """Return the parameters that each rank without layers has room to own."""
+    return {
+        rank: idle_capacity(cost, cost.cluster.nodes[node].device, plan.num_pipelines)
+        for rank, node in enumerate(cost.node_of_rank)
+        if plan.place(rank) is None
+    }
+
+
+def _load_s(recomputed: Mapping[_Stage, int | None]) -> float:
+    return max(stage.load_s(count or 0) for stage, count in recomputed.items())
+
+
+def _recompute_for_owners(
+    copies: Mapping[_Stage, int], cost: CostModel, elsewhere: float
+) -> dict[_Stage, int | None] | None:
+    """Return what stages recompute so that all together have room for all owned states.
+
+    `elsewhere` are the parameters that others have room to own.
+    """
+    if not cost.layout.sharded:
+        return None
+    recomputed: dict[_Stage, int | None] = {}
+    lacking = cost.model.num_params - elsewhere
+    for stage, count in copies.items():
+        least = stage.least_without_states()
+        if least is None:
+            return None
+        recomputed[stage] = least
+        lacking -= stage.capacity(least) * stage.shape.tp_degree * count
+    queue = [
+        (stage.load_s((least or 0) + 1), position, stage)
+        for position, (stage, least) in enumerate(recomputed.items())
+        if (least or 0) < stage.shape.num_layers
+    ]
+    heapq.heapify(queue)
+    while lacking > 0:
+        if not queue:
+            return None
+        _, position, stage = heapq.heappop(queue)
+        before = recomputed[stage] or 0
+        gained = stage.capacity(before + 1) - stage.capacity(before)
+        lacking -= max(0.0, gained) * stage.shape.tp_degree * copies[stage]
+        recomputed[stage] = before + 1
+        if before + 1 < stage.shape.num_layers:
+            heapq.heappush(queue, (stage.load_s(before + 2), position, stage))
+    return recomputed
+
+
+def _owner_shares(
+    plan: ParallelPlan,
+    stages: Sequence[Sequence[_Stage]],
+    recomputed: Mapping[_Stage, int | None],
+    idle: Mapping[int, float],
+) -> list[tuple[float, ...]]:
+    """Return ranks' shares, the nearest and the most even ones.
+
+    Nearest: what a rank holds claims it as far as it has room, then room itself, of ranks with
+    layers first. Most even, where messages to few ranks would take long: by room alone.
+    """
+    cost = stages[0][0].cost
+    room, claim = {}, {}
+    for row, pipeline in zip(stages, plan.pipelines, strict=True):
+        for known, stage in zip(row, pipeline.stages, strict=True):
+            for rank in stage.ranks:
+                room[rank] = known.capacity(recomputed[known] or 0)
+                claim[rank] = cost.num_owned_params(known.shape, plan.num_pipelines)
+    total = float(cost.model.num_params)
+    owned = {rank: min(claim[rank], room[rank]) for rank in room}
+    for others in (room, idle):
+        spare = {rank: others[rank] - owned.get(rank, 0.0) for rank in others}
+        left = max(0.0, total - sum(owned.values()))
+        part = min(1.0, left / sum(spare.values())) if left and any(spare.values()) else 0.0
+        for rank, size in spare.items():
+            owned[rank] = owned.get(rank, 0.0) + part * size
+    every = {**room, **idle}
+    part = total / sum(every.values())
+    evenly = {rank: part * size for rank, size in every.items()}
+    return [
+        tuple(
+            round(shares.get(rank, 0.0) / total, _SHARE_DIGITS)
+            for rank in range(cost.cluster.num_ranks)
+        )
+        for shares in (owned, evenly)
+    ]
+
+
+def _with_memory(
+    plan: ParallelPlan,
+    stages: Sequence[Sequence[_Stage]],
+    recomputed: Mapping[_Stage, int | None],
+    shares: tuple[float, ...] | None,
+) -> ParallelPlan:
+    """Return the plan with what its stages recompute, said nowhere if none does."""
+    if any(recomputed.values()):
+        pipelines = tuple(
+            replace(
+                pipeline,
+                stages=tuple(
+                    replace(stage, recomputed_layers=recomputed[known])
+                    for stage, known in zip(pipeline.stages, row, strict=True)
+                ),
+            )
+            for pipeline, row in zip(plan.pipelines, stages, strict=True)
+        )
+    else:
+        pipelines = plan.pipelines
+    return ParallelPlan(pipelines=pipelines, owner_shares=shares)

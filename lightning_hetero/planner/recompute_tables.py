@@ -1,0 +1,146 @@
+"""How many layers a stage must recompute to fit, for every number of layers at once.
+
+Memory is linear in layers (`CostModel`), so a stage of n layers follows from stages of one and two.
+With K and R the bytes of a kept and of a recomputed layer of all tokens in flight, a stage that is
+over its device's room by `over` bytes recomputes r = ⌈over / (K - R)⌉ layers. Where even r = n
+doesn't do, or states and the buffers of a push alone are too large, n layers don't fit.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.planner.workload import Workload
+from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.simulator.memory import push_buffer_bytes
+
+__all__ = ["MemoryUse", "RecomputeTables", "StageTable"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a stage's memory depends on beside its layers."""
+
+    num_pipelines: int
+    """Pipelines of the plan."""
+    num_in_flight: int
+    """Micro-batches that it holds at once."""
+    owned_params: float | None = None
+    """Parameters that each rank owns, whatever it holds; None if holders share them alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """A stage with 0, 1, ... layers, recomputed as far as memory asks for it.
+
+    Stages of one shape whose memory asks for the same are one object.
+    """
+
+    shape: StageShape
+    """Where it runs and what stands at its ends."""
+    unlimited_s: FloatArray
+    """Seconds of a micro-batch, as if everything fitted."""
+    total_s: FloatArray
+    """Seconds of a micro-batch; infinite where the layers don't fit."""
+    recomputed: IntArray
+    """Layers that are recomputed."""
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether any number of layers fits without recomputation."""
+        return not self.recomputed[1:].any()
+
+    def sized(self, num_layers: int) -> StageShape:
+        """Return the shape of the stage with so many layers."""
+        again = int(self.recomputed[num_layers])
+        return self.shape._replace(num_layers=num_layers, recomputed_layers=again)
+
+
+class RecomputeTables:
+    """Least recomputation of stages of 0, 1, ... layers; cached by what it depends on."""
+
+    def __init__(self, cost: CostModel, workload: Workload) -> None:
+        self._cost = cost
+        self._tokens = sum(workload.microbatch)
+        self._num_layers = cost.model.num_layers
+        self._known: dict[tuple[StageShape, MemoryUse], IntArray] = {}
+        self._tables: dict[tuple[StageShape, bytes], StageTable] = {}
+        self._linear: dict[tuple[StageShape, int], tuple[FloatArray, FloatArray]] = {}
+
+    def least(self, shape: StageShape, use: MemoryUse) -> IntArray:
+        """Return the recomputed layers of stages of 0, 1, ... layers; -1 where they don't fit.
+
+        Args:
+            shape: Where the stage runs and what stands at its ends; its layers don't matter.
+            use: What else its memory depends on.
+        """
+        key = shape._replace(num_layers=1), use
+        if key not in self._known:
+            self._known[key] = self._find(*key)
+        return self._known[key]
+
+    def table(
+        self,
+        shape: StageShape,
+        use: MemoryUse,
+        times_s: tuple[FloatArray, FloatArray],
+        inner_s: FloatArray,
+    ) -> StageTable:
+        """Return what stages of 0, 1, ... layers take.
+
+        Args:
+            shape: As in `least`.
+            use: As in `least`.
+            times_s: Their forward and backward seconds, nothing recomputed.
+            inner_s: Forward seconds of their layers alone.
+        """
+        again = self.least(shape, use)
+        key = shape, again.tobytes()
+        if key not in self._tables:
+            sizes = np.maximum(np.arange(len(again)), 1)
+            unlimited = times_s[0] + times_s[1]
+            total = unlimited + inner_s * np.maximum(again, 0) / sizes
+            total = np.where(again < 0, np.inf, total)
+            self._tables[key] = StageTable(shape, unlimited, total, again)
+        return self._tables[key]
+
+    def _find(self, shape: StageShape, use: MemoryUse) -> IntArray:
+        cost, layout = self._cost, self._cost.layout
+        sizes = np.arange(self._num_layers + 1)
+        held, passing = self._by_layers(shape, use.num_in_flight)
+        owned = held / use.num_pipelines if layout.sharded else held
+        if use.owned_params is not None:
+            owned = np.full_like(held, use.owned_params)
+        states = held * (layout.weight_bytes + layout.summed_bytes) + owned * layout.owned_bytes
+        room = cost.usable_bytes(shape.device) - states
+        kept, of_input = cost.layer_bytes(shape)
+        saved = (kept - of_input) * self._tokens
+        over = passing - room
+        in_flight = saved * use.num_in_flight
+        needed = np.ceil(np.maximum(over, 0.0) / in_flight * (1 - 1e-12)) if in_flight else over
+        # Where all layers are recomputed, the one that is has no room that another left.
+        all_of_them = over - sizes * in_flight + saved <= 0
+        fits = (needed < sizes) | ((needed <= sizes) & all_of_them) | (over <= 0)
+        if layout.sharded:
+            fits &= push_buffer_bytes(held, owned, use.num_pipelines, layout.gradient_bytes) <= room
+        least = np.where(fits, np.minimum(np.maximum(needed, 0), sizes), -1)
+        least[0] = -1
+        return least.astype(np.int64)
+
+    def _by_layers(self, shape: StageShape, num_in_flight: int) -> tuple[FloatArray, FloatArray]:
+        """Return parameters and bytes of micro-batches, nothing recomputed, by layers."""
+        key = shape, num_in_flight
+        if key not in self._linear:
+            cost, sizes = self._cost, np.arange(self._num_layers + 1, dtype=np.float64)
+            pairs = []
+            for count in (1, 2):
+                sized = shape._replace(num_layers=count)
+                terms = cost.passing_memory(sized, num_in_flight * self._tokens, self._tokens)
+                pairs.append((cost.num_stage_params(sized), terms.total))
+            (params, passing), (more_params, more_passing) = pairs
+            self._linear[key] = (
+                params + (sizes - 1) * (more_params - params),
+                passing + (sizes - 1) * (more_passing - passing),
+            )
+        return self._linear[key]

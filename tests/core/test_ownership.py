@@ -1,0 +1,88 @@
+"""Laws of ownership by room: everything is owned once, nobody above his share, holders first."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Ownership, assign_owners
+from tests.core.sample_plans import random_plan, small_model
+
+
+@st.composite
+def units_and_shares(draw):
+    num_ranks = draw(st.integers(1, 8))
+    ranks = st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=3, unique=True).map(tuple)
+    holders = st.lists(ranks, min_size=1, max_size=3).map(tuple)
+    units = draw(
+        st.lists(
+            st.builds(OwnedUnit, size=st.integers(1, 1000).map(float), holders=holders),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    shares = draw(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks))
+    shares[draw(st.integers(0, num_ranks - 1))] += 1
+    return units, shares
+
+
+@given(units_and_shares())
+def test_every_unit_is_owned_once_and_every_rank_owns_its_share(case):
+    units, shares = case
+    owned = spread_ownership(units, shares)
+    assert [sum(claims.values()) for claims in owned] == pytest.approx([1.0] * len(units))
+    total = sum(unit.size for unit in units)
+    for rank, share in enumerate(shares):
+        sizes = [u.size * c.get(rank, 0.0) for u, c in zip(units, owned, strict=True)]
+        assert sum(sizes) == pytest.approx(total * share / sum(shares), abs=1e-6 * total)
+
+
+def test_holders_with_room_own_what_they_hold_and_no_more_moves_than_must():
+    units = [OwnedUnit(size=10.0, holders=((0,), (1,))), OwnedUnit(size=30.0, holders=((2,), (3,)))]
+    owned = spread_ownership(units, [5, 5, 15, 15])
+    assert owned == [{0: 0.5, 1: 0.5}, {2: 0.5, 3: 0.5}]
+    # Rank 2 has no room: the other holder takes what it can, the first ranks the rest.
+    owned = spread_ownership(units, [10, 10, 0, 20])
+    assert owned[0] == pytest.approx({0: 0.5, 1: 0.5})
+    assert owned[1] == pytest.approx({3: 20 / 30, 0: 5 / 30, 1: 5 / 30})
+
+
+@given(rng=st.randoms(use_true_random=False), tied=st.booleans())
+def test_slices_by_room_cover_every_parameter_within_a_row_of_the_shares(rng, tied):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    shares = [rng.randint(0, 3) for _ in range(world_size)]
+    shares[rng.randrange(world_size)] += 1
+    slices = assign_owners(
+        specs, plan, world_size=world_size, ownership=Ownership.MEMORY, weights=shares
+    )
+    owned, slack = [0.0] * world_size, 0.0
+    for spec in specs:
+        rows = [(item.start, item.stop) for item in slices[spec.name]]
+        assert [start for start, _ in rows] == [0, *(stop for _, stop in rows[:-1])]
+        assert rows[-1][1] == spec.cut_length
+        slack += spec.row_numel
+        for item in slices[spec.name]:
+            owned[item.owner] += (item.stop - item.start) * spec.row_numel
+    total = sum(spec.numel for spec in specs)
+    for rank, share in enumerate(shares):
+        assert abs(owned[rank] - total * share / sum(shares)) <= slack
+
+
+def test_shares_that_say_nothing_or_too_little_are_refused():
+    plan = ParallelPlan.even(world_size=2, num_layers=2)
+    with pytest.raises(ConfigurationError, match="needs a plan that says how much"):
+        assign_owners([], plan, world_size=2, ownership=Ownership.MEMORY)
+    for shares, words in (
+        ([1.0], "has 1 entries"),
+        ([0, 0], "one above 0"),
+        ([1, -1], "0 or more"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            ParallelPlan(pipelines=plan.pipelines, owner_shares=tuple(shares))
+    shared = ParallelPlan(pipelines=plan.pipelines, owner_shares=(1.0, 2.0))
+    assert ParallelPlan.from_json(shared.to_json()) == shared
+    with pytest.raises(PlanError, match="owner_shares are for 2 ranks but 3 processes"):
+        shared.check_world_size(3)
