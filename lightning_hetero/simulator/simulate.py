@@ -6,12 +6,12 @@ backward.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.owned_exchange import exchange_of
@@ -137,10 +137,12 @@ def simulate(
     shapes = [[cost.shape_of(stage) for stage in p.stages] for p in pipelines]
     exchange = exchange_of(plan, kinds, cost)
     compute: list[PipelineTimes | EqualTimes] = []
-    for pipeline, row, work in zip(pipelines, shapes, batches, strict=True):
-        are_equal = len(set(work)) == 1 and not record_events
-        find_times = _equal_times if are_equal else _compute_times
-        compute.append(find_times(pipeline, row, cost, work))
+    budgets = [StageBudgets(p, cost, work) for p, work in zip(pipelines, batches, strict=True)]
+    for pipeline, row, work, budget in zip(pipelines, shapes, batches, budgets, strict=True):
+        if len(set(work)) == 1 and not record_events and not budget.recompute_s:
+            compute.append(_equal_times(pipeline, row, cost, work))
+        else:
+            compute.append(budget.lengthen(_compute_times(pipeline, row, cost, work)))
     pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
     timelines = _run_pipelines(
         compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
@@ -163,11 +165,13 @@ def simulate(
     ]
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
     busy = [tuple([s / ends.iteration_s for s in timeline.busy_s]) for timeline in timelines]
-    memory = _stage_memory(plan.num_pipelines, cost, shapes, owned, batches)
-    again = [
-        tuple([_recompute_s(cost, shape, work) for shape in row])
-        for row, work in zip(shapes, batches, strict=True)
+    memory = [
+        tuple([budget.bound(index, terms) for index, terms in enumerate(row)])
+        for budget, row in zip(
+            budgets, _stage_memory(plan.num_pipelines, cost, shapes, owned, batches), strict=True
+        )
     ]
+    again = [budget.total_recompute_s() for budget in budgets]
     exchange_s = ends.exposed_s(has_work)
     every_memory = tuple([memory[kind] for kind in kind_of])
     every_busy = tuple([busy[kind] for kind in kind_of])
@@ -197,7 +201,7 @@ def _alike(
     kinds: dict[object, list[int]] = {}
     kind_of: list[object] = []
     for index, (pipeline, batches) in enumerate(zip(plan.pipelines, microbatches, strict=True)):
-        shapes = tuple([cost.shape_of(stage) for stage in pipeline.stages])
+        shapes = tuple([(cost.shape_of(s), s.activation_budget_bytes) for s in pipeline.stages])
         nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
         key: object = index if is_ordered else (shapes, nodes, _summary(batches))
         members = kinds.setdefault(key, [])
@@ -340,16 +344,6 @@ def _stage_memory(
         )
         for row, owned_row, batches in zip(shapes, owned, microbatches, strict=True)
     ]
-
-
-def _recompute_s(
-    cost: CostModel, shape: StageShape, microbatches: Sequence[MicroBatchShape]
-) -> float:
-    if not shape.recomputed_layers:
-        return 0.0
-    return sum(
-        count * cost.recompute_s(shape, batch) for batch, count in Counter(microbatches).items()
-    )
 
 
 def _rank_memory(

@@ -1,0 +1,102 @@
+"""What stages with a budget of activations recompute in a simulated iteration, as in a real one.
+
+Both take `core.recomputation.fewest_recomputed` for the answer, from the same tokens and schedule.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_hetero.core.actions import schedule_1f1b
+from lightning_hetero.core.plan import PipelinePlan
+from lightning_hetero.core.recomputation import (
+    LayerBytes,
+    fewest_recomputed,
+    held_at_backward,
+    peak_activation_bytes,
+)
+from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, in_flight_tokens
+from lightning_hetero.simulator.propagate import PipelineTimes
+
+__all__ = ["StageBudgets"]
+
+
+class StageBudgets:
+    """The budgets of one pipeline's stages in one iteration.
+
+    Args:
+        pipeline: The pipeline.
+        cost: What a layer keeps, and how long it takes.
+        microbatches: What the pipeline runs.
+
+    Raises:
+        PlanError: A budget doesn't even hold one recomputed layer.
+    """
+
+    def __init__(
+        self, pipeline: PipelinePlan, cost: CostModel, microbatches: Sequence[MicroBatchShape]
+    ) -> None:
+        self._pipeline = pipeline
+        self._cost = cost
+        self._microbatches = microbatches
+        self._tokens = [sum(batch) for batch in microbatches]
+        self.recompute_s: dict[int, tuple[float, ...]] = {}
+        """By stage with a budget, the seconds that each micro-batch's backward takes longer."""
+        self.peak_bytes: dict[int, float] = {}
+        """By stage with a budget, the most bytes of its layers' activations."""
+        for index, stage in enumerate(pipeline.stages):
+            if stage.activation_budget_bytes is not None and microbatches:
+                self._choose(pipeline, index, stage.activation_budget_bytes)
+
+    def lengthen(self, times: PipelineTimes) -> PipelineTimes:
+        """Return the times with what backwards compute again."""
+        rows = [
+            tuple(map(operator.add, row, self.recompute_s[index]))
+            if index in self.recompute_s
+            else row
+            for index, row in enumerate(times.backward_s)
+        ]
+        return replace(times, backward_s=tuple(rows))
+
+    def total_recompute_s(self) -> tuple[float, ...]:
+        """Return for each stage the seconds in which it computes activations again."""
+        counts = Counter(self._microbatches)
+        shapes = [self._cost.shape_of(stage) for stage in self._pipeline.stages]
+        return tuple(
+            sum(self.recompute_s[index])
+            if index in self.recompute_s
+            else sum(n * self._cost.recompute_s(shape, batch) for batch, n in counts.items())
+            for index, shape in enumerate(shapes)
+        )
+
+    def bound(self, index: int, terms: MemoryTerms) -> MemoryTerms:
+        """Return a stage's terms, of kept layers, with the activations that its budget leaves."""
+        if index not in self.peak_bytes:
+            return terms
+        shape = self._cost.shape_of(self._pipeline.stages[index])
+        num_in_flight = self._pipeline.num_stages - index
+        held = in_flight_tokens(self._microbatches, min(num_in_flight, len(self._tokens)))
+        layers = shape.num_layers * self._cost.layer_bytes(shape)[0] * held
+        return terms._replace(activations=terms.activations - layers + self.peak_bytes[index])
+
+    def _choose(self, pipeline: PipelinePlan, index: int, budget_bytes: int) -> None:
+        stage, cost = pipeline.stages[index], self._cost
+        shape, num_layers = cost.shape_of(stage), len(stage.layers)
+        kept, recomputed = cost.layer_bytes(shape)
+        layer = LayerBytes(kept=kept, recomputed=recomputed)
+        schedule = schedule_1f1b(
+            stage_index=index,
+            num_stages=pipeline.num_stages,
+            num_microbatches=len(self._microbatches),
+        )
+        windows = held_at_backward(schedule)
+        counts = fewest_recomputed(budget_bytes, layer, num_layers, self._tokens, windows)
+        self.peak_bytes[index] = peak_activation_bytes(
+            layer, num_layers, self._tokens, counts, windows
+        )
+        self.recompute_s[index] = tuple(
+            cost.recompute_s(shape._replace(recomputed_layers=count), batch)
+            for count, batch in zip(counts, self._microbatches, strict=True)
+        )

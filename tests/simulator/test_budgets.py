@@ -1,0 +1,48 @@
+"""Simulated stages recompute what real ones do under a budget."""
+
+import pytest
+
+from lightning_hetero.core.actions import schedule_1f1b
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
+from lightning_hetero.simulator import RooflineCost, Simulation, simulate
+
+COST = RooflineCost(Cluster(nodes=(Node(device="A100-80GB", count=2),)), ModelSpec.load("opt-350m"))
+BATCHES = [(2048,), (8192,), (1024, 512), (4096,), (4096,), (512,)]
+
+
+def run(**first: int) -> Simulation:
+    stages = [{"ranks": [0], "layers": [0, 12], **first}, {"ranks": [1], "layers": [12, 24]}]
+    return simulate(ParallelPlan.from_dict({"pipelines": [{"stages": stages}]}), COST, [BATCHES])
+
+
+def test_a_budget_costs_the_time_and_bytes_of_the_layers_that_the_runtime_would_recompute():
+    none, every = run(), run(recomputed_layers=12)
+    stage = ParallelPlan.even(world_size=2, num_layers=24, num_stages=2).pipelines[0].stages[0]
+    kept, of_input = COST.layer_bytes(COST.shape_of(stage))
+    layer = LayerBytes(kept=kept, recomputed=of_input)
+    schedule = schedule_1f1b(stage_index=0, num_stages=2, num_microbatches=len(BATCHES))
+    tokens = [sum(batch) for batch in BATCHES]
+    budget = int(0.6 * kept * 12 * (8192 + 2048))
+    found = run(activation_budget_bytes=budget)
+    counts = fewest_recomputed(budget, layer, 12, tokens, held_at_backward(schedule))
+    assert 0 < sum(counts) < 12 * len(BATCHES)
+    again_s = sum(
+        COST.recompute_s(COST.shape_of(stage)._replace(recomputed_layers=count), batch)
+        for count, batch in zip(counts, BATCHES, strict=True)
+    )
+    assert found.stage_recompute_s[0][0] == pytest.approx(again_s)
+    assert none.iteration_time_s < found.iteration_time_s < every.iteration_time_s
+    memory = [item.stage_memory[0][0].activations for item in (every, found, none)]
+    assert memory[0] < memory[1] < memory[2]
+    of_embedding = COST.model.hidden_size * 2 * (8192 + 2048)
+    assert memory[1] <= budget + of_embedding
+    assert run(activation_budget_bytes=10**12).iteration_time_s == none.iteration_time_s
+
+
+def test_a_budget_that_is_too_small_is_refused():
+    with pytest.raises(PlanError, match="not even one recomputed layer"):
+        run(activation_budget_bytes=10**6)
