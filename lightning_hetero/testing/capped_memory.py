@@ -71,11 +71,11 @@ class CappedMemory(Callback):
             self._counter.__exit__(None, None, None)
 
 
-class MemoryCounter(TorchDispatchMode):
+class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages from when an operation has made them until they go."""
 
     def __init__(self, limit_bytes: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         """What there is now, with what there was when counting started."""
         self.peak_bytes = 0
@@ -84,7 +84,7 @@ class MemoryCounter(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __enter__(self) -> Any:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self.is_running = True
         gc.collect()  # What nobody can reach any more doesn't count.
         for item in gc.get_objects():
@@ -94,7 +94,7 @@ class MemoryCounter(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         self.is_running = False
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(
