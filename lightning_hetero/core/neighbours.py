@@ -11,11 +11,11 @@ whole ones, and (b - 1)/b of one inside the group.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Neighbour", "Piece", "deal_pieces", "find_neighbour"]
+__all__ = ["Neighbour", "SentPiece", "deal_pieces", "find_neighbour"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SentPiece:
     """What one rank sends to another of a message's bytes: one of `count` equal pieces."""
 
     sender: int
@@ -33,13 +33,13 @@ class Piece:
 class Neighbour:
     """The stage before or after, as one rank sees it."""
 
-    received: Piece
+    received: SentPiece
     """What the rank receives from it."""
-    sent: tuple[Piece, ...]
+    sent: tuple[SentPiece, ...]
     """What the rank sends to it; nothing if others of its group do that."""
 
 
-def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Piece, ...]:
+def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[SentPiece, ...]:
     """Return what each receiver gets, one piece for each, in order.
 
     Pieces are numbered by global rank, as communicators order their members.
@@ -47,7 +47,7 @@ def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Piece
     count = len(receivers) if len(receivers) > len(senders) else 1
     order = sorted(receivers)
     return tuple(
-        Piece(
+        SentPiece(
             sender=senders[place * len(senders) // len(receivers)],
             receiver=rank,
             index=order.index(rank) if count > 1 else 0,

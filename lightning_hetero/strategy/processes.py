@@ -30,7 +30,7 @@ from lightning_hetero.runtime.ranks.meeting import connect_store
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 
-__all__ = ["Processes", "StartMethod", "device_of", "launcher_of"]
+__all__ = ["Processes", "StartMethod", "check_queues", "device_of", "launcher_of"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.neighbours import Piece, deal_pieces, find_neighbour
+from lightning_hetero.core.neighbours import SentPiece, deal_pieces, find_neighbour
 
 
 @st.composite
@@ -43,4 +43,4 @@ def test_what_one_rank_sends_another_one_receives(groups):
 
 
 def test_groups_of_one_size_send_whole_messages_rank_by_rank():
-    assert deal_pieces((4, 1), (0, 3)) == (Piece(4, 0), Piece(1, 3))
+    assert deal_pieces((4, 1), (0, 3)) == (SentPiece(4, 0), SentPiece(1, 3))

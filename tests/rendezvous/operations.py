@@ -18,7 +18,7 @@ from itertools import zip_longest
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS, Action, ActionKind, schedule_1f1b
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.neighbours import Neighbour, Piece, find_neighbour
+from lightning_hetero.core.neighbours import Neighbour, SentPiece, find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.stage.activations import HEADER_BYTES
@@ -289,7 +289,7 @@ class _Steps:
             Operation(kind=OperationKind.COMPUTE, label=label, waits_for=(position,))
         )
 
-    def _header(self, verb: str, action: Action, piece: Piece, *waits_for: int) -> int:
+    def _header(self, verb: str, action: Action, piece: SentPiece, *waits_for: int) -> int:
         transfer = Transfer(piece.sender, piece.receiver, HEADER_BYTES, f"header {action}")
         return self._program.append(
             Operation(
@@ -301,10 +301,10 @@ class _Steps:
             )
         )
 
-    def _is_apart(self, piece: Piece) -> bool:
+    def _is_apart(self, piece: SentPiece) -> bool:
         return self._iteration.headers_apart or piece.count > 1
 
-    def _transfer(self, verb: str, action: Action, piece: Piece, *waits_for: int) -> int:
+    def _transfer(self, verb: str, action: Action, piece: SentPiece, *waits_for: int) -> int:
         start, stop = piece.bounds(self._iteration.activation_bytes)
         num_bytes = stop - start
         if action.kind is ActionKind.FORWARD and not self._is_apart(piece):
@@ -363,7 +363,7 @@ class _Steps:
             )
         )
 
-    def _send(self, action: Action, pieces: Sequence[Piece], done: int) -> None:
+    def _send(self, action: Action, pieces: Sequence[SentPiece], done: int) -> None:
         kept = self._sends[action.kind]
         if len(kept) == MAX_KEPT_SENDS:
             for position in kept.popleft():

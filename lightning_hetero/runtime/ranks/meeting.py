@@ -25,7 +25,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = ["EXIT_CODE", "MAX_EAGER_RANKS", "check_alike", "connect_store", "end_process"]
+__all__ = [
+    "EXIT_CODE",
+    "MAX_EAGER_RANKS",
+    "allow_connections",
+    "check_alike",
+    "connect_store",
+    "end_process",
+]
 
 EXIT_CODE = 13
 """Exit code of a rank that had to be ended, because its main thread waits for ever."""

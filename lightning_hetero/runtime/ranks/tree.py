@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["NUM_CHILDREN", "RankTree"]
+__all__ = ["NUM_CHILDREN", "RankTree", "RowsGoingUp"]
 
 NUM_CHILDREN = 8
 """At most, of a rank."""

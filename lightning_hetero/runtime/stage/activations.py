@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
-from lightning_hetero.core.neighbours import Neighbour, Piece
+from lightning_hetero.core.neighbours import Neighbour, SentPiece
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage.packed_tensors import (
@@ -102,7 +102,7 @@ class _Posted:
     """Receives under way: the first tensor by itself, the others packed."""
 
     forms: tuple[Form, ...]
-    piece: Piece
+    piece: SentPiece
     """What this rank receives of each."""
     works: list[tuple[dist.Work, Tensor]]
     buffers: list[Tensor]
@@ -230,7 +230,7 @@ class ActivationLink:
         self._sent_forward.clear()
         self._sent_backward.clear()
 
-    def _is_apart(self, piece: Piece) -> bool:
+    def _is_apart(self, piece: SentPiece) -> bool:
         """Whether the header of a message, of which this is a piece, is a message of its own."""
         return self._device.type != "cpu" or piece.count > 1
 
@@ -253,7 +253,7 @@ class ActivationLink:
         return whole[:size]
 
     def _post(
-        self, forms: tuple[Form, ...], piece: Piece, group: dist.ProcessGroup | None
+        self, forms: tuple[Form, ...], piece: SentPiece, group: dist.ProcessGroup | None
     ) -> _Posted:
         bounds = map(piece.bounds, payload_sizes(forms))
         buffers = [
@@ -366,12 +366,12 @@ class _Sends:
 
 class _Message(NamedTuple):
     group: dist.ProcessGroup | None
-    piece: Piece
+    piece: SentPiece
     part: Tensor
 
 
 def _cut(
-    group: dist.ProcessGroup | None, piece: Piece, payload: Sequence[Tensor]
+    group: dist.ProcessGroup | None, piece: SentPiece, payload: Sequence[Tensor]
 ) -> list[_Message]:
     """Return messages with a piece of each tensor of a payload."""
     bounds = (piece.bounds(part.numel()) for part in payload)
