@@ -150,6 +150,23 @@ class ProcessPool:
         self._connections.clear()
 
 
+def _sockets() -> set[tuple[str, str]]:
+    """Return this process's sockets: file descriptor and what it stands for."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
+    return {item for item in found if item[1].startswith("socket:")}
+
+
+def _hang_up(sockets: set[tuple[str, str]]) -> None:
+    """End connections as the end of a process does, whoever still refers to them."""
+    for descriptor, _ in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as end:
+            if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                end.shutdown(socket.SHUT_RDWR)
+
+
 def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -171,6 +188,7 @@ def _serve(connection: Connection) -> None:
             RANK=str(rank),
             WORLD_SIZE=str(world_size),
         )
+        before = _sockets()
         try:
             with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
                 value = function(rank, *arguments)
@@ -182,4 +200,5 @@ def _serve(connection: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             gc.collect()
+            _hang_up(_sockets() - before)
             gc.freeze()  # What is left stays: looking at all modules again would take half a run.
