@@ -108,11 +108,18 @@ def copy(file: Path) -> None:
 
 
 def write_reference(name: str, title: str) -> None:
-    """Write the page of a module's public names."""
-    assert hasattr(importlib.import_module(name), "__all__"), name
+    """Write the page of a module's public names; those of the package itself are on its page."""
+    first = next(iter(PACKAGES))
+    known = [] if name == first else importlib.import_module(first).__all__
+    elsewhere = [item for item in importlib.import_module(name).__all__ if item in known]
     page = SOURCE / "reference" / f"{name}.md"
     page.parent.mkdir(parents=True, exist_ok=True)
-    text = f"# {title}: `{name}`\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```\n"
+    text = f"# {title}: `{name}`\n\n"
+    if elsewhere:
+        names = ", ".join(f"`{item}`" for item in elsewhere)
+        text += f"{names}: see [{PACKAGES[first].lower()}]({first}.md).\n\n"
+    excluded = f"   :exclude-members: {', '.join(elsewhere)}\n" if elsewhere else ""
+    text += f"```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n{excluded}```\n"
     page.write_text(text, encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ its start, where a missing bucket or key is the usual reason. Reasons that may p
 are left to those tries.
 """
 
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +27,6 @@ _REFUSED_KEYS = (
     "ExpiredToken",
     "InvalidToken",
     "security token",
-    "401",
 )
 _UNREACHED = ("EndpointConnectionError", "ConnectTimeoutError", "ConnectionRefused", "ClientConn")
 
@@ -99,7 +99,8 @@ def _impatient_store(url: str, options: Mapping[str, Any]) -> FsspecStore:
 def _reason(error: BaseException, *, has_served: bool) -> str | None:
     """Return what a user must mend, None where trying again may help."""
     text = " ".join(f"{type(item).__name__}: {item}" for item in _chain(error))
-    if any(word in text for word in _REFUSED_KEYS):
+    # A status by itself, not digits of a name.
+    if any(word in text for word in _REFUSED_KEYS) or re.search(r"\b401\b", text):
         return "the store refuses the credentials. Check the key, the secret and their region."
     if "credential" in text.lower():
         return (

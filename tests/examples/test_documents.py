@@ -54,6 +54,8 @@ def test_a_snippet_compiles_and_calls_what_exists_with_options_that_exist(block)
         target = known[name]
         for attribute in attributes:
             target = getattr(target, attribute)
+        if inspect.isbuiltin(target):
+            continue  # It tells no signature; blocks are run as well, by `test_first_hour`.
         inspect.signature(target).bind_partial(
             *node.args, **{keyword.arg: None for keyword in node.keywords}
         )

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from resource import getpagesize
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -55,8 +56,13 @@ class Left:
 
     @property
     def grown_mb(self) -> float:
-        """By how much the process has grown since the first look."""
-        return max(self.resident_mb) - self.resident_mb[0]
+        """By how much the process has grown from the first look to the last, but for noise.
+
+        Twice what lies between the medians of the first half of the looks and of the second one: a
+        look finds up to 1 MB more or less.
+        """
+        half = len(self.resident_mb) // 2
+        return 2 * (median(self.resident_mb[half:]) - median(self.resident_mb[:half]))
 
 
 class ChangesPlan(L.Callback):
