@@ -18,7 +18,7 @@ nodes:
   - {device: A100-80GB, count: 4, price_per_hour: 10}
   - {device: H800-80GB, count: 2, price_per_hour: 20}
 """
-SIZES = "--model gpt-neo-2.7b --sequence-length 2048 --global-batch-size 32"
+SIZES = "--model gpt-neo-2.7b --sequence-length 2048 --global-batch-size 32 --micro-batch-size 1"
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def words(tmp_path, monkeypatch):
 def test_prints_the_plan_its_bound_and_the_runners_up_and_writes_both_files(words, capsys):
     pytest.importorskip("matplotlib")
     files = ["--output", "plan.json", "--plot", "plan.svg", "--json", "facts.json"]
-    assert main([*words, *files, "--memory"]) == 0
+    # By default it chooses the size of micro-batches, too.
+    assert main([*words[:-2], *files, "--memory"]) == 0
     captured = capsys.readouterr()
     for text in (
         "A100-80GB",
@@ -52,6 +53,7 @@ def test_prints_the_plan_its_bound_and_the_runners_up_and_writes_both_files(word
         assert text in captured.out
     with open("facts.json", encoding="utf-8") as file:
         facts = json.load(file)
+    assert facts["micro_batch_size"] in {1, 2, 4, 8}
     for stage in facts["stages"]:
         terms = [stage[f"{term}_bytes"] for term in MemoryTerms._fields]
         assert sum(terms) == pytest.approx(stage["memory_bytes"], abs=len(terms))
