@@ -22,14 +22,9 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import (
-    OuterRole,
-    Ownership,
-    ParameterSpec,
-    Slice,
-    assign_owners,
-)
+from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import unit_of
 from lightning_hetero.testing import MemoryStore, MemoryTransport
 

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, assign_owners
+from lightning_hetero.core.slices import Ownership
 from tests.core.sample_plans import random_plan, small_model
 
 

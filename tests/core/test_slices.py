@@ -5,16 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.owners import assign_owners, list_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import (
-    OuterRole,
-    Ownership,
-    ParameterSpec,
-    Slice,
-    assign_owners,
-    holdings_of,
-    list_owners,
-)
+from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, Slice, holdings_of
 from tests.core.sample_plans import random_plan, small_model
 
 RULES = [Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER]

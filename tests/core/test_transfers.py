@@ -5,14 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.slices import (
-    OuterRole,
-    Ownership,
-    ParameterSpec,
-    assign_owners,
-    holdings_of,
-)
+from lightning_hetero.core.slices import OuterRole, Ownership, ParameterSpec, holdings_of
 from lightning_hetero.core.transfers import Message, TransferTable, unit_of
 from tests.core.message_lists import list_messages
 from tests.core.sample_plans import random_plan, small_model

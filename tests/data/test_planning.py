@@ -52,7 +52,7 @@ def runs(draw: st.DrawFn) -> tuple[Candidates, int]:
     plans, world_sizes = [], []
     for _ in range(draw(st.integers(1, 3))):
         plan, world_size = random_plan(rng, max_ranks=6, max_layers=4, degrees=(1, 2))
-        plans.append(replace(plan, owner_shares=None))  # Which are for one world size.
+        plans.append(replace(plan, owner_shares=None))  # They are for one world size.
         world_sizes.append(world_size)
     costs = tuple(assumed_costs(plan, context_length=40, tokens_per_step=150) for plan in plans)
     return Candidates(plans=tuple(plans), costs=costs), max(world_sizes)

@@ -50,13 +50,30 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
         # Cuts that agree keep gradients inside nodes, which a slow link makes worth it.
         (((70, 3, 20), (100, 2, 10)), 4, 4, 2e9),
         # A pipeline that fits only while few micro-batches are in flight.
-        (((312, 1, 2.5), (200, 1, 2.5), (989, 2, 2.5)), 4, 4, 50e9),
+        (((312, 1, 2.5), (200, 1, 2.5), (989, 2, 2.5)), 4, 4, 12e9),
+        # The same as above over a slow link, where moving owners costs as much as computing.
+        pytest.param(
+            ((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)),
+            5,
+            6,
+            12e9,
+            marks=pytest.mark.xfail(strict=True, reason="12 % behind the best shares of ownership"),
+        ),
     ],
 )
 def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbatches, bytes_per_s):
     cluster = tiny_cluster(*nodes, bytes_per_s=bytes_per_s)
     workload = Workload(sequence_length=2048, global_batch_size=num_microbatches)
     assert_within_1_percent_of_all_plans(cluster, tiny_model(num_layers), workload)
+
+
+def test_search_is_within_1_percent_of_all_plans_without_recomputation_and_shares():
+    cluster = tiny_cluster((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5), bytes_per_s=12e9)
+    model, workload = tiny_model(5), Workload(sequence_length=2048, global_batch_size=6)
+    cost, every = RooflineCost(cluster, model), every_plan(cluster, model, 6)
+    best = min(time_of(candidate, cost, workload.microbatch) for candidate in every)
+    found = plan(cluster, model, workload).best.simulation.iteration_time_s
+    assert found <= best * 1.01 < float("inf")
 
 
 def test_fast_devices_come_first_in_all_pipelines_at_once_where_that_is_faster():

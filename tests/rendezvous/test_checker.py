@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import PlanError
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, assign_owners
+from lightning_hetero.core.slices import Ownership
 from lightning_hetero.core.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
 from tests.rendezvous.checker import RendezvousError, check_rendezvous

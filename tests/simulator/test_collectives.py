@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec, assign_owners
+from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import RooflineCost, StateLayout
 from lightning_hetero.simulator.collectives import MessageCurve, ring_s

@@ -2,8 +2,9 @@
 
 import pytest
 
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec, assign_owners
+from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.straggler import (
     Finding,

@@ -6,8 +6,9 @@ from enum import IntEnum
 
 import torch
 
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice, assign_owners
+from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction

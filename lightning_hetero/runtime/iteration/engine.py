@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.core.slices import list_owners
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
 from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows

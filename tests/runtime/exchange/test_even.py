@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.slices import Ownership, ParameterSpec, assign_owners
+from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.exchange.even import EvenPieces
 from lightning_hetero.runtime.slices.weights import narrow_rows

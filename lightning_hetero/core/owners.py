@@ -1,0 +1,188 @@
+"""Who owns which slice of each parameter: the rules of `Ownership`, applied to a plan."""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from math import inf
+
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.errors import ConfigurationError, ModelError
+from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import (
+    Holders,
+    Holding,
+    Ownership,
+    ParameterSpec,
+    PlanHolders,
+    Slice,
+)
+
+__all__ = ["assign_owners", "list_owners"]
+
+
+def assign_owners(
+    specs: Sequence[ParameterSpec],
+    plan: ParallelPlan,
+    *,
+    world_size: int,
+    ownership: Ownership,
+    weights: Sequence[float] | None = None,
+) -> dict[str, tuple[Slice, ...]]:
+    """Cut every parameter into contiguous slices that cover it once, one for each owner.
+
+    Args:
+        specs: The parameters; names are unique.
+        plan: The plan whose holders own; EVEN ignores it.
+        world_size: Number of ranks, idle ones included.
+        ownership: The rule; AUTO must have been resolved by the caller.
+        weights: Share of each rank, such as its memory in bytes; if None, ranks (EVEN, PARAMETER)
+            or pipelines (HOLDERS) count alike, and MEMORY takes the plan's `owner_shares`.
+
+    Returns:
+        For each parameter its slices in ascending order, empty ones left out.
+
+    Raises:
+        ConfigurationError: There isn't one weight of 0 or more for each rank, or all are 0.
+        ModelError: Holders shall own, but no stage uses a parameter.
+    """
+    if ownership is Ownership.MEMORY and weights is None:
+        weights = plan.owner_shares
+        if weights is None:
+            raise ConfigurationError(
+                "Ownership 'memory' needs a plan that says how much each rank owns (owner_shares)."
+            )
+    share = [1.0] * world_size if weights is None else list(weights)
+    valid = len(share) == world_size and all(0 <= value < inf for value in share)
+    if not valid or not any(share):
+        raise ConfigurationError(
+            f"Ownership weights {share} must be {world_size} numbers of 0 or more, one above 0."
+        )
+    if ownership is Ownership.PARAMETER:
+        return _own_whole_parameters(specs, plan, share)
+    if ownership is Ownership.MEMORY:
+        return _own_by_room(specs, plan, share)
+    # Parameters that are cut alike share one tuple, by which others know them for alike.
+    known: dict[Hashable, tuple[Slice, ...]] = {}
+    slices: dict[str, tuple[Slice, ...]] = {}
+    holders = PlanHolders(plan)
+    for spec in specs:
+        is_even = ownership is Ownership.EVEN
+        found = None if is_even else _holders(spec, holders)
+        key = found or spec.cut_length
+        if key not in known:
+            claims = (
+                list(enumerate(share)) if found is None else _claims_of(found.holdings, weights)
+            )
+            known[key] = tuple(_cut(spec.cut_length, claims))
+        slices[spec.name] = known[key]
+    return slices
+
+
+def _claims_of(
+    holdings: Sequence[Holding], weights: Sequence[float] | None
+) -> list[tuple[int, float]]:
+    """Return (rank, share) in the order that keeps each owner's slice within what it holds.
+
+    Without weights every pipeline claims the same share, however many ranks it holds it with.
+    Sorting by the middle of what is held puts the whole-width holder of a TP-1 pipeline between the
+    two halves of a TP-2 pipeline, where its slice overlaps neither rank's shard more than needed.
+    """
+    members = Counter(holding.pipeline_index for holding in holdings)
+
+    def middle(holding: Holding) -> tuple[float, int]:
+        rows = [start + stop for start, stop in holding.pushes]
+        return sum(rows) / len(rows), holding.global_rank
+
+    holdings = sorted(holdings, key=middle)
+    if weights is not None and any(weights[holding.global_rank] for holding in holdings):
+        return [(holding.global_rank, weights[holding.global_rank]) for holding in holdings]
+    return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
+
+
+def list_owners(
+    slices: Mapping[str, tuple[Slice, ...]],
+) -> list[tuple[tuple[str, ...], tuple[Slice, ...]]]:
+    """Return (names of parameters, their slices), with slices that are one object listed once."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, items in slices.items():
+        names[id(items)].append(name)
+    return [(tuple(found), slices[found[0]]) for found in names.values()]
+
+
+def _holders(spec: ParameterSpec, plan: PlanHolders) -> Holders:
+    holders = plan.of(spec)
+    if not holders.holdings:
+        raise ModelError(
+            f"Parameter {spec.name} (layer {spec.layer}, roles {sorted(spec.roles)}) is used by no "
+            f"stage of a plan of {plan.num_layers} layers, so no holder can own it. Give it a "
+            "layer of the plan or a role."
+        )
+    return holders
+
+
+def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
+    total = sum(claim for _, claim in claims)
+    claimed, start = 0.0, 0
+    for index, (rank, claim) in enumerate(claims):
+        claimed += claim
+        stop = length if index == len(claims) - 1 else round(length * claimed / total)
+        if stop > start:
+            yield Slice(rank, start, stop)
+            start = stop
+
+
+def _own_by_room(
+    specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
+) -> dict[str, tuple[Slice, ...]]:
+    """Give each rank its share of all parameters, rows of what it holds where there are enough."""
+    holders = PlanHolders(plan)
+    found = {spec.name: _holders(spec, holders) for spec in specs}
+    sizes: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for spec in specs:
+        sizes[_ranks_by_pipeline(found[spec.name])] += spec.numel
+    units = [OwnedUnit(size=max(size, 1), holders=ranks) for ranks, size in sizes.items()]
+    owned = dict(zip(sizes, spread_ownership(units, share), strict=True))
+    known: dict[Holders, tuple[Slice, ...]] = {}
+    for spec in specs:
+        item = found[spec.name]
+        if item not in known:
+            claims = dict(owned[_ranks_by_pipeline(item)])
+            first = [(rank, claims.pop(rank, 0.0)) for rank, _ in _claims_of(item.holdings, None)]
+            known[item] = tuple(_cut(spec.cut_length, (*first, *claims.items())))
+    return {spec.name: known[found[spec.name]] for spec in specs}
+
+
+def _ranks_by_pipeline(holders: Holders) -> tuple[tuple[int, ...], ...]:
+    ranks: dict[int, list[int]] = {}
+    for holding in holders.holdings:
+        ranks.setdefault(holding.pipeline_index, []).append(holding.global_rank)
+    return tuple(map(tuple, ranks.values()))
+
+
+def _own_whole_parameters(
+    specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
+) -> dict[str, tuple[Slice, ...]]:
+    """Give each parameter, largest first, to that holder whose load stays smallest."""
+    loads, shares = np.zeros(len(share)), np.array(share)
+    able: dict[Holders, IntArray] = {}
+    slices: dict[str, tuple[Slice, ...]] = {}
+    holders = PlanHolders(plan)
+    for spec in sorted(specs, key=lambda item: (-item.numel, item.name)):
+        found = _holders(spec, holders)
+        if found not in able:
+            able[found] = _able_ranks(found, shares)
+        ranks = able[found]
+        # The first of equals is the lowest rank.
+        relative = (loads[ranks] + spec.numel) / np.where(shares[ranks] > 0, shares[ranks], 1.0)
+        owner = int(ranks[relative.argmin()])
+        loads[owner] += spec.numel
+        slices[spec.name] = (Slice(owner, 0, spec.cut_length),)
+    return {spec.name: slices[spec.name] for spec in specs}
+
+
+def _able_ranks(holders: Holders, shares: FloatArray) -> IntArray:
+    """Return the holders with any share, ascending; all of them if none has one."""
+    ranks = np.array(sorted(holders.by_rank))
+    return ranks[shares[ranks] > 0] if shares[ranks].any() else ranks
