@@ -111,10 +111,10 @@ class EmulatedClock(ComputeClock):
 
     @override
     def _begin_action(self) -> None:
-        if self._slowdown > 1:
+        super()._begin_action()
+        if self._slowdown > 1:  # After the clock's own start, so that no pause lies between them.
             self._wall_start, self._cpu_start = time.perf_counter(), time.thread_time()
             self._wall_wait = self._cpu_wait = 0.0
-        super()._begin_action()
 
     @override
     def _begin_wait(self) -> None:

@@ -116,4 +116,4 @@ def test_real_sleep_stretches_real_work() -> None:
         while time.thread_time() - start_s < 0.01:
             pass
     assert clock.last is not None
-    assert clock.last.compute_s() >= 0.049
+    assert clock.last.compute_s() >= 0.05 - 1e-9
