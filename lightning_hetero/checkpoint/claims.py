@@ -96,7 +96,7 @@ _BEAT_S = 10.0
 _BEATS_TO_WAIT = 3
 _PATIENCE_S = 2.0
 _NO_JOB = {"", "none"}
-"""torchrun's run id where nobody gave one: no two jobs differ by it."""
+"""torchrun's run id where nobody gave one: jobs don't differ by it."""
 
 
 def machine_id() -> str:
@@ -199,7 +199,7 @@ class Lease:
         self._beats += 1
         owner = {
             "session": self._session,
-            "job": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+            "job": _job(),
             "host": socket.gethostname(),
             "machine": _namespace(),
             "process": _process(os.getpid()),
@@ -215,8 +215,8 @@ class Lease:
                 self._store.remove([OWNER_FILE])
 
     def _is_gone(self, owner: dict[str, Any]) -> bool:
-        job, process = os.environ.get("TORCHELASTIC_RUN_ID", ""), owner.get("process")
-        if job not in _NO_JOB and owner.get("job") == job:
+        process = owner.get("process")
+        if _job() is not None and owner.get("job") == _job():
             # torchrun has ended all processes of a start before it begins the next one.
             return True
         if owner.get("machine") != _namespace():
@@ -232,6 +232,20 @@ class Lease:
             f"{owner.get('host')}, last seen {owner.get('at')} (its clock). End it, or give this "
             f"job another folder."
         )
+
+
+def _job() -> list[str] | None:
+    """Return what tells this torchrun job from all others, through its restarts; None without one.
+
+    A name that users fix (`--rdzv-id`) may be that of two jobs, so it counts only together with
+    the store that its agents meet at, and the machine where that is a name of this machine.
+    """
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if job in _NO_JOB or not host:
+        return None
+    is_local = host == "localhost" or host.startswith("127.") or host == "::1"
+    return [job, host, port, machine_id() if is_local else ""]
 
 
 def _namespace() -> str:

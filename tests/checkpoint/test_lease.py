@@ -14,6 +14,15 @@ from lightning_hetero.testing import FaultyStore, MemoryStore
 FOREVER_S = 10_000.0
 """A test that waits for a sign of life would run into its timeout."""
 
+JOB = ["job-7", "node-0", "29400", ""]
+
+
+def start_job(monkeypatch: pytest.MonkeyPatch, run_id: str, host: str, port: str) -> None:
+    """Look like a process that torchrun has started."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", port)
+
 
 def left_by(store: MemoryStore, **changes: Any) -> None:
     """Leave the file of an owner on another machine, whose clock is years ahead."""
@@ -43,16 +52,16 @@ def test_a_place_is_free_again_once_its_owner_lets_go() -> None:
     [
         pytest.param(True, {"machine": module._namespace(), "process": [1, -1]}, id="dead process"),
         pytest.param(True, {"machine": module._namespace(), "process": None}, id="no process"),
-        pytest.param(True, {"job": "job-7"}, id="an earlier start of the torchrun job"),
+        pytest.param(True, {"job": JOB}, id="an earlier start of the torchrun job"),
         pytest.param(False, {}, id="a disk of a machine that was started again"),
     ],
 )
 def test_an_owner_that_is_known_to_be_gone_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch, *, shared: bool, changes: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    start_job(monkeypatch, *JOB[:3])
     store = MemoryStore()
-    left_by(store, **{"job": "", **changes})
+    left_by(store, **{"job": None, **changes})
     lease = Lease(store, shared=shared, beat_s=FOREVER_S)
     lease.take()
     assert owner_of(store)["session"] != "another"
@@ -68,13 +77,26 @@ def test_an_owner_elsewhere_that_gives_no_sign_of_life_is_gone() -> None:
     lease.release()
 
 
-@pytest.mark.parametrize("job", ["", "none"])
+@pytest.mark.parametrize(
+    ("job", "owner"),
+    [
+        pytest.param(("", "node-0", "29400"), None, id="no torchrun"),
+        pytest.param(("none", "node-0", "29400"), None, id="torchrun without a name"),
+        pytest.param(("job-7", "node-5", "29400"), JOB, id="one name, another store"),
+        pytest.param(("job-7", "node-0", "29401"), JOB, id="one name, another port"),
+        pytest.param(
+            ("job-7", "localhost", "29400"),
+            ["job-7", "localhost", "29400", "another machine"],
+            id="one name, each machine's own store",
+        ),
+    ],
+)
 def test_an_owner_elsewhere_that_lives_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, job: str
+    monkeypatch: pytest.MonkeyPatch, job: tuple[str, str, str], owner: list[str] | None
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    start_job(monkeypatch, *job)
     store = MemoryStore()
-    left_by(store, job=job)
+    left_by(store, job=owner)
     beats = 0
 
     def beat(verb: str, name: str) -> None:
