@@ -14,8 +14,9 @@ import time
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
@@ -186,13 +187,25 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _text_of(fact: object) -> str:
+    """Return a text, the same on all ranks: each process has its own order of a set of strings."""
+    if isinstance(fact, Set):
+        return f"{{{', '.join(sorted(map(_text_of, fact)))}}}"
+    if isinstance(fact, list | tuple):
+        return f"[{', '.join(map(_text_of, fact))}]"
+    if is_dataclass(fact) and not isinstance(fact, type):
+        values = (f"{each.name}={_text_of(getattr(fact, each.name))}" for each in fields(fact))
+        return f"{type(fact).__name__}({', '.join(values)})"
+    return str(fact)
+
+
 def check_alike(comms: Communicators, **facts: object) -> None:
     """Compare facts of all ranks, by their text, and versions of packages; collective.
 
     Raises:
         ConfigurationError: A rank has others than most; on every rank.
     """
-    texts = {name: str(fact) for name, fact in {**_versions(), **facts}.items()}
+    texts = {name: _text_of(fact) for name, fact in {**_versions(), **facts}.items()}
     own = {
         name: text if len(text) < 40 else f"digest {zlib.crc32(text.encode()):08x}"
         for name, text in texts.items()
