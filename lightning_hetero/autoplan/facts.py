@@ -23,6 +23,7 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
 from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, Simulation, StateLayout
 
 __all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "PlanBasis", "RunFacts"]
@@ -77,6 +78,8 @@ class Emulation:
     """How many times slower it computes than it could."""
     memory_bytes: int | None = None
     """Memory that an automatic plan may use of it; None asks the device."""
+    live_bytes: Callable[[], int] | None = None
+    """Counts what it holds now, a failed allocation included; None asks the device."""
     make_clock: Callable[[torch.device], ComputeClock] = ComputeClock
     """Makes what times its actions."""
 
@@ -107,8 +110,16 @@ class RunFacts:
         """Return every rank's device, by global rank; collective."""
         played = self.emulation
         return detect_seats(
-            self.comms, self.device, slowdown=played.slowdown, memory_bytes=played.memory_bytes
+            self.comms,
+            self.device,
+            slowdown=played.slowdown,
+            memory_bytes=played.memory_bytes,
+            correction_of=lambda name: self.correction_file(name).read(),
         )
+
+    def correction_file(self, device_name: str) -> CorrectionFile:
+        """Return where what this model has taught of a device type is kept on this machine."""
+        return CorrectionFile.of(self.layout.specs, self.compute_bytes, device_name)
 
     def state_layout(self) -> StateLayout:
         """Return the bytes of weights, gradients and states; frozen parameters have only weights.

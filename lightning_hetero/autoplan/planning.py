@@ -36,7 +36,7 @@ from lightning_hetero.planner import (
     plan,
     propose_plans,
 )
-from lightning_hetero.runtime.setup.detect import Seat, cluster_of
+from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
@@ -154,9 +154,12 @@ class _Job:
             length = _DEFAULT_LENGTH
             assumed.append(f"sequence_length {length}")
         return cls(
-            cluster=cluster,
+            cluster=corrected_cluster(cluster, seats),
             model=model,
-            states=facts.state_layout(),
+            states=replace(
+                facts.state_layout(),
+                activation_factor=max(seat.correction.activation_factor for seat in seats),
+            ),
             sequence_length=length,
             batch_size=samples,
             microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),

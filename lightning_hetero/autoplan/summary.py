@@ -22,6 +22,7 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import (
+    MemoryCorrection,
     MemoryTerms,
     RooflineCost,
     StageFacts,
@@ -45,6 +46,8 @@ class StartUp:
     facts: RunFacts
     cluster: Cluster
     """The devices that run it, in order of rank."""
+    device_names: tuple[str, ...]
+    """What each rank calls its own."""
     auto: AutoPlanned | None
     """What an automatic plan rests on."""
     specs: Sequence[ParameterSpec]
@@ -61,17 +64,42 @@ class StartUp:
         cls, facts: RunFacts, engine: Engine, auto: AutoPlanned | None, *, num_batches: int
     ) -> Self:
         """Ask all ranks for their devices; collective."""
-        basis = None if auto is None else auto.basis
+        basis, seats = None if auto is None else auto.basis, facts.detect_seats()
         return cls(
             plan=engine.plan,
             facts=facts,
-            cluster=cluster_of(facts.detect_seats()) if basis is None else basis.cluster,
+            cluster=cluster_of(seats) if basis is None else basis.cluster,
+            device_names=tuple(seat.device.name for seat in seats),
             auto=auto,
             specs=tuple(engine.store.specs.values()),
             slices=engine.store.slices,
             num_batches=num_batches,
             num_microbatches=engine.config.num_microbatches,
         )
+
+    @property
+    def stage_facts(self) -> list[list[StageFacts]]:
+        """What is predicted of each stage, as [pipeline][stage]; memory as far as sizes are known.
+
+        Bytes don't depend on how fast a device is, so it may be one that no data sheet has.
+        """
+        planned = self._planned
+        is_simulated = planned is not None and planned.simulation is not None
+        if is_simulated or self._has_unknown_sizes:
+            return self._expect()[0]
+        return self._simulate()[0]
+
+    @property
+    def known_correction(self) -> MemoryCorrection:
+        """What the prediction counts with of earlier runs out of memory."""
+        if self._planned is None or self._planned.basis is None:
+            return MemoryCorrection()
+        return MemoryCorrection(activation_factor=self._planned.basis.states.activation_factor)
+
+    @property
+    def _planned(self) -> AutoPlanned | None:
+        """What the plan that runs was planned from; None if it was given or has changed since."""
+        return self.auto if self.auto is not None and self.auto.plan == self.plan else None
 
     @property
     def idle_warning(self) -> str | None:
@@ -128,7 +156,7 @@ class StartUp:
 
     def _expect(self) -> tuple[list[list[StageFacts]], list[str]]:
         """Return what stages and iterations are expected to take."""
-        auto = self.auto
+        auto = self._planned
         if auto is not None and auto.simulation is not None:
             assert auto.basis is not None
             return simulated_facts(self.plan, auto.basis.cost(), auto.simulation), [auto.summary]
@@ -147,10 +175,12 @@ class StartUp:
         names = sorted({node.device for node in self.cluster.nodes} - KNOWN_DEVICES.keys())
         if names:
             return f"no data sheet has {', '.join(names)}"
-        sizes = self.facts.sizes()
-        if self._model is None or self.facts.data is not None or None in astuple(sizes):
-            return "the sizes of model or batches aren't known"
-        return None
+        return "the sizes of model or batches aren't known" if self._has_unknown_sizes else None
+
+    @property
+    def _has_unknown_sizes(self) -> bool:
+        unknown = self._model is None or self.facts.data is not None
+        return unknown or None in astuple(self.facts.sizes())
 
     @cached_property
     def _model(self) -> ModelSpec | None:

@@ -6,9 +6,11 @@ from lightning_hetero.simulator.memory import (
     MicroBatchShape,
     usable_bytes,
 )
+from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
 from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost
 from lightning_hetero.simulator.report import (
+    TERM_NAMES,
     PlanTable,
     StageFacts,
     bound_line,
@@ -29,10 +31,13 @@ from lightning_hetero.simulator.simulate import (
 from lightning_hetero.simulator.trace import save_trace, trace_events
 
 __all__ = [
+    "TERM_NAMES",
     "CostModel",
     "Event",
+    "MemoryCorrection",
     "MemoryTerms",
     "MicroBatchShape",
+    "OutOfMemory",
     "PlanTable",
     "ProfileCost",
     "RooflineCost",

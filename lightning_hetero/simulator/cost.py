@@ -76,6 +76,8 @@ class StateLayout:
     """Gradients that a holder sums over its micro-batches, bytes per parameter."""
     owned_bytes: int = 16
     """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
+    activation_factor: float = 1.0
+    """Bytes of micro-batches over what is counted of them; above 1 if a run has shown it."""
     sharded: bool = True
     """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
     are all-reduced around a ring and no weights are pulled."""
@@ -190,8 +192,8 @@ class CostModel(ABC):
 
     def layer_bytes(self, shape: StageShape) -> tuple[float, float]:
         """Return bytes per token of one of a stage's layers: kept, and its input if recomputed."""
-        kept = self.activation_bytes(shape.layer, 1)
-        return kept, min(kept, self._hidden_bytes(1))
+        kept, factor = self.activation_bytes(shape.layer, 1), self.layout.activation_factor
+        return factor * kept, factor * min(kept, self._hidden_bytes(1))
 
     def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) of one direction between two ranks."""
@@ -340,7 +342,7 @@ class CostModel(ABC):
 
     def passing_memory(self, shape: StageShape, held_tokens: int, longest: int) -> MemoryTerms:
         """Return the terms of micro-batches while they are computed, without states."""
-        kept, of_input = self.layer_bytes(shape)
+        factor, (kept, of_input) = self.layout.activation_factor, self.layer_bytes(shape)
         saved = shape.recomputed_layers * (kept - of_input)
         # The first layers are recomputed: when backward comes to them, the others' have gone.
         again = kept - of_input if shape.recomputed_layers == shape.num_layers else 0.0
@@ -349,10 +351,10 @@ class CostModel(ABC):
         # may not have received.
         num_passing = (not shape.has_head) + MAX_KEPT_SENDS * (not shape.has_embedding)
         return MemoryTerms(
-            activations=self.activation_bytes(shape, held_tokens) - saved * held_tokens,
+            activations=factor * self.activation_bytes(shape, held_tokens) - saved * held_tokens,
             recomputed=again * longest,
-            head=self.transient_bytes(shape, longest),
-            messages=sent + num_passing * self._hidden_bytes(longest),
+            head=factor * self.transient_bytes(shape, longest),
+            messages=factor * (sent + num_passing * self._hidden_bytes(longest)),
         )
 
     def update_s(self, shape: StageShape, owned_params: float) -> float:

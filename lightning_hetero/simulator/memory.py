@@ -18,6 +18,7 @@ __all__ = [
     "push_buffer_bytes",
     "reserved_bytes",
     "usable_bytes",
+    "whole_bytes",
 ]
 
 _Number = TypeVar("_Number", float, FloatArray)
@@ -114,3 +115,8 @@ def reserved_bytes(memory_bytes: float) -> float:
 def usable_bytes(memory_bytes: float) -> float:
     """Return how much of a device's memory a plan may fill."""
     return memory_bytes - reserved_bytes(memory_bytes)
+
+
+def whole_bytes(usable: int) -> int:
+    """Return the memory of a device of which a plan may fill so much; `usable_bytes` undone."""
+    return int(min((usable + 2**30) / 0.96, usable / 0.9))

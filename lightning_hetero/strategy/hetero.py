@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, Emulation
+from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.autoplan.owner_shares import with_owner_shares
 from lightning_hetero.autoplan.request import PlanRequest
 from lightning_hetero.autoplan.summary import StartUp
@@ -352,9 +353,10 @@ class HeteroStrategy(HookedStrategy):
             seed=seed,
         )
         self._steps = Steps(self._module, engine, self._dealer)
+        start = StartUp.gather(facts, engine, plans.auto, num_batches=num_batches)
+        self._memory = MemoryWatch(start, engine, lambda: self.optimizers)
         if self.plan != self._announced:
             self._announced = self.plan
-            start = StartUp.gather(facts, engine, plans.auto, num_batches=num_batches)
             rank_zero_info("%s", start)
             if plans.auto is None and start.idle_warning is not None:
                 rank_zero_warn(start.idle_warning)

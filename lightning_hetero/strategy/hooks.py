@@ -6,7 +6,7 @@ are needed here are listed in the docstring of `lightning_hetero.strategy`.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, re
 from lightning_hetero.strategy.steps import Steps, epoch_to_load
 
 if TYPE_CHECKING:
+    from lightning_hetero.autoplan.out_of_memory import MemoryWatch
     from lightning_hetero.data.dealer import Dealer
 
 __all__ = ["HookedStrategy"]
@@ -64,6 +65,8 @@ class HookedStrategy(ParallelStrategy):
         """Knows which samples are whose; there from `setup` on."""
         self._steps: Steps | None = None
         """Runs the steps; there from `setup` on."""
+        self._memory: MemoryWatch | None = None
+        """Explains errors of memory; there from `setup` on."""
         self._failed = False
 
     @property
@@ -221,7 +224,7 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        with self._processes.watching():
+        with self._processes.watching(), self._explaining_memory():
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             return self._steps.train(batch, args, kwargs)
@@ -244,6 +247,11 @@ class HookedStrategy(ParallelStrategy):
         with self._processes.watching():
             return self._steps.evaluate(*args, of_pipeline=of_pipeline)
 
+    def _explaining_memory(self) -> AbstractContextManager[None]:
+        """Say what fills the device if its memory runs out."""
+        assert self._memory is not None
+        return self._memory.explaining()
+
     def _deposit_gradients(self) -> None:
         self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
 
@@ -251,7 +259,7 @@ class HookedStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._slices.optimizer_step():
+        with self._explaining_memory(), self._slices.optimizer_step():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.strategy.hetero import HeteroStrategy
 
 __all__ = ["CappedMemory", "MemoryCounter"]
 
@@ -47,14 +49,21 @@ class CappedMemory(Callback):
         return 0 if self._counter is None else self._counter.peak_bytes
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, HeteroStrategy):
+            # What its errors of memory say that there was.
+            played = trainer.strategy.emulation
+            trainer.strategy.emulation = replace(played, live_bytes=self._count)
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.world_size != len(self.limits_bytes):
             raise ConfigurationError(
                 f"CappedMemory has {len(self.limits_bytes)} limits but {trainer.world_size} ranks "
                 "run. Give one a rank."
             )
-        self._counter = MemoryCounter(self.limits_bytes[trainer.global_rank])
-        self._counter.__enter__()
+        counter = self._counter = MemoryCounter(self.limits_bytes[trainer.global_rank])
+        counter.__enter__()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -65,6 +74,9 @@ class CappedMemory(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._stop()
+
+    def _count(self) -> int:
+        return 0 if self._counter is None else self._counter.live_bytes
 
     def _stop(self) -> None:
         if self._counter is not None and self._counter.is_running:
@@ -119,8 +131,8 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.live_bytes > self._limit_bytes:
             raise torch.OutOfMemoryError(
-                f"{num_bytes:,} bytes more make {self.live_bytes:,}, but this device plays one "
-                f"with {self._limit_bytes:,.0f}."
+                f"Tried to allocate {num_bytes} bytes, which make {self.live_bytes:,}, but this "
+                f"device plays one with {self._limit_bytes:,.0f}."
             )
 
     def _drop(self, key: int, num_bytes: int) -> None:

@@ -8,7 +8,8 @@ import lightning as L
 import torch
 
 from lightning_hetero import HeteroStrategy
-from lightning_hetero.testing import EmulatedDevices
+from lightning_hetero.autoplan import AutoPlan
+from lightning_hetero.testing import CappedMemory, EmulatedDevices
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 
@@ -56,3 +57,30 @@ def train(
         summary=None if auto is None else auto.summary,
         **kept,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CappedOutcome:
+    losses: list[float]
+    plan: dict[str, Any]
+
+
+def train_capped(
+    rank: int, caps: tuple[float, float], memory_bytes: int, cache: str
+) -> CappedOutcome:
+    """Train under a plan for devices of so much memory, on devices that have less."""
+    os.environ["LIGHTNING_HETERO_CACHE"] = cache
+    torch.manual_seed(5)
+    strategy = HeteroStrategy(AutoPlan(microbatch_sizes=(1,)))
+    devices = EmulatedDevices((1.0, 1.0), memory_bytes=memory_bytes)
+    plans: list[dict[str, Any]] = []
+
+    class Keep(L.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            plans.append(strategy.plan.to_dict())
+
+    module = ToyModule(ToyOptions(num_layers=4, width=64))
+    callbacks = [devices, CappedMemory(caps), Keep()]
+    trainer = L.Trainer(**quiet(devices=2, strategy=strategy, max_steps=2, callbacks=callbacks))
+    trainer.fit(module, loader(24, 6))
+    return CappedOutcome(losses=module.losses, plan=plans[0])

@@ -62,6 +62,7 @@ def start(cluster: Cluster, plan: ParallelPlan = PLAN, **changes: Any) -> StartU
         plan=plan,
         facts=replace(facts, **changes),
         cluster=cluster,
+        device_names=("A10-24GB",) * cluster.num_ranks,
         auto=None,
         specs=layout.specs,
         slices=slices,

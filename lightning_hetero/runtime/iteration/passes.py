@@ -145,10 +145,12 @@ class StagePasses:
             forward.last_hidden = None  # What autograd doesn't need isn't kept.
             held = _InFlight(forward, _learned(received), _learned(outputs), gradient)
             self._in_flight[index] = held
+            self._running.num_in_flight = len(self._in_flight)
             self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
 
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._running.link
+        self._running.num_in_flight = len(self._in_flight)
         gradients: list[Tensor | None] = [held.gradient]
         if link.following is not None:
             link.expect_gradient(index, held.outputs)

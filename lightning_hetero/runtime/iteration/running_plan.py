@@ -53,6 +53,8 @@ class RunningPlan:
     """Whether slices may be views of the weights, see `ComputeWeights`."""
     reads: set[str] | None = None
     """Parameters outside the layers that this iteration used; None if that isn't watched."""
+    num_in_flight: int = 0
+    """Micro-batches whose activations are held now, the one that runs not counted."""
 
     @property
     def stage(self) -> StagePlan | None:

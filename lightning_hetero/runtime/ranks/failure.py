@@ -121,7 +121,8 @@ class FailureDetector:
         """Tell the other ranks that this one has failed; the first report of all counts."""
         self._raised.set()
         if self._heartbeat is not None and not isinstance(error, PeerError):
-            text = f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", ())
+            text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
             self._wait(lambda: self._reason is not None, 8 * self._interval_s)
             self._wait_until_read()

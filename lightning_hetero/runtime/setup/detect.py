@@ -11,8 +11,8 @@ import platform
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -21,8 +21,17 @@ import torch
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.simulator import MemoryCorrection
 
-__all__ = ["Seat", "cluster_of", "describe_device", "detect_seats", "match_device", "slowed"]
+__all__ = [
+    "Seat",
+    "cluster_of",
+    "corrected_cluster",
+    "describe_device",
+    "detect_seats",
+    "match_device",
+    "slowed",
+]
 
 # A core's fused multiply-adds, eight wide, two a cycle at 2 GHz; only a start before measuring.
 _CPU_FLOPS_PER_S = 64e9
@@ -54,6 +63,8 @@ class Seat:
     """Whether it computes on the host's CPU."""
     shares_memory: bool = True
     """Whether a CPU's memory is for all ranks of the host together."""
+    correction: MemoryCorrection = field(default_factory=MemoryCorrection)
+    """What earlier runs out of memory say of it; its `device` has the corrected memory."""
 
 
 def detect_seats(
@@ -62,6 +73,7 @@ def detect_seats(
     *,
     slowdown: float = 1.0,
     memory_bytes: int | None = None,
+    correction_of: Callable[[str], MemoryCorrection] | None = None,
 ) -> tuple[Seat, ...]:
     """Return the seats of all ranks by global rank; collective over all ranks.
 
@@ -70,18 +82,36 @@ def detect_seats(
         device: This rank's device.
         slowdown: How many times slower than it could the device computes.
         memory_bytes: What to plan with instead of the device's own memory.
+        correction_of: Says what earlier runs have taught of a device type.
     """
     base = describe_device(device)
     spec = slowed(base, slowdown)
+    if memory_bytes is not None:
+        spec = replace(spec, memory_bytes=memory_bytes)
+    correction = MemoryCorrection() if correction_of is None else correction_of(spec.name)
+    corrected = correction.corrected_bytes(spec.memory_bytes)
     seat = Seat(
         host=socket.gethostname(),
-        device=spec if memory_bytes is None else replace(spec, memory_bytes=memory_bytes),
+        device=replace(spec, memory_bytes=corrected),
         base=base.name,
         slowdown=slowdown,
         is_cpu=device.type == "cpu",
-        shares_memory=memory_bytes is None,
+        shares_memory=memory_bytes is None and corrected == spec.memory_bytes,
+        correction=correction,
     )
     return tuple(comms.gather_objects(seat))
+
+
+def corrected_cluster(cluster: Cluster, seats: Sequence[Seat]) -> Cluster:
+    """Return a cluster whose devices have no more memory than its ranks' have turned out to."""
+    devices = {spec.name: spec for spec in cluster.devices}
+    for global_rank, seat in enumerate(seats):
+        spec = cluster.device_of(global_rank)
+        spec = devices.get(spec.name, spec)
+        corrected = seat.correction.corrected_bytes(spec.memory_bytes)
+        if corrected < spec.memory_bytes:
+            devices[spec.name] = replace(spec, memory_bytes=corrected)
+    return replace(cluster, devices=tuple(devices.values()))
 
 
 def cluster_of(seats: Sequence[Seat]) -> Cluster:

@@ -1,0 +1,202 @@
+"""Say what filled a device when its memory ran out, and keep it for the next start's plan.
+
+The error stays torch's own. It gets a note, which the other ranks' errors hold, too: which stage,
+what was predicted, term by term, and what was there. What planners must know from now on goes into
+the folder of the measured profiles (`runtime.setup.memory_corrections`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.autoplan.summary import StartUp
+from lightning_hetero.core.table import format_table
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.simulator import TERM_NAMES, MemoryCorrection, MemoryTerms, OutOfMemory
+
+__all__ = ["MemoryWatch", "is_out_of_memory", "requested_bytes"]
+
+_MIB = 2**20
+_OF_CPU = "can't allocate memory"
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": _MIB, "GiB": 2**30}
+_REQUEST = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that an allocation failed: torch's, its CPU allocator's or Python's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OF_CPU in str(error)
+
+
+def requested_bytes(error: BaseException) -> int:
+    """Return the bytes that an allocation asked for in vain, 0 if the error doesn't say."""
+    found = _REQUEST.search(str(error))
+    return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
+
+
+class _Live(NamedTuple):
+    """Bytes of the states in a rank's memory, by the names of `MemoryTerms`."""
+
+    weights: int
+    gradients: int
+    owned: int
+
+    @classmethod
+    def of(cls, engine: Engine, optimizers: Iterable[Optimizer]) -> "_Live":
+        """Count each storage once; a slice that is a view of a weight counts as weight."""
+        shards = list(engine.plans.running.weights.shards.values())
+        masters = list(engine.store.masters.values())
+        states = [list(optimizer.state.values()) for optimizer in optimizers]
+        seen: set[int] = set()
+        return cls(
+            weights=_count(shards, seen),
+            gradients=_count([shard.grad for shard in shards], seen),
+            owned=_count(
+                [masters, [item.grad for item in masters], engine.gradients, states], seen
+            ),
+        )
+
+    @property
+    def states(self) -> int:
+        """Bytes of all of them."""
+        return self.weights + self.gradients + self.owned
+
+
+def _count(tree: object, seen: set[int]) -> int:
+    total = 0
+    for item in tree_leaves(tree):
+        if isinstance(item, Tensor) and not item.is_meta:
+            storage = item.untyped_storage()
+            total += 0 if storage._cdata in seen else storage.nbytes()
+            seen.add(storage._cdata)
+    return total
+
+
+class MemoryWatch:
+    """One rank's watch over its memory in a run.
+
+    Args:
+        start: What was known of the run when it began.
+        engine: What runs.
+        optimizers: Returns the run's.
+    """
+
+    def __init__(
+        self, start: StartUp, engine: Engine, optimizers: Callable[[], Sequence[Optimizer]]
+    ) -> None:
+        self._start = start
+        self._engine = engine
+        self._optimizers = optimizers
+        self._has_explained = False
+        self._elsewhere = max(0, _resident_bytes() - _Live.of(engine, ()).states)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Note in the first error of memory what has happened, and keep what it teaches."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error) and not self._has_explained:
+                self._has_explained = True
+                # The user must see this error whatever becomes of its explanation.
+                try:
+                    error.add_note(self._explain(error))
+                except Exception as problem:
+                    error.add_note(f"What filled the device can't be told: {problem!r}")
+            raise
+
+    def _explain(self, error: Exception) -> str:
+        engine, live = self._engine, _Live.of(self._engine, self._optimizers())
+        place, rank = engine.place, engine.comms.global_rank
+        total, requested = self._live_bytes(error)
+        there = f"{total / _MIB:,.1f} MiB were there"
+        there += f", {requested:,} bytes more asked for." if requested else "."
+        if place is None:
+            return f"Rank {rank}, which has no layers, is out of memory: {there}"
+        start = replace(self._start, plan=engine.plan)
+        facts = start.stage_facts[place.pipeline_index][place.stage_index]
+        lines = [
+            f"Stage {place.stage_index} of pipeline {place.pipeline_index} (rank {rank}, "
+            f"{facts.device}) is out of memory: {there}",
+            _table(facts.memory or MemoryTerms(), live, total),
+        ]
+        if facts.usable_bytes is not None and facts.memory is not None:
+            failure = OutOfMemory(
+                predicted=facts.memory,
+                live_bytes=total,
+                requested_bytes=requested,
+                state_bytes=live.states,
+                usable_bytes=facts.usable_bytes,
+                in_flight=self._share_in_flight(),
+            )
+            lines += self._keep(failure.correct(start.known_correction), start.known_correction)
+        return "\n".join(lines)
+
+    def _share_in_flight(self) -> float:
+        """Return which share of the micro-batches that its stage holds at most is there."""
+        engine, place = self._engine, self._engine.place
+        assert place is not None
+        num_stages = engine.plan.pipelines[place.pipeline_index].num_stages
+        count = engine.num_microbatches[place.pipeline_index]
+        most = max(1, min(num_stages - place.stage_index, count))
+        return min(1.0, (engine.plans.running.num_in_flight + 1) / most)
+
+    def _live_bytes(self, error: Exception) -> tuple[int, int]:
+        """Return the bytes that were there, and those asked for in vain."""
+        requested, device = requested_bytes(error), self._engine.device
+        played = self._start.facts.emulation.live_bytes
+        if played is not None:
+            return played() - requested, requested
+        if device.type == "cuda":
+            return torch.cuda.memory_allocated(device), requested
+        return max(0, _resident_bytes() - self._elsewhere), requested
+
+    def _keep(self, found: MemoryCorrection, known: MemoryCorrection) -> list[str]:
+        """Write what planners must know; return lines that say it."""
+        name = self._start.device_names[self._engine.comms.global_rank]
+        file = self._start.facts.correction_file(name)
+        try:
+            file.add(found)
+        except OSError as problem:
+            return [f"It can't be kept for the next start: {problem}"]
+        learnt = []
+        if found.activation_factor > known.activation_factor:
+            learnt.append(f"activations, logits and messages count {found.activation_factor:.2f}×")
+        if found.usable_bytes is not None:
+            learnt.append(f"no more than {found.usable_bytes / _MIB:,.1f} MiB are used")
+        return [
+            f"From the next start on automatic plans count with it: {' and '.join(learnt)} on "
+            f"{name} ({file.path}; delete it if something else has filled the device). A plan "
+            "that is given needs fewer layers here, recomputed_layers, or smaller micro-batches."
+        ]
+
+
+def _table(predicted: MemoryTerms, live: _Live, total: int) -> str:
+    found = live._asdict()
+    rows = [
+        (TERM_NAMES[name], value, found.get(name)) for name, value in predicted._asdict().items()
+    ]
+    rows.append(("all but states", predicted.total - predicted.states, total - live.states))
+    rows.append(("in all", predicted.total, total))
+    return format_table(
+        ("MiB", "predicted peak", "there"),
+        [(n, f"{a / _MIB:,.1f}", "" if b is None else f"{b / _MIB:,.1f}") for n, a, b in rows],
+    )
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process; 0 where the system doesn't say it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * 4096

@@ -1,0 +1,67 @@
+"""Remember on disk what running out of memory has taught, beside the measured profiles.
+
+One file for each device type and model, in the folder of `core.cache`. A start on the same machine
+reads it before anything is planned, and tells the other ranks. What is old, broken or of other
+versions counts for nothing.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lightning_hetero.core.cache import cache_folder
+from lightning_hetero.core.errors import ProfileError
+from lightning_hetero.core.reading import build, load_file, parse_json
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.runtime.setup.profiling import current_versions
+from lightning_hetero.simulator import MemoryCorrection
+
+__all__ = ["CorrectionFile"]
+
+_MAX_AGE = datetime.timedelta(days=30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionFile:
+    """Where what is known of one model on one device type is kept."""
+
+    path: Path
+
+    @classmethod
+    def of(
+        cls, specs: Iterable[ParameterSpec], compute_bytes: int, device_name: str
+    ) -> "CorrectionFile":
+        """Return the file of a model that computes in values so wide on a device type."""
+        shapes = [(spec.name, spec.shape) for spec in specs]
+        key = [shapes, compute_bytes, device_name, current_versions()]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        return cls(path=cache_folder() / f"memory-{digest}.json")
+
+    def read(self) -> MemoryCorrection:
+        """Return what is known; nothing if there is no file that counts."""
+        with contextlib.suppress(ProfileError, OSError):
+            age_s = datetime.datetime.now().timestamp() - self.path.stat().st_mtime
+            if age_s <= _MAX_AGE.total_seconds():
+                return load_file(self.path, "memory correction", ProfileError, _parse)
+        return MemoryCorrection()
+
+    def add(self, found: MemoryCorrection) -> None:
+        """Keep the stricter of what is known and what was found.
+
+        Raises:
+            OSError: The folder can't be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self.read().join(found))) + "\n", encoding="utf-8")
+        temporary.replace(self.path)
+
+
+def _parse(text: str) -> MemoryCorrection:
+    data = parse_json(text, "memory correction", ProfileError)
+    return build(MemoryCorrection, data, "memory correction", ProfileError)

@@ -1,0 +1,84 @@
+"""A run out of memory says what filled the device, and the next start plans with it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_hetero.autoplan.out_of_memory import is_out_of_memory, requested_bytes
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
+from lightning_hetero.simulator import MemoryCorrection
+from tests.autoplan.autoplan_runs import train_capped
+from tests.processes import ProcessFailed, ProcessPool
+
+ROOMY = 2**30
+
+
+@pytest.mark.dist
+def test_every_rank_is_told_which_stage_was_full_and_the_next_start_avoids_that(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    caps = (2**40, 1.9e6)
+    with pytest.raises(ProcessFailed) as failed:
+        pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
+    (path,) = tmp_path.glob("memory-*.json")
+    for text in failed.value.failures.values():
+        assert "Tried to allocate" in text
+        assert text.count("Stage 0 of pipeline 1 (rank 1, cpu") == 1
+        for term in ("weights ", "gradients ", "owned states ", "activations ", "all but states "):
+            assert f"\n{term}" in text
+        assert f"({path};" in text
+    assert json.loads(path.read_text())["usable_bytes"] < caps[1]
+    again = pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
+    assert len(again[0].plan["pipelines"]) == 1, "rank 1 can't hold the whole model"
+    assert len(again[0].losses) == 2
+
+
+@pytest.mark.dist
+def test_a_model_that_fits_nowhere_by_what_is_known_is_refused(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    caps = (900_000.0, 900_000.0)
+    for reason in ("is out of memory", "PlanningError"):
+        with pytest.raises(ProcessFailed) as failed:
+            pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
+        assert all(reason in text for text in failed.value.failures.values())
+
+
+def test_errors_of_memory_are_known_with_what_they_asked_for() -> None:
+    with pytest.raises(RuntimeError) as on_cpu:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(on_cpu.value)
+    assert requested_bytes(on_cpu.value) == 2**60
+    on_cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has")
+    assert is_out_of_memory(on_cuda)
+    assert requested_bytes(on_cuda) == 3 * 2**29
+    assert is_out_of_memory(MemoryError())
+    assert requested_bytes(MemoryError()) == 0
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_corrections_are_joined_and_broken_or_old_ones_count_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_HETERO_CACHE", str(tmp_path / "new"))
+    specs = [ParameterSpec(name="weight", shape=(4, 2), layer=0)]
+    file = CorrectionFile.of(specs, 2, "A10-24GB")
+    assert file.read() == MemoryCorrection()
+    file.add(MemoryCorrection(activation_factor=1.5, usable_bytes=70))
+    file.add(MemoryCorrection(activation_factor=1.2, usable_bytes=60))
+    both = MemoryCorrection(activation_factor=1.5, usable_bytes=60)
+    assert file.read() == both
+    for other in (
+        CorrectionFile.of(specs, 4, "A10-24GB"),
+        CorrectionFile.of(specs, 2, "L4-24GB"),
+        CorrectionFile.of([], 2, "A10-24GB"),
+    ):
+        assert other.read() == MemoryCorrection()
+    os.utime(file.path, (0, 0))
+    assert file.read() == MemoryCorrection()
+    file.path.write_text('{"activation_factor": 0.1}')
+    assert file.read() == MemoryCorrection()
