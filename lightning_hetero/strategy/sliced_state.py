@@ -38,6 +38,7 @@ from lightning_hetero.runtime.slices.state import (
     whole_module_state,
 )
 from lightning_hetero.runtime.slices.whole_tensors import check_optimizers, no_norm_of_slices
+from lightning_hetero.strategy.trainable import check_parameter_hooks
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -139,8 +140,13 @@ class SlicedState:
     def follow_freezing(
         self, optimizers: Sequence[Optimizer], callbacks: Iterable[Callback]
     ) -> None:
-        """Train what callbacks have frozen or thawed since; called by every rank."""
+        """Train what callbacks have frozen or thawed since; called by every rank.
+
+        Raises:
+            ConfigurationError: A parameter has got a hook that would never run.
+        """
         engine = self._running
+        check_parameter_hooks(engine.store.masters.items())
         if not engine.plans.follow_freezing():
             return
         names = {master: name for name, master in engine.store.masters.items()}

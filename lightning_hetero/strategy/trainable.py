@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["check_trainable"]
+__all__ = ["check_parameter_hooks", "check_trainable"]
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
@@ -40,11 +40,30 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
                 "some of its layers. Leave torch.compile out and let each layer be compiled: "
                 "HeteroStrategy(compile_layers=True)."
             )
+    check_parameter_hooks(module.named_parameters())
     if any(isinstance(callback, ModelPruning) for callback in callbacks):
         raise ConfigurationError(
             "ModelPruning masks whole parameters, but each rank has slices of them. Leave it out, "
             "and prune after a run with HeteroStrategy(whole_after_run=True)."
         )
+
+
+def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse hooks on a parameter's gradient, which no rank computes as a whole.
+
+    Raises:
+        ConfigurationError: On every rank alike.
+    """
+    for name, parameter in parameters:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"Parameter {name} has a gradient hook (register_hook or "
+                "register_post_accumulate_grad_hook), which would never run: ranks compute pieces "
+                "of gradients and sum them where a slice of the parameter is owned. Change "
+                "`parameter.grad` in on_before_optimizer_step, where it is this rank's slice, or "
+                "change the weight in the module's forward, such as "
+                "`torch.where(mask, weight.detach(), weight)` to train some rows only."
+            )
 
 
 def _is_compiled(module: nn.Module) -> bool:

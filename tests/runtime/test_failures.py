@@ -62,6 +62,19 @@ class OwnBackward(ToyModule):
         loss.backward()
 
 
+class MasksGradients(ToyModule):
+    """One device would train only some rows of a parameter."""
+
+    def __init__(self, options: ToyOptions) -> None:
+        super().__init__(options)
+        next(self.parameters()).register_hook(lambda gradient: gradient * 0)
+
+
+class MasksGradientsLater(ToyModule):
+    def on_train_start(self) -> None:
+        next(self.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 class NoLayers(L.LightningModule):
     def __init__(self, options: ToyOptions) -> None:
         super().__init__()
@@ -216,6 +229,8 @@ def failures_of(
         (Detached, {}, "loss without gradients"),
         (Manual, {}, "needs automatic optimization"),
         (OwnBackward, {}, "overrides backward"),
+        (MasksGradients, {}, "has a gradient hook"),
+        (MasksGradientsLater, {}, "has a gradient hook"),
         (NoLayers, {}, "has no list of layers"),
         (ComputesBetweenLayers, {}, "computes something between layer 0 and layer 1"),
         (RaisesOnLastStage, {}, "a bug of the user's"),
