@@ -23,7 +23,11 @@ class BufferCase:
     """What layers keep, and the plans that run them one after the other."""
 
     keeps: str
-    """"counts", "unversioned" counts, a running "mean", or "norms": BatchNorm."""
+    """"counts", "unversioned" counts, a running "mean", or "norms": BatchNorm.
+
+    Without a place in the state: "scratch counts", "frequencies" of each micro-batch's first value,
+    and a "cache" that grows and is filled again with what it holds.
+    """
     plans: tuple[dict[str, Any], ...] = ()
     local_buffers: bool = False
 
@@ -36,6 +40,8 @@ class Layer(nn.Module):
         self.keeps = keeps
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("scratch", torch.zeros(()), persistent=False)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.keeps == "counts":
@@ -44,6 +50,15 @@ class Layer(nn.Module):
             self.count.data.add_(1)
         if self.training and self.keeps == "mean":
             self.mean.lerp_(x.detach().mean(0), 0.2)
+        if self.training and self.keeps == "scratch counts":
+            self.scratch += 1
+        if self.training and self.keeps == "frequencies":
+            self.scratch.copy_(x.detach()[0, 0])
+        if self.keeps == "cache":
+            self.scratch.copy_(torch.ones(()))
+            if len(self.table) < 3 * len(x):
+                self.table = torch.ones(len(self.table) + 1)
+        x = x + self.scratch
         # What is evaluated depends on the buffers.
         return torch.tanh(self.norm(self.linear(x))) + 0.1 * self.count + self.mean
 
@@ -54,7 +69,7 @@ class Keeps(L.LightningModule):
         self.layers = nn.ModuleList([Layer(keeps) for _ in range(3)])
         self.head = nn.Linear(WIDTH, 1)
         self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("drawn", torch.rand(WIDTH))
+        self.register_buffer("drawn", torch.rand(WIDTH), persistent=keeps != "cache")
         self.losses: list[float] = []
 
     def loss(self, batch: Any) -> Tensor:
@@ -117,12 +132,14 @@ def keep(rank: int, case: BufferCase, folder: Path) -> dict[str, Any] | str:
     path = folder / f"{len(plans)}.ckpt"
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)["state_dict"]
-    buffers = {name: value.tolist() for name, value in module.named_buffers()}
+    buffers = {
+        name: value.tolist() for name, value in module.named_buffers() if "table" not in name
+    }
     return {
         "losses": module.losses,
         "validated": float(trainer.callback_metrics["val_loss"]),
         "buffers": buffers,
-        "saved": {name: saved[name].tolist() for name in buffers},
+        "saved": {name: saved[name].tolist() for name in buffers if name in saved},
     }
 
 

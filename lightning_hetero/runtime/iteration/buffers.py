@@ -9,7 +9,9 @@ One device changes a buffer once, with the whole batch. A buffer that several mi
 or that pipelines change differently, follows what a micro-batch holds, as BatchNorm's statistics
 do: that is refused in the first iteration in which it happens, unless the user accepts it.
 
-Buffers that no `state_dict` has are a module's own scratch space and left alone.
+A buffer that no `state_dict` has may also be a cache that grows with the longest micro-batch so far:
+that its shape changes isn't a change. That its values do is one, as with Hugging Face's rotary
+frequencies that depend on a batch's length.
 """
 
 import zlib
@@ -40,7 +42,7 @@ class BufferChange:
     is_versioned: bool
     """Whether its version tells, as it doesn't after `buffer.data.copy_(...)`."""
     digest: int
-    """Of its new values in the first iteration, 0 later."""
+    """Of its new values: in the first iteration, of a cache in all of them; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class _Slot:
     owner: nn.Module
     attribute: str
     layer: int | None
+    is_cache: bool
+    """Whether no `state_dict` has it."""
 
     @property
     def current(self) -> Tensor | None:
@@ -88,8 +92,16 @@ class BufferWatch:
             slot.name: slot
             for prefix, owner in module.named_modules()
             for attribute, buffer in owner._buffers.items()
-            if buffer is not None and attribute not in owner._non_persistent_buffers_set
-            for slot in [_Slot(_join(prefix, attribute), owner, attribute, layers.get(id(owner)))]
+            if buffer is not None
+            for slot in [
+                _Slot(
+                    _join(prefix, attribute),
+                    owner,
+                    attribute,
+                    layers.get(id(owner)),
+                    attribute in owner._non_persistent_buffers_set,
+                )
+            ]
         }
         self._norms = {
             prefix: part
@@ -102,6 +114,8 @@ class BufferWatch:
         self._values: dict[str, Tensor] = {}
         self._unversioned: set[str] = set()
         """Buffers that any rank's first iteration changed without a new version."""
+        self._rewritten: set[str] = set()
+        """Buffers that a first iteration wrote without changing their values."""
         self._counts: Counter[str] = Counter()
         self._num_looks = 0
         self._sources: dict[str, int] = {}
@@ -128,24 +142,36 @@ class BufferWatch:
         self._num_looks = 0
         for name, slot in self._slots.items():
             self._seen[name] = _mark(slot.current)
-            if self._is_first and slot.current is not None:
+            if (self._is_first or name in self._rewritten) and slot.current is not None:
                 self._values[name] = slot.current.clone()
 
     def look(self) -> None:
         """Count the buffers that the last action has changed."""
         self._num_looks += 1
         for name, slot in self._slots.items():
-            buffer, version = _mark(slot.current)
-            is_new = buffer is not self._seen[name][0] or version != self._seen[name][1]
-            self._seen[name] = buffer, version
-            if self._is_first and buffer is not None and name in self._values:
-                is_equal = torch.equal(buffer, self._values[name])
-                if not is_equal and not is_new:
-                    self._unversioned.add(name)
-                if not is_equal:
-                    self._values[name] = buffer.clone()
-                is_new = not is_equal
-            self._counts[name] += is_new
+            self._counts[name] += self._has_changed(name, slot)
+
+    def _has_changed(self, name: str, slot: _Slot) -> bool:
+        before, self._seen[name] = self._seen[name], _mark(slot.current)
+        old, buffer = before[0], self._seen[name][0]
+        is_new = buffer is not old or self._seen[name][1] != before[1]
+        if slot.is_cache and (buffer is None or old is None or buffer.shape != old.shape):
+            self._values.pop(name, None)
+            return False
+        value = self._values.get(name)
+        if buffer is not None and value is not None:
+            is_equal = torch.equal(buffer, value)
+            if is_equal and is_new:
+                self._rewritten.add(name)
+            if not is_equal and not is_new:
+                self._unversioned.add(name)
+            if not is_equal:
+                self._values[name] = buffer.clone()
+            return not is_equal
+        if is_new and slot.is_cache and buffer is not old:
+            assert buffer is not None and old is not None
+            return not torch.equal(buffer, old)
+        return is_new
 
     def report(self, layers: range, pipeline_index: int) -> tuple[BufferChange, ...]:
         """Return what has changed of what the stage with these layers computes."""
@@ -153,7 +179,7 @@ class BufferWatch:
         for name, slot in self._slots.items():
             count = self._counts[name] or name in self._unversioned
             if count and (slot.layer is None or slot.layer in layers):
-                digest = _digest(slot.current) if self._is_first else 0
+                digest = _digest(slot.current) if self._is_first or slot.is_cache else 0
                 is_versioned = name not in self._unversioned
                 changes.append(BufferChange(name, count > 1, is_versioned, digest))
         for name, part in self._norms.items():
