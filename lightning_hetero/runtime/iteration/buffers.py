@@ -9,8 +9,8 @@ One device changes a buffer once, with the whole batch. A buffer that several mi
 or that pipelines change differently, follows what a micro-batch holds, as BatchNorm's statistics
 do: that is refused in the first iteration in which it happens, unless the user accepts it.
 
-A buffer that no `state_dict` has may also be a cache that grows with the longest micro-batch so far:
-that its shape changes isn't a change. That its values do is one, as with Hugging Face's rotary
+A buffer that no `state_dict` has may also be a cache that grows with the longest micro-batch: that
+its shape changes isn't a change. That its values do is one, as with Hugging Face's rotary
 frequencies that depend on a batch's length.
 """
 
@@ -155,11 +155,13 @@ class BufferWatch:
         before, self._seen[name] = self._seen[name], _mark(slot.current)
         old, buffer = before[0], self._seen[name][0]
         is_new = buffer is not old or self._seen[name][1] != before[1]
-        if slot.is_cache and (buffer is None or old is None or buffer.shape != old.shape):
+        if old is None or buffer is None:
+            return is_new and not slot.is_cache
+        if slot.is_cache and buffer.shape != old.shape:
             self._values.pop(name, None)
             return False
         value = self._values.get(name)
-        if buffer is not None and value is not None:
+        if value is not None:
             is_equal = torch.equal(buffer, value)
             if is_equal and is_new:
                 self._rewritten.add(name)
@@ -168,8 +170,7 @@ class BufferWatch:
             if not is_equal:
                 self._values[name] = buffer.clone()
             return not is_equal
-        if is_new and slot.is_cache and buffer is not old:
-            assert buffer is not None and old is not None
+        if slot.is_cache and buffer is not old:
             return not torch.equal(buffer, old)
         return is_new
 
