@@ -80,6 +80,8 @@ class Emulation:
     """Memory that an automatic plan may use of it; None asks the device."""
     live_bytes: Callable[[], int] | None = None
     """Counts what it holds now, a failed allocation included; None asks the device."""
+    node: str | None = None
+    """Name of its node, whose ranks are lost together; None asks the machine."""
     make_clock: Callable[[torch.device], ComputeClock] = ComputeClock
     """Makes what times its actions."""
 
@@ -102,6 +104,8 @@ class RunFacts:
     """Bytes of a value of gradients that are summed over micro-batches."""
     master_bytes: int = 4
     """Bytes of a value of master weights and optimizer states."""
+    redundancy: int = 0
+    """Standbys of each slice."""
     data: Callable[[], DataFacts] | None = None
     """Says what is known of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None where samples are dealt as they come."""
@@ -136,6 +140,7 @@ class RunFacts:
             gradient_bytes=math.ceil(self.compute_bytes * share),
             summed_bytes=math.ceil(self.summed_bytes * share),
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
+            redundancy=self.redundancy,
         )
 
 

@@ -39,7 +39,7 @@ def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
             "less than weights and gradients of its stage take, whoever owns their states. Give "
             "its stage fewer layers, or more tensor parallelism."
         )
-    states = sum(
+    states = (1 + facts.redundancy) * sum(
         spec.numel * facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for spec in specs
     )

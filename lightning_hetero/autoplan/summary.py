@@ -36,6 +36,9 @@ from lightning_hetero.simulator import (
 
 __all__ = ["StartUp", "state_memory"]
 
+_NAMED_STANDBYS = 8
+"""Ranks whose standby is named."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
@@ -53,7 +56,7 @@ class StartUp:
     specs: Sequence[ParameterSpec]
     """The module's parameters."""
     slices: Mapping[str, Sequence[Slice]]
-    """Their owners."""
+    """Their owners and standbys."""
     num_batches: int
     """A loader's batches that make an iteration."""
     num_microbatches: int
@@ -121,6 +124,7 @@ class StartUp:
         num_idle = self.facts.comms.world_size - len(self.plan.ranks)
         if num_idle:
             lines.append(f"idle            {num_idle} of {self.facts.comms.world_size} devices")
+        lines += self._standby_lines()
         varied = self.facts.data is not None
         counts = [None for _ in self.plan.pipelines] if varied else self._counts()
         table = plan_table(self.plan, known, counts)
@@ -131,6 +135,17 @@ class StartUp:
             f"{size:,} parameters in all"
         )
         return "\n".join([head, format_table(table.header, table.rows), *lines])
+
+    def _standby_lines(self) -> list[str]:
+        """Return who stands by for whom, nothing without redundancy."""
+        pairs = {i.owner: i.standby for items in self.slices.values() for i in items}
+        named = [f"{owner} by {rank}" for owner, rank in sorted(pairs.items()) if rank is not None]
+        if not named:
+            return []
+        more = ", ..." if len(named) > _NAMED_STANDBYS else ""
+        shown = ", ".join(named[:_NAMED_STANDBYS])
+        text = f"redundancy      each slice twice (of rank {shown}{more}): twice the owned memory"
+        return [f"{text} and the bytes of a push"]
 
     def _counts(self) -> tuple[int, ...]:
         return self.plan.count_microbatches(self.num_microbatches)
@@ -212,8 +227,8 @@ def state_memory(
     """Return what each rank needs for weights, gradients and an Adam's states, by global rank.
 
     A holder keeps weights in the compute dtype and sums gradients in fp32 unless it is told
-    otherwise, an owner its master, the gradient of all pipelines and two moments; frozen parameters
-    have neither gradients nor moments.
+    otherwise, an owner and a standby its master, the gradient of all pipelines and two moments;
+    frozen parameters have neither gradients nor moments.
     """
     used = [[0.0, 0.0, 0.0] for _ in range(facts.comms.world_size)]
     for spec in specs:
@@ -224,5 +239,6 @@ def state_memory(
             held[1] += rows * spec.row_numel * facts.summed_bytes * spec.requires_grad
         owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for item in slices[spec.name]:
-            used[item.owner][2] += (item.stop - item.start) * spec.row_numel * owned_bytes
+            for rank in item.keepers:
+                used[rank][2] += (item.stop - item.start) * spec.row_numel * owned_bytes
     return [MemoryTerms(*terms) for terms in used]

@@ -75,6 +75,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         help="the Trainer's precision, which decides memory and traffic (default: bf16-mixed)",
     )
     parser.add_argument(
+        "--redundancy",
+        type=int,
+        choices=[0, 1],
+        default=0,
+        help="standbys of each slice: HeteroStrategy's redundancy (default: 0)",
+    )
+    parser.add_argument(
         "--profile",
         metavar="FILE",
         help="JSON file that `lightning-hetero profile` wrote (default: data sheets)",
@@ -156,7 +163,7 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
             raise ConfigurationError(
                 f"{option} is {value}; it must be 1 or more, and no more than 10¹²."
             )
-    layout = StateLayout.of_precision(arguments.precision)
+    layout = StateLayout.of_precision(arguments.precision, redundancy=arguments.redundancy)
     if arguments.profile is None:
         cluster = Cluster.load(arguments.cluster)
         return RooflineCost(cluster, ModelSpec.load(arguments.model), layout=layout)

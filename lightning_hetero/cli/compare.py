@@ -86,7 +86,7 @@ def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -
 def _exchanged_bytes(plan: ParallelPlan, cost: CostModel) -> float:
     """Return the bytes of weights and gradients that an iteration moves between ranks."""
     layout = cost.layout
-    ways = layout.gradient_bytes + (layout.weight_bytes if layout.sharded else 0)
+    ways = layout.pushed_bytes + (layout.weight_bytes if layout.sharded else 0)
     return moved_params(plan, cost) * ways
 
 

@@ -91,10 +91,12 @@ def price_line(price_per_token: float) -> str:
 def assumptions_line(cost: CostModel, precision: str) -> str:
     """Return what memory and times rest on."""
     layout = cost.layout
+    twice = " with standbys" if layout.redundancy else ""
     times = "measured times" if isinstance(cost, ProfileCost) else "data sheets"
     return (
         f"assumes         {precision}, Adam ({layout.weight_bytes} + {layout.summed_bytes} bytes a "
-        f"parameter held, {layout.owned_bytes} owned), {times}, 1 GiB + 4% of memory left free"
+        f"parameter held, {layout.kept_bytes} owned{twice}), {times}, 1 GiB + 4% of memory left "
+        "free"
     )
 
 

@@ -1,7 +1,13 @@
-"""Who owns which slice of each parameter: the rules of `Ownership`, applied to a plan."""
+"""Who owns which slice of each parameter: the rules of `Ownership`, applied to a plan.
+
+With redundancy each rank has another one that stands by for it, and keeps all that it owns a second
+time. The rows of both are neighbours where both own some of a parameter, so that what a rank keeps
+is one interval, if the number of ranks is even.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -13,13 +19,14 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import (
     Holders,
     Holding,
+    Interval,
     Ownership,
     ParameterSpec,
     PlanHolders,
     Slice,
 )
 
-__all__ = ["assign_owners", "list_owners"]
+__all__ = ["ServedRows", "assign_owners", "find_standbys", "list_owners", "serve_without"]
 
 
 def assign_owners(
@@ -29,6 +36,7 @@ def assign_owners(
     world_size: int,
     ownership: Ownership,
     weights: Sequence[float] | None = None,
+    standbys: Sequence[int] = (),
 ) -> dict[str, tuple[Slice, ...]]:
     """Cut every parameter into contiguous slices that cover it once, one for each owner.
 
@@ -39,6 +47,7 @@ def assign_owners(
         ownership: The rule; AUTO must have been resolved by the caller.
         weights: Share of each rank, such as its memory in bytes; if None, ranks (EVEN, PARAMETER)
             or pipelines (HOLDERS) count alike, and MEMORY takes the plan's `owner_shares`.
+        standbys: For each rank the one that stands by for it (`find_standbys`); none if empty.
 
     Returns:
         For each parameter its slices in ascending order, empty ones left out.
@@ -60,9 +69,9 @@ def assign_owners(
             f"Ownership weights {share} must be {world_size} numbers of 0 or more, one above 0."
         )
     if ownership is Ownership.PARAMETER:
-        return _own_whole_parameters(specs, plan, share)
+        return _stood_by(_own_whole_parameters(specs, plan, share), standbys)
     if ownership is Ownership.MEMORY:
-        return _own_by_room(specs, plan, share)
+        return _stood_by(_own_by_room(specs, plan, share, standbys), standbys)
     # Parameters that are cut alike share one tuple, by which others know them for alike.
     known: dict[Hashable, tuple[Slice, ...]] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
@@ -75,9 +84,9 @@ def assign_owners(
             claims = (
                 list(enumerate(share)) if found is None else _claims_of(found.holdings, weights)
             )
-            known[key] = tuple(_cut(spec.cut_length, claims))
+            known[key] = tuple(_cut(spec.cut_length, _chained(claims, standbys)))
         slices[spec.name] = known[key]
-    return slices
+    return _stood_by(slices, standbys)
 
 
 def _claims_of(
@@ -101,6 +110,76 @@ def _claims_of(
     return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
 
 
+def find_standbys(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return for each rank the one that stands by for it, on another node where there is one.
+
+    In a row of all ranks, node by node, that is the rank half the row away: each rank stands by for
+    one other, and of an even number two ranks for each other. If a node has more than half of the
+    ranks, its ranks and the others take turns.
+
+    ::
+
+        find_standbys(["a", "a", "b", "b"])  # (2, 3, 0, 1)
+
+    Args:
+        nodes: The node of each global rank.
+
+    Returns:
+        By global rank; nothing if there is one rank only.
+    """
+    num_ranks = len(nodes)
+    if num_ranks < 2:
+        return ()
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, node in enumerate(nodes):
+        members[node].append(rank)
+    row = [rank for ranks in members.values() for rank in ranks]
+    largest = max(members.values(), key=len)
+    others = [rank for rank in row if rank not in largest]
+    if others and len(largest) > len(others):
+        turns = {rank: others[i % len(others)] for i, rank in enumerate(largest)}
+        turns |= {rank: largest[i % len(largest)] for i, rank in enumerate(others)}
+    else:
+        turns = {rank: row[(i + num_ranks // 2) % num_ranks] for i, rank in enumerate(row)}
+    return tuple(turns[rank] for rank in range(num_ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedRows:
+    """What is left of slices without some ranks."""
+
+    slices: dict[str, tuple[Slice, ...]]
+    """The rows that a rank that is left keeps: their owner serves them."""
+    missing: dict[str, tuple[Interval, ...]]
+    """The rows whose owner and standby are both gone, of parameters that miss any."""
+
+
+def serve_without(slices: Mapping[str, tuple[Slice, ...]], lost: Collection[int]) -> ServedRows:
+    """Return who serves which rows once some ranks are gone: a slice's standby if its owner is.
+
+    Ranks keep their numbers. A slice that has lost either of its keepers has no standby any more.
+
+    ::
+
+        served = serve_without(store.slices, lost={3})
+        if not served.missing:
+            ...  # Those that are left have all rows.
+    """
+    left: dict[str, tuple[Slice, ...]] = {}
+    missing: dict[str, tuple[Interval, ...]] = {}
+    for names, items in list_owners(slices):
+        kept = {item: [rank for rank in item.keepers if rank not in lost] for item in items}
+        served = tuple(
+            Slice(ranks[0], item.start, item.stop, ranks[1] if len(ranks) > 1 else None)
+            for item, ranks in kept.items()
+            if ranks
+        )
+        gone = tuple((item.start, item.stop) for item, ranks in kept.items() if not ranks)
+        left |= dict.fromkeys(names, served)
+        missing |= dict.fromkeys(names, gone) if gone else {}
+    return ServedRows(slices=left, missing=missing)
+
+
 def list_owners(
     slices: Mapping[str, tuple[Slice, ...]],
 ) -> list[tuple[tuple[str, ...], tuple[Slice, ...]]]:
@@ -122,6 +201,34 @@ def _holders(spec: ParameterSpec, plan: PlanHolders) -> Holders:
     return holders
 
 
+def _chained(
+    claims: Sequence[tuple[int, float]], standbys: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Return claims with that of each rank's standby behind its own, as far as it has any."""
+    if not standbys:
+        return list(claims)
+    shares, order = dict(claims), []
+    for first, _ in claims:
+        rank = first
+        while rank in shares:
+            order.append((rank, shares.pop(rank)))
+            rank = standbys[rank]
+    return order
+
+
+def _stood_by(
+    slices: Mapping[str, tuple[Slice, ...]], standbys: Sequence[int]
+) -> dict[str, tuple[Slice, ...]]:
+    """Name the standby of each slice; slices that are one object stay one."""
+    if not standbys:
+        return dict(slices)
+    found: dict[str, tuple[Slice, ...]] = {}
+    for names, items in list_owners(slices):
+        both = tuple(replace(item, standby=standbys[item.owner]) for item in items)
+        found |= dict.fromkeys(names, both)
+    return {name: found[name] for name in slices}
+
+
 def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
     total = sum(claim for _, claim in claims)
     claimed, start = 0.0, 0
@@ -134,7 +241,10 @@ def _cut(length: int, claims: Sequence[tuple[int, float]]) -> Iterator[Slice]:
 
 
 def _own_by_room(
-    specs: Sequence[ParameterSpec], plan: ParallelPlan, share: Sequence[float]
+    specs: Sequence[ParameterSpec],
+    plan: ParallelPlan,
+    share: Sequence[float],
+    standbys: Sequence[int],
 ) -> dict[str, tuple[Slice, ...]]:
     """Give each rank its share of all parameters, rows of what it holds where there are enough."""
     holders = PlanHolders(plan)
@@ -150,7 +260,8 @@ def _own_by_room(
         if item not in known:
             claims = dict(owned[_ranks_by_pipeline(item)])
             first = [(rank, claims.pop(rank, 0.0)) for rank, _ in _claims_of(item.holdings, None)]
-            known[item] = tuple(_cut(spec.cut_length, (*first, *claims.items())))
+            chained = _chained((*first, *claims.items()), standbys)
+            known[item] = tuple(_cut(spec.cut_length, chained))
     return {spec.name: known[found[spec.name]] for spec in specs}
 
 

@@ -1,13 +1,14 @@
 """Who keeps which piece of a parameter, and who computes with which piece.
 
 A parameter is cut along one dim into slices with one *owner* each, which keeps the master copy and
-the optimizer state. The ranks that compute with it under a plan are its *holders*. Both are
-intervals along the cut dim, so what must move between them is the overlap of intervals, whatever
-the plans' layer splits and TP degrees are (Hydraulis §5.2, "mutual slices").
+the optimizer state; with redundancy a *standby* keeps both again. The ranks that compute with it
+under a plan are its *holders*. All are intervals along the cut dim, so what must move between them
+is the overlap of intervals, whatever the plans' layer splits and TP degrees are (Hydraulis §5.2,
+"mutual slices").
 """
 
 from bisect import bisect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -25,6 +26,7 @@ __all__ = [
     "PlanHolders",
     "Slice",
     "holdings_of",
+    "kept_rows",
     "piece_of",
 ]
 
@@ -111,11 +113,31 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A contiguous piece of a parameter and the rank that keeps it."""
+    """A contiguous piece of a parameter and the ranks that keep it."""
 
     owner: int
+    """The rank that keeps it and counts it: in norms, checkpoints and whole tensors."""
     start: int
     stop: int
+    standby: int | None = None
+    """A rank that keeps the same rows, sums and steps them alike; None without redundancy."""
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """Its owner, then its standby if it has one."""
+        return (self.owner,) if self.standby is None else (self.owner, self.standby)
+
+
+def kept_rows(slices: Sequence[Slice], global_rank: int) -> tuple[Interval, ...]:
+    """Return the rows that a rank keeps as owner or standby, ascending; neighbours are one."""
+    rows: list[Interval] = []
+    for item in slices:
+        if global_rank in item.keepers:
+            if rows and rows[-1][1] == item.start:
+                rows[-1] = rows[-1][0], item.stop
+            else:
+                rows.append((item.start, item.stop))
+    return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)

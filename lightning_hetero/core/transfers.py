@@ -5,7 +5,8 @@ holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table r
 directions. All pieces of one *unit* (a layer, or what lies before or after the layers) travel
 together: in one message for each peer, so with owners among the holders, D pipelines and k layers
 in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
-collective among the unit's `members`, k in all.
+collective among the unit's `members`, k in all. With redundancy a push goes to owner and standby of
+each slice, twice the bytes; a pull takes from the owner what the holder doesn't keep itself.
 
 Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
 all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one.
@@ -26,6 +27,7 @@ from lightning_hetero.core.slices import (
     ParameterSpec,
     PlanHolders,
     Slice,
+    kept_rows,
 )
 
 __all__ = [
@@ -98,32 +100,62 @@ class _Lot:
         self._slices = slices
 
     @cached_property
-    def members(self) -> frozenset[int]:
-        """Ranks that hold or own any rows."""
-        return frozenset(self._holders.by_rank) | {item.owner for item in self._slices}
+    def has_standbys(self) -> bool:
+        """Whether any row is kept by two ranks."""
+        return any(item.standby is not None for item in self._slices)
 
     @cached_property
-    def own_rows(self) -> dict[int, Interval] | None:
-        """The rows that each rank owns, if the owners hold all, and every holder all and alike."""
-        length = self._slices[-1].stop if self._slices else 0
+    def _kept(self) -> Sequence[Slice]:
+        """What each rank keeps, ascending: what owners and standbys have of the rows."""
+        if not self.has_standbys:
+            return self._slices
+        by_keeper = defaultdict(list)
+        for item in self._slices:
+            for rank in item.keepers:
+                by_keeper[rank].append(item)
+        found = [Slice(rank, *rows) for rank, i in by_keeper.items() for rows in kept_rows(i, rank)]
+        return sorted(found, key=lambda item: (item.start, item.owner))
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """Ranks that hold or keep any rows."""
+        return frozenset(self._holders.by_rank) | {item.owner for item in self._kept}
+
+    def rows(self, *, push: bool) -> dict[int, Interval] | None:
+        """The rows that each rank owns, in a push keeps, if they are one interval.
+
+        And only if those ranks hold all, and every holder all and alike.
+        """
+        slices = self._kept if push else self._slices
+        length = max((item.stop for item in slices), default=0)
         whole = ((0, length),)
         are_whole = all(item.intervals == whole == item.pushes for item in self._holders.holdings)
-        if not are_whole or not self.members <= self._holders.by_rank.keys():
+        found = {item.owner: (item.start, item.stop) for item in slices}
+        if not are_whole or len(found) < len(slices):
             return None
-        return {item.owner: (item.start, item.stop) for item in self._slices}
+        return found if self.members <= self._holders.by_rank.keys() else None
 
     def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (owner, holder, first row, last row + 1) of what `rank` sends, gets or keeps."""
-        owned = [item for item in self._slices if item.owner == rank]
+        """Yield (owner, holder, first row, last row + 1) of what `rank` sends, gets or keeps.
+
+        The owner is in a push whoever keeps the rows, in a pull the holder itself if it does.
+        """
+        slices = self._kept if push else self._slices
+        owned = [item for item in slices if item.owner == rank]
         for holding in self._holders.holdings:
             holder = holding.global_rank
-            for item in self._slices if holder == rank else owned:
+            for item in slices if holder == rank else owned:
+                owner = item.owner
+                if item.standby == holder and not push:
+                    if holder != rank:
+                        continue
+                    owner = holder
                 # The innermost loop runs once for every piece there is: keep it flat.
                 for start, stop in holding.pushes if push else holding.intervals:
                     first = start if start > item.start else item.start
                     last = stop if stop < item.stop else item.stop
                     if first < last:
-                        yield item.owner, holder, first, last
+                        yield owner, holder, first, last
 
 
 class UnitKind:
@@ -140,7 +172,7 @@ class UnitKind:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """Ranks that hold or own any of it, ascending."""
+        """Ranks that hold or keep any of it, ascending."""
         return tuple(sorted(frozenset().union(*(lot.members for lot in set(self._lots)))))
 
     @cached_property
@@ -148,11 +180,24 @@ class UnitKind:
         """The rows of each parameter that each member owns, as [parameter][member].
 
         None unless all members hold every parameter whole, so that what one of them owns is what it
-        sends to each in a pull and gets from each in a push.
+        sends to each in a pull, and what it keeps what it gets from each in a push.
         """
+        return self._rows(push=False)
+
+    @cached_property
+    def kept_rows(self) -> tuple[tuple[Interval, ...], ...] | None:
+        """The same of what each member keeps as owner or standby."""
+        return self._rows(push=True) if self.has_standbys else self.own_rows
+
+    @cached_property
+    def has_standbys(self) -> bool:
+        """Whether any of it is kept by two ranks."""
+        return any(lot.has_standbys for lot in self._lots)
+
+    def _rows(self, *, push: bool) -> tuple[tuple[Interval, ...], ...] | None:
         found = []
         for lot in self._lots:
-            rows = lot.own_rows
+            rows = lot.rows(push=push)
             if rows is None or len(lot.members) != len(self.members):
                 return None
             found.append(tuple(rows.get(rank, (0, 0)) for rank in self.members))

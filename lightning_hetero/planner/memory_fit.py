@@ -90,7 +90,7 @@ def owned_capacity(
     memory = cost.memory_of_tokens(shape, num_pipelines, held_tokens, longest, owned_params=0.0)
     room = cost.usable_bytes(shape.device) - memory.weights - memory.gradients
     passing = memory.total - memory.weights - memory.gradients - memory.exchange
-    held, own, gradient = cost.num_stage_params(shape), layout.owned_bytes, layout.gradient_bytes
+    held, own, gradient = cost.num_stage_params(shape), layout.kept_bytes, layout.pushed_bytes
     beside_activations = (room - passing) / own
     # Two linear pieces: up to the holder's own share, and what it doesn't hold beyond.
     beside_buffers = (room - held * gradient) / (own + (num_pipelines - 2) * gradient)
@@ -103,7 +103,7 @@ def owned_capacity(
 def idle_capacity(cost: CostModel, device: str, num_pipelines: int) -> float:
     """Return the parameters that a device without layers has room to own."""
     layout = cost.layout
-    per_param = layout.owned_bytes + num_pipelines * layout.gradient_bytes
+    per_param = layout.kept_bytes + num_pipelines * layout.pushed_bytes
     return cost.usable_bytes(device) / per_param * _NEARLY
 
 

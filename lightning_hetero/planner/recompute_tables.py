@@ -112,7 +112,7 @@ class RecomputeTables:
         owned = held / use.num_pipelines if layout.sharded else held
         if use.owned_params is not None:
             owned = np.full_like(held, use.owned_params)
-        states = held * (layout.weight_bytes + layout.summed_bytes) + owned * layout.owned_bytes
+        states = held * (layout.weight_bytes + layout.summed_bytes) + owned * layout.kept_bytes
         room = cost.usable_bytes(shape.device) - states
         kept, of_input = cost.layer_bytes(shape)
         saved = (kept - of_input) * self._tokens
@@ -123,7 +123,7 @@ class RecomputeTables:
         all_of_them = over - sizes * in_flight + saved <= 0
         fits = (needed < sizes) | ((needed <= sizes) & all_of_them) | (over <= 0)
         if layout.sharded:
-            fits &= push_buffer_bytes(held, owned, use.num_pipelines, layout.gradient_bytes) <= room
+            fits &= push_buffer_bytes(held, owned, use.num_pipelines, layout.pushed_bytes) <= room
         least = np.where(fits, np.minimum(np.maximum(needed, 0), sizes), -1)
         least[0] = -1
         return least.astype(np.int64)

@@ -370,7 +370,7 @@ def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> 
     cluster, model = cost.cluster, cost.model
     room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
     states = model.num_params * (cost.layout.weight_bytes + cost.layout.summed_bytes)
-    states += model.num_params * cost.layout.owned_bytes
+    states += model.num_params * cost.layout.kept_bytes
     return (
         f"{model.name} fits nowhere: its weights, gradients and optimizer states take "
         f"{states / 2**30:.1f} GiB, activations of {sum(workload.microbatch)} tokens a micro-batch "

@@ -84,18 +84,39 @@ class StateLayout:
     exchange: ExchangeKind = ExchangeKind.MESSAGES
     """How holders that share ownership exchange. Pulls are a ring's all-gather unless they are
     messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise."""
+    redundancy: int = 0
+    """Standbys of each slice, 0 or 1: they keep and push what owners do, and pull nothing."""
     overlap: bool = True
     """Whether gradients leave layer by layer during the last backward, or all after it."""
     blocking_messages: bool = False
     """Whether both stages stand still while an activation travels, as in frameworks that send and
     receive on the stream that computes."""
 
+    @property
+    def num_keepers(self) -> int:
+        """Ranks that keep each slice: its owner and its standbys."""
+        return 1 + self.redundancy if self.sharded else 1
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Gradients on their way to all keepers of a slice, bytes per parameter."""
+        return self.gradient_bytes * self.num_keepers
+
+    @property
+    def kept_bytes(self) -> int:
+        """What all keepers of a slice have, bytes per parameter."""
+        return self.owned_bytes * self.num_keepers
+
     @classmethod
-    def of_precision(cls, precision: str) -> Self:
+    def of_precision(cls, precision: str, *, redundancy: int = 0) -> Self:
         """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
         weight, summed, owned = PRECISIONS[precision]
         return cls(
-            weight_bytes=weight, gradient_bytes=weight, summed_bytes=summed, owned_bytes=owned
+            weight_bytes=weight,
+            gradient_bytes=weight,
+            summed_bytes=summed,
+            owned_bytes=owned,
+            redundancy=redundancy,
         )
 
     @classmethod
@@ -157,7 +178,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def step_s(self, shape: StageShape, num_owned: float) -> float:
-        """Return the seconds in which a rank updates the parameters it owns."""
+        """Return the seconds in which a rank updates so many parameters."""
 
     def device(self, name: str) -> DeviceSpec:
         """Return a device type of the cluster."""
@@ -273,9 +294,7 @@ class CostModel(ABC):
         assert plan.owner_shares is not None
         owned = plan.owner_shares[rank] * self.model.num_params / sum(plan.owner_shares)
         layout, count = self.layout, plan.num_pipelines
-        return owned * layout.owned_bytes + push_buffer_bytes(
-            0.0, owned, count, layout.gradient_bytes
-        )
+        return owned * layout.kept_bytes + push_buffer_bytes(0.0, owned, count, layout.pushed_bytes)
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the parameters that one rank of a stage owns where holders share alike."""
@@ -330,12 +349,12 @@ class CostModel(ABC):
             layout, held, owned = self.layout, self.num_stage_params(shape), owned_params
             if owned is None:
                 owned = self.num_owned_params(shape, num_pipelines)
-            buffers = push_buffer_bytes(held, owned, num_pipelines, layout.gradient_bytes)
+            buffers = push_buffer_bytes(held, owned, num_pipelines, layout.pushed_bytes)
             passing = self.passing_memory(shape, held_tokens, longest)
             found = self._peaks[key] = passing.with_states(
                 weights=held * layout.weight_bytes,
                 gradients=held * layout.summed_bytes,
-                owned=owned * layout.owned_bytes,
+                owned=owned * layout.kept_bytes,
                 buffers=buffers if layout.sharded else 0.0,
             )
         return found
@@ -362,7 +381,8 @@ class CostModel(ABC):
         key = (shape, owned_params)
         found = self._updates.get(key)
         if found is None:
-            found = self._updates[key] = self.step_s(shape, owned_params)
+            num_kept = owned_params * self.layout.num_keepers
+            found = self._updates[key] = self.step_s(shape, num_kept)
         return found
 
     def usable_bytes(self, device: str) -> float:

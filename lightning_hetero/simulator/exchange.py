@@ -187,16 +187,16 @@ class ExchangeTable:
         ]
         units = np.array([segment.params_per_unit for segment in self.segments])
         per_byte = units / np.array(degrees) / len(nodes) * rate
-        self.push_s = (latency + layout.gradient_bytes * per_byte).T.tolist()
+        self.push_s = (latency + layout.pushed_bytes * per_byte).T.tolist()
         self.pull_s = (latency + layout.weight_bytes * per_byte).T.tolist()
         if layout.exchange in (ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER):
             self.pull_s = [self._ring_s(segment, layout.weight_bytes) for segment in self.segments]
         elif self._cost.message_curve is not None:
             self.pull_s = [self._pairwise_s(item, layout.weight_bytes) for item in self.segments]
         if layout.exchange is ExchangeKind.REDUCE_SCATTER:
-            self.push_s = [self._ring_s(item, layout.gradient_bytes) for item in self.segments]
+            self.push_s = [self._ring_s(item, layout.pushed_bytes) for item in self.segments]
         elif self._cost.message_curve is not None:
-            self.push_s = [self._pairwise_s(item, layout.gradient_bytes) for item in self.segments]
+            self.push_s = [self._pairwise_s(item, layout.pushed_bytes) for item in self.segments]
 
     def _pairwise_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
         """Return the seconds in which each holder sends to all others: as rates, by sizes."""
@@ -236,7 +236,7 @@ class ExchangeTable:
             shard = segment.params_per_unit / min(e.tp_degrees[stage] for e, stage in held)
             reduce_s = self._cost.all_reduce_s(
                 [row[stage] for entry, stage in held for row in entry.ranks],
-                shard * self._cost.layout.gradient_bytes,
+                shard * self._cost.layout.pushed_bytes,
             )
             self.push_s.append([reduce_s] * len(held))
             self.pull_s.append([0.0] * len(held))

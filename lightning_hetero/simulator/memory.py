@@ -41,7 +41,7 @@ class MemoryTerms(NamedTuple):
     gradients: float = 0.0
     """Gradients that it sums over micro-batches, in fp32 unless told otherwise."""
     owned: float = 0.0
-    """Masters, optimizer states and summed gradients of the slices it owns."""
+    """Masters, optimizer states and summed gradients of the slices it owns or stands by for."""
     activations: float = 0.0
     """Activations that micro-batches in flight keep for their backward."""
     recomputed: float = 0.0

@@ -78,7 +78,7 @@ class _OwnedExchange(ExchangeTable):
         for segment, unit, owned in zip(self.segments, self._units, self._owned, strict=True):
             params = float(segment.params_per_unit)
             pairs = [self._seconds(ranks, unit, owned, params) for ranks in unit.holders]
-            push, pull = cost.layout.gradient_bytes, cost.layout.weight_bytes
+            push, pull = cost.layout.pushed_bytes, cost.layout.weight_bytes
             self.push_s.append([late + push * rate for late, rate in pairs])
             self.pull_s.append([late + pull * rate for late, rate in pairs])
 
@@ -109,7 +109,7 @@ class _OwnedExchange(ExchangeTable):
             for rank, share in owned.items():
                 if rank not in holding:
                     rate = sum(1.0 / self._cost.link(ranks[0], rank)[0] for ranks in unit.holders)
-                    size = share * unit.size * self._cost.layout.gradient_bytes
+                    size = share * unit.size * self._cost.layout.pushed_bytes
                     seconds[rank] = seconds.get(rank, 0.0) + size * rate
         idle = 0.0
         for rank, value in seconds.items():

@@ -9,7 +9,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.autoplan.data_facts import find_data, find_sizes
 from lightning_hetero.autoplan.facts import Emulation, RunFacts
+from lightning_hetero.autoplan.standbys import check_room_for_standbys, find_standbys_of_run
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -36,10 +38,12 @@ class EngineOptions:
     """Arguments of `HeteroStrategy` of the same names.
 
     Raises:
-        ConfigurationError: The number of micro-batches is below 1.
+        ConfigurationError: The number of micro-batches is below 1, or there can't be so many
+            standbys.
     """
 
     num_microbatches: int | None
+    redundancy: int
     layers: str | None
     tp_plan: Mapping[str, str] | None
     sequence_parallel: bool
@@ -50,6 +54,16 @@ class EngineOptions:
         if self.num_microbatches is not None and self.num_microbatches < 1:
             text = f"num_microbatches is {self.num_microbatches}; it must be 1 or more."
             raise ConfigurationError(text)
+        if self.redundancy not in (0, 1):
+            raise ConfigurationError(
+                f"redundancy is {self.redundancy}; it must be 0, or 1 for a standby of each slice. "
+                "To survive the loss of both, save with LayerwiseCheckpoint(replicas=2)."
+            )
+        if self.redundancy and self.config.exchange is ExchangeKind.REDUCE_SCATTER:
+            raise ConfigurationError(
+                'exchange="reduce-scatter" sums in an order of its own for each rank, so a slice '
+                'and its standby would differ. Use exchange="collectives", or redundancy=0.'
+            )
 
     def gather_facts(
         self,
@@ -72,6 +86,7 @@ class EngineOptions:
             compute_bytes=precision.compute_dtype.itemsize,
             summed_bytes=4 if self.config.fp32_gradients else 2,
             master_bytes=master.itemsize,
+            redundancy=self.redundancy,
             data=find_data(trainer),
         )
 
@@ -89,6 +104,7 @@ class EngineOptions:
             or max(item.usual_num_microbatches for item in plans.first.pipelines),
             compute_dtype=precision.compute_dtype,
             master_dtype=precision.master_dtype,
+            standbys=find_standbys_of_run(facts),
             seed=seed,
         )
         tensor_parallel = None
@@ -100,6 +116,7 @@ class EngineOptions:
                 sequence_parallel=self.sequence_parallel,
             )
             layout = tensor_parallel.layout
+        check_room_for_standbys(facts, plans, config, layout.specs)
         return Engine(
             facts.module,
             layout,

@@ -83,6 +83,12 @@ class HeteroStrategy(HookedStrategy):
         ownership: Who keeps which slices of masters and optimizer state; "parameter" for
             optimizers that need whole matrices, such as Muon, "memory" for devices whose stages
             leave unequal room. "auto" does what the plan says (`owner_shares`), if it does.
+        redundancy: 1 lets another rank, on another node where there is one, keep each slice a
+            second time and step it alike, so that losing a rank loses no state. Owned memory and
+            the bytes of a push double. For optimizers that compute element by element; with
+            `ownership="parameter"` for those that need whole matrices.
+        standby_check_steps: Optimizer steps after which both copies of each slice are compared, so
+            that a device that computes wrongly is found; 0 never compares.
         exchange: How weights and gradients travel between ranks: by "messages" between two ranks,
             by "collectives" of all that hold a layer (gradients are summed in the pipelines' order
             either way), or by collectives with "reduce-scatter", which sums in the compute dtype
@@ -140,6 +146,8 @@ class HeteroStrategy(HookedStrategy):
         ownership: (
             Ownership | Literal["auto", "holders", "even", "parameter", "memory"]
         ) = Ownership.AUTO,
+        redundancy: int = 0,
+        standby_check_steps: int = 100,
         exchange: ExchangeKind
         | Literal["auto", "messages", "collectives", "reduce-scatter"] = ExchangeKind.AUTO,
         tp_plan: Mapping[str, str] | None = None,
@@ -183,12 +191,14 @@ class HeteroStrategy(HookedStrategy):
         )
         self._options = EngineOptions(
             num_microbatches=num_microbatches,
+            redundancy=redundancy,
             layers=layers,
             tp_plan=tp_plan,
             sequence_parallel=sequence_parallel,
             config=EngineConfig(
                 ownership=Ownership(ownership),
                 exchange=ExchangeKind(exchange),
+                standby_check_steps=standby_check_steps,
                 layer_options=LayerOptions(
                     activation_checkpointing=activation_checkpointing,
                     activation_budget_bytes=activation_budget_bytes,
@@ -322,6 +332,7 @@ class HeteroStrategy(HookedStrategy):
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
         self._attach_logs()
         self.precision_plugin.deposit_gradients = self._deposit_gradients
+        self.precision_plugin.owned_gradients = self._slices.owned_gradients
         self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
         if trains:
             self.setup_optimizers(trainer)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["HeteroPrecision", "PrecisionName"]
 
@@ -59,6 +59,8 @@ class HeteroPrecision(Precision):
         """Set by the strategy: moves the iteration's gradients into the slices."""
         self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Set by the strategy: the sum of a tensor over all ranks."""
+        self.owned_gradients: Callable[[Iterable[Tensor]], list[Tensor]] | None = None
+        """Set by the strategy: of parameters' gradients, what this rank alone counts."""
 
     @override
     def backward(  # type: ignore[override]
@@ -75,11 +77,12 @@ class HeteroPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self.sum_over_ranks is not None
+        assert self.owned_gradients is not None
         parameters = list(self.main_params(optimizer))
         gradients = [g for p in parameters if (g := p.grad) is not None]
         # A rank may own no slice that has a gradient; its device still takes part in the sum.
         own = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-        for gradient in gradients:
+        for gradient in self.owned_gradients(parameters):
             own += torch.linalg.vector_norm(gradient, dtype=torch.float32).double() ** 2
         norm = self.sum_over_ranks(own).sqrt()
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)

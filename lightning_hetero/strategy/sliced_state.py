@@ -20,12 +20,14 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
+from lightning_hetero.runtime.slices.standby_check import StandbyCheck
 from lightning_hetero.runtime.slices.state import (
     agree_on_groups,
     cut_copy,
@@ -37,6 +39,7 @@ from lightning_hetero.runtime.slices.state import (
     spread_whole,
     whole_module_state,
 )
+from lightning_hetero.runtime.slices.step_trial import check_steps_alike
 from lightning_hetero.runtime.slices.whole_tensors import check_optimizers, no_norm_of_slices
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
@@ -71,6 +74,8 @@ class SlicedState:
         self._trained: SliceStore | None = None
         """What the optimizers hold, also after the run that trained."""
         self._cut_when_loading: RemovableHandle | None = None
+        self._standbys: StandbyCheck | None = None
+        """Compares slices with their standbys while it trains."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
 
@@ -90,6 +95,9 @@ class SlicedState:
         self.engine, self._comms, self._kept = engine, engine.comms, None
         if trains:
             self._trained = engine.store
+            self._standbys = StandbyCheck(
+                engine.store, engine.comms, num_steps=engine.config.standby_check_steps
+            )
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
         """Let whole states be loaded, and cut what callbacks have copied."""
@@ -181,8 +189,11 @@ class SlicedState:
         return run
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that need more of a parameter than its slices."""
-        check_optimizers(list(optimizers), self._running.store.slices)
+        """Refuse optimizers that need more of a parameter than its slices; collective."""
+        store = self._running.store
+        check_optimizers(list(optimizers), store.slices)
+        if store.has_standbys:
+            check_steps_alike(optimizers, store, self._running.comms)
 
     def deposit_gradients(self, scale: float) -> None:
         """Add the iteration's gradients to the slices, as a backward would."""
@@ -196,12 +207,24 @@ class SlicedState:
                 master.grad += gradient
         engine.gradients = {}
 
+    def owned_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this rank owns of parameters' gradients: what norms count, each row once."""
+        store = self._running.store
+        gradients = {item: item.grad for item in parameters if item.grad is not None}
+        if not store.has_standbys:
+            return list(gradients.values())
+        names: dict[Tensor, str] = {master: name for name, master in store.masters.items()}
+        owned = [store.owned_parts(names[item], grad) for item, grad in gradients.items()]
+        return [part for parts in owned for part in parts]
+
     @contextmanager
     def optimizer_step(self) -> Iterator[None]:
         """Let an optimizer change the slices."""
         with no_norm_of_slices(self._running.store) if self._several else nullcontext():
             yield
         self._running.mark_weights_stale(only_trainable=True)
+        if self._standbys is not None:
+            self._standbys.after_step()
 
     # -- checkpoints ----------------------------------------------------------------------------
 

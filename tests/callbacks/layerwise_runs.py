@@ -37,6 +37,7 @@ class Leg:
     """None runs on a single device without our strategy."""
     world_size: int = 1
     ownership: str = "auto"
+    redundancy: int = 0
 
 
 class PackedModule(L.LightningModule):
@@ -81,7 +82,9 @@ def fit(
     options = quiet(max_steps=leg.until, devices=leg.world_size, callbacks=callbacks)
     if leg.plan is not None:
         plan = ParallelPlan.from_dict(leg.plan)
-        options["strategy"] = HeteroStrategy(plan, ownership=leg.ownership, whole_after_run=True)
+        options["strategy"] = HeteroStrategy(
+            plan, ownership=leg.ownership, redundancy=leg.redundancy, whole_after_run=True
+        )
     num_pipelines = 1 if leg.plan is None else len(leg.plan["pipelines"])
     loader = StatefulDataLoader(
         Rows(LENGTHS), batch_size=6 // num_pipelines, collate_fn=PackedCollate()

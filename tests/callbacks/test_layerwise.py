@@ -41,11 +41,11 @@ TWO_STAGES = {
 }
 ALONE = {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 3]}]}]}
 LEGS = [
-    Leg(until=2, plan=ASYMMETRIC, world_size=3),
+    Leg(until=2, plan=ASYMMETRIC, world_size=3, redundancy=1),
     Leg(until=4, plan=TENSOR_PARALLEL, world_size=3, ownership="even"),
-    Leg(until=6, plan=TWO_STAGES, world_size=2, ownership="parameter"),
+    Leg(until=6, plan=TWO_STAGES, world_size=2, ownership="parameter", redundancy=1),
     Leg(until=8),
-    Leg(until=10, plan=TENSOR_PARALLEL, world_size=3),
+    Leg(until=10, plan=TENSOR_PARALLEL, world_size=3, redundancy=1),
     Leg(until=12, plan=ALONE),
 ]
 

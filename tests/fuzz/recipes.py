@@ -70,6 +70,9 @@ class Recipe:
     """The strategy's `activation_checkpointing`; or the first layer of every stage, by the plan; or
     as few as a budget of activations asks for, which leaves room for some.
     """
+    redundancy: int = 0
+    resumed_redundancy: int = 0
+    """That of the new run."""
 
     def __str__(self) -> str:
         usual = asdict(Recipe())
@@ -139,6 +142,8 @@ def draw(seed: int) -> Recipe:
     plan = generator.choice(list(PLANS))
     names = generator.sample(list(_CHOICES), generator.randint(1, 4))
     drawn = {name: generator.choice(_CHOICES[name]) for name in names}
+    for name in ("redundancy", "resumed_redundancy"):
+        drawn[name] = int(generator.random() < 0.25)
     return _made_possible(replace(Recipe(seed=seed, plan=plan), **drawn))
 
 

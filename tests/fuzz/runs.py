@@ -77,9 +77,11 @@ def run_on_plan(rank: int, recipe: Recipe, folder: str) -> Outcome:
     """Run the recipe on one rank of its plan; collective."""
     world_size = PLANS[recipe.plan][1]
 
-    def trainer_options(name: str) -> dict[str, Any]:
+    def trainer_options(recipe: Recipe) -> dict[str, Any]:
         strategy = HeteroStrategy(
-            plan=_recomputing(_plan(name, world_size), recipe),
+            plan=_recomputing(_plan(recipe.plan, world_size), recipe),
+            redundancy=recipe.redundancy,
+            standby_check_steps=1,
             num_microbatches=recipe.num_microbatches,
             activation_checkpointing="full" if recipe.recompute == "full" else "none",
             activation_budget_bytes=BUDGET_BYTES if recipe.recompute == "budget" else None,
@@ -133,7 +135,12 @@ def _run(
         run = Run(recipe, trainer_options, outcome, is_oracle=is_oracle)
         run.fit(epochs=1 if resumes else 2, saved=first if resumes else last)
         if resumes:
-            later = replace(recipe, plan=recipe.resumed_plan, later_plan=None)
+            later = replace(
+                recipe,
+                plan=recipe.resumed_plan,
+                later_plan=None,
+                redundancy=recipe.resumed_redundancy,
+            )
             run = Run(later, trainer_options, outcome, is_oracle=is_oracle)
             run.fit(epochs=2, saved=last, ckpt_path=first)
         run.predict()
@@ -146,7 +153,7 @@ class Run:
 
     Args:
         recipe: What is run.
-        trainer_options: Given a plan's name, the Trainer's options for it.
+        trainer_options: Given a recipe, the Trainer's options for it.
         outcome: Takes what comes out.
         is_oracle: Whether it runs on one device, with all pipelines' samples in a batch.
     """
@@ -156,7 +163,7 @@ class Run:
     ) -> None:
         L.seed_everything(SEED, verbose=False)
         self.recipe = recipe
-        self.options = trainer_options(recipe.plan)
+        self.options = trainer_options(recipe)
         self.outcome = outcome
         self.rows = ROWS if is_oracle else ROWS // recipe.num_pipelines
         by_micro_batch = is_oracle and recipe.dropout

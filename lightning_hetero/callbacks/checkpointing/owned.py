@@ -1,12 +1,14 @@
 """What one rank owns of a training run: slices of parameters, their optimizer state and averages.
 
 Under `HeteroStrategy` that are the rank's master slices; under single-device Lightning every
-parameter is one slice. Checkpoints know nothing else of the strategy, so they go from any plan, and
-from one device, to any other (AutoHet §IV-C).
+parameter is one slice. What a rank keeps as a standby it gets back and doesn't save. Checkpoints
+know nothing else of the strategy, so they go from any plan, and from one device, to any other
+(AutoHet §IV-C).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -20,9 +22,10 @@ from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import RestoredSlice, SliceContent, SliceNeed
 from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_dict
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.slices import Ownership, ParameterSpec
+from lightning_hetero.core.slices import Interval, Ownership, ParameterSpec
 from lightning_hetero.core.transfers import unit_of
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.slices.weights import local_rows, narrow_rows
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
@@ -32,13 +35,23 @@ __all__ = ["OwnedSlice", "OwnedState"]
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedSlice:
-    """Rows [start, stop) of a parameter that this rank keeps."""
+    """What this rank keeps of a parameter."""
 
     spec: ParameterSpec
-    start: int
-    stop: int
+    kept: tuple[Interval, ...]
+    """The rows that it keeps, laid end to end."""
+    owned: tuple[Interval, ...]
+    """Those that it saves: no other rank does."""
     parameter: nn.Parameter
-    """The rows, as the optimizer knows them; empty if the rank owns none."""
+    """The rows, as the optimizer knows them; empty if there are none."""
+
+    def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Return rows of the parameter out of a tensor like `parameter`."""
+        if self.kept == ((start, stop),):
+            return tensor
+        local = local_rows(self.kept, start, stop)
+        assert local is not None, f"rows {start}-{stop} are not kept here"
+        return narrow_rows(tensor, self.spec, *local)
 
 
 class OwnedState:
@@ -62,17 +75,21 @@ class OwnedState:
             self.plan = engine.plan
             self._keeps_whole = engine.config.ownership is Ownership.PARAMETER
             self._all = tuple(
-                OwnedSlice(spec=spec, start=start, stop=stop, parameter=store.masters[name])
+                OwnedSlice(
+                    spec=spec,
+                    kept=store.kept[name],
+                    owned=tuple(store.owned(name)),
+                    parameter=store.masters[name],
+                )
                 for name, spec in store.specs.items()
-                for start, stop in (store.intervals[name],)
             )
         elif isinstance(strategy, SingleDeviceStrategy):
             layout = ModelLayout.of(trainer.lightning_module)
             self._all = tuple(
                 OwnedSlice(
                     spec=spec,
-                    start=0,
-                    stop=spec.cut_length,
+                    kept=((0, spec.cut_length),),
+                    owned=((0, spec.cut_length),),
                     parameter=layout.slots[spec.name][0].current,
                 )
                 for spec in layout.specs
@@ -82,7 +99,9 @@ class OwnedState:
                 f"LayerwiseCheckpoint doesn't know how {type(strategy).__name__} spreads a model. "
                 "Use HeteroStrategy, or a single device."
             )
-        self.slices = tuple(item for item in self._all if item.stop > item.start)
+        self.slices = tuple(
+            item for item in self._all if any(stop > start for start, stop in item.kept)
+        )
         self.num_layers = layout.num_layers
         self.names_of_slots = {slot.name for slots in layout.slots.values() for slot in slots}
         self.optimizers: Sequence[Optimizer] = trainer.optimizers
@@ -90,13 +109,14 @@ class OwnedState:
 
     def contents(self) -> tuple[SliceContent, ...]:
         """Return what is to be saved; the tensors are the originals."""
-        return tuple(self._content(item) for item in self.slices)
+        return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
     def needs(self) -> list[SliceNeed]:
         """Return what is to be recovered."""
         return [
-            SliceNeed(item.spec.name, item.spec.shape, item.spec.cut_dim, item.start, item.stop)
+            SliceNeed(item.spec.name, item.spec.shape, item.spec.cut_dim, *rows)
             for item in self.slices
+            for rows in item.kept
         ]
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
@@ -120,7 +140,11 @@ class OwnedState:
         Raises:
             CheckpointError: The optimizers have other groups than when it was saved.
         """
-        by_name = {item.parameter: item for item in restored}
+        dims = {item.spec.name: item.spec.cut_dim for item in self.slices}
+        pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
+        for piece in restored:
+            pieces[piece.parameter].append(piece)
+        by_name = {name: _joined(found, dims[name]) for name, found in pieces.items()}
         with torch.no_grad():
             for item in self.slices:
                 found = by_name[item.spec.name]
@@ -140,17 +164,25 @@ class OwnedState:
         for optimizer, entry in zip(self.optimizers, optimizer_states, strict=True):
             optimizer.load_state_dict(optimizer_state_dict(entry["param_groups"], by_name))
 
-    def _content(self, item: OwnedSlice) -> SliceContent:
+    def _content(self, item: OwnedSlice, start: int, stop: int) -> SliceContent:
         tensors, scalars = self._optimizer_state(item)
+
+        def owned(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            like = item.parameter.shape
+            return {
+                key: item.rows(value, start, stop) if value.shape == like else value
+                for key, value in values.items()
+            }
+
         return SliceContent(
             parameter=item.spec.name,
             unit=unit_of(item.spec, self.num_layers),
             shape=item.spec.shape,
             dim=item.spec.cut_dim,
-            start=item.start,
-            stop=item.stop,
-            weight=item.parameter.detach(),
-            state=self._averages_of(item) | ({} if self._is_whole(item) else tensors),
+            start=start,
+            stop=stop,
+            weight=item.rows(item.parameter.detach(), start, stop),
+            state=owned(self._averages_of(item) | ({} if self._is_whole(item) else tensors)),
             whole_state=tensors if self._is_whole(item) else {},
             scalars=scalars,
         )
@@ -201,6 +233,23 @@ def _averages(trainer: pl.Trainer) -> Iterator[nn.Module]:
             )
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             yield callback._average_model.module
+
+
+def _joined(pieces: Sequence[RestoredSlice], dim: int) -> RestoredSlice:
+    """Return the rows of several intervals laid end to end, with their state."""
+    if len(pieces) == 1:
+        return pieces[0]
+    first = pieces[0]
+
+    def join(key: str) -> Tensor:
+        is_cut = all(piece.state[key].shape == piece.weight.shape for piece in pieces)
+        return torch.cat([p.state[key] for p in pieces], dim) if is_cut else first.state[key]
+
+    return replace(
+        first,
+        weight=torch.cat([piece.weight for piece in pieces], dim),
+        state={key: join(key) for key in first.state},
+    )
 
 
 def _sizes(optimizers: Sequence[Sequence[Sequence[str]]]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Units that all members hold whole and own in pieces of one size: all-gather and its reverse.
+"""Units that all members hold whole and keep in pieces of one size: all-gather and its reverse.
 
 Pieces that differ by a row are padded to one size where that costs little. Then a unit is a
 rectangle, a row of it for each member: a pull is one all-gather; a push is one all-to-all of rows
@@ -60,8 +60,8 @@ class EvenPieces:
 
     Args:
         specs: The parameters of one of them.
-        members: The ranks that hold and own them, ascending.
-        own_rows: The rows that each owns, as [parameter][member].
+        members: The ranks that hold and keep them, ascending.
+        own_rows: The rows that each owns, in a push keeps, as [parameter][member].
         store: This rank's slices.
     """
 
@@ -88,16 +88,17 @@ class EvenPieces:
         """Elements of each member's piece, padding included."""
 
     @classmethod
-    def of(cls, unit: Unit, store: SliceStore) -> "EvenPieces | None":
+    def of(cls, unit: Unit, store: SliceStore, *, push: bool = False) -> "EvenPieces | None":
         """Return how a unit's kind lies; None if its pieces are too unlike or parts are held."""
-        own_rows, members = unit.kind.own_rows, unit.kind.members
+        own_rows = unit.kind.kept_rows if push else unit.kind.own_rows
+        members = unit.kind.members
         if own_rows is None or not all(spec.numel for spec in unit.specs):
             return None
         padded = exact = 0
         for spec, pieces in zip(unit.specs, own_rows, strict=True):
             width = max(stop - start for start, stop in pieces)
             padded += width * len(members) * spec.row_numel
-            exact += spec.numel
+            exact += sum(stop - start for start, stop in pieces) * spec.row_numel
         if padded > (1 + _MOST_PADDING) * exact:
             return None
         return cls(unit.specs, members, own_rows, store)
@@ -192,9 +193,13 @@ class GatheredUnit(_EvenUnit):
     @cached_property
     def _views(self) -> tuple[list[Tensor], list[Tensor]]:
         """Slices and compute weights, whose places never change."""
+        owned = []
+        for spec in self.unit.specs:
+            master = self.store.masters[spec.name].detach()
+            parts = self.store.owned_parts(spec.name, master)
+            owned.append(parts[0] if parts else narrow_rows(master, spec, 0, 0))
         names = [spec.name for spec in self.unit.specs]
-        masters = [self.store.masters[name].detach() for name in names]
-        return masters, [self.weights.shards[name].detach() for name in names]
+        return owned, [self.weights.shards[name].detach() for name in names]
 
     def post(self) -> None:
         """Post the all-gather."""
@@ -265,8 +270,13 @@ class ScatteredUnit(_EvenUnit):
     def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
         received, own_index = self._received, self.pieces.own_index
         assert received is not None
-        rows = self.pieces.own_rows_of(self._gradients(), self.unit.specs)
-        own = self.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
+        is_kept_twice = self.unit.kind.has_standbys
+        if is_kept_twice and len(received) > _ADDED_IN_TURN:
+            return _sum_by_pairs(received[self._order].to(dtype))
+        own = received[own_index]  # As the other rank has it that sums the same.
+        if not is_kept_twice:
+            rows = self.pieces.own_rows_of(self._gradients(), self.unit.specs)
+            own = self.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
         if len(received) > _ADDED_IN_TURN:
             received[own_index] = 0
             return torch.sum(received, 0, dtype=dtype) + own
@@ -284,3 +294,16 @@ class ScatteredUnit(_EvenUnit):
         positions = {rank: index for index, rank in enumerate(self.pieces.members)}
         order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
         return [positions[item.global_rank] for item in order]
+
+
+def _sum_by_pairs(rows: Tensor) -> Tensor:
+    """Return the sum of rows, the same bit for bit wherever in a row an element lies.
+
+    By operations on elements only, which a backend's own sum needn't be: neighbours, then their
+    sums, and so on.
+    """
+    while len(rows) > 1:
+        num_pairs = len(rows) // 2
+        sums = rows[: 2 * num_pairs : 2] + rows[1 : 2 * num_pairs : 2]
+        rows = torch.cat([sums, rows[2 * num_pairs :]])
+    return rows[0]

@@ -8,7 +8,6 @@ messages tell which peer was late, and on gloo they are quicker among few ranks.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,12 @@ from torch import Tensor, nn
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, split_works, wait_for_all
-from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
+from lightning_hetero.runtime.slices.weights import (
+    ComputeWeights,
+    SliceStore,
+    local_rows,
+    narrow_rows,
+)
 
 __all__ = ["Parcels", "PulledParcels", "PushedParcels"]
 
@@ -32,9 +36,9 @@ class _Part:
     held: Interval
     """Where they lie in this rank's shard, if it holds them."""
     owned: Interval
-    """Where they lie in this rank's slice, if it owns them."""
+    """Where they lie in this rank's slice, if it keeps them."""
     is_whole_slice: bool
-    """Whether they are all that this rank owns."""
+    """Whether they are all that this rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +66,19 @@ class Parcels:
     def __init__(self, unit: Unit, table: TransferTable, store: SliceStore, *, push: bool) -> None:
         rank = store.global_rank
         names = [spec.name for spec in unit.specs]
-        rows = [_OwnRows.of(name, table, store) for name in names]
+        holdings = [table.holding(name, rank) for name in names]
+        held_rows = [() if item is None else item.intervals for item in holdings]
+        kept_rows = [store.kept[name] for name in names]
         found = []
         for move in unit.kind.moves(rank, push=push):
             source, destination = move.source, move.destination
             holder, owner = (source, destination) if push else (destination, source)
             parts = []
             for index, start, stop in move.pieces:
-                own = rows[index]
-                held = own.local(start, stop) if holder == rank else (0, 0)
-                owned = (start - own.start, stop - own.start) if owner == rank else (0, 0)
+                held = _local(held_rows[index], start, stop) if holder == rank else (0, 0)
+                owned = _local(kept_rows[index], start, stop) if owner == rank else (0, 0)
                 numel = (stop - start) * unit.kind.row_numels[index]
-                is_whole = start == own.start and stop == own.stop
+                is_whole = kept_rows[index] == ((start, stop),)
                 parts.append(_Part(index, numel, held, owned, is_whole))
             holding = table.holding(names[move.pieces[0][0]], holder)
             assert holding is not None
@@ -93,27 +98,10 @@ class Parcels:
         """The parameters of which any rows leave, arrive and are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnRows:
-    """The rows of one parameter that this rank owns, [start, stop), and holds."""
-
-    start: int
-    stop: int
-    held: tuple[Interval, ...]
-
-    @classmethod
-    def of(cls, name: str, table: TransferTable, store: SliceStore) -> Self:
-        holding = table.holding(name, store.global_rank)
-        return cls(*store.intervals[name], () if holding is None else holding.intervals)
-
-    def local(self, start: int, stop: int) -> Interval:
-        """Return where rows lie in the shard."""
-        offset = 0
-        for held_start, held_stop in self.held:
-            if held_start <= start and stop <= held_stop:
-                return offset + start - held_start, offset + stop - held_start
-            offset += held_stop - held_start
-        raise AssertionError(f"rows {start}-{stop} are not held here")
+def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
+    local = local_rows(intervals, start, stop)
+    assert local is not None, f"rows {start}-{stop} are not held here"
+    return local
 
 
 @dataclass
@@ -306,17 +294,28 @@ class PushedParcels(_Unit):
         self._wait_for_arrivals()
 
     def sum(self) -> dict[str, Tensor]:
-        """Return the sums of what this rank owns, in order of pipeline, then rank."""
+        """Return the sums of what this rank keeps, in order of pipeline, then rank."""
         totals: dict[str, Tensor] = {}
         for parcel in self.parcels.summed:
             if parcel.source == self.store.global_rank:
                 pieces = self._gradients(parcel)
+                if self._is_kept_twice:
+                    pieces = [piece.to(self.options.dtype) for piece in pieces]
             else:
                 sizes = [part.numel for part in parcel.parts]
                 pieces = list(torch.split(self._buffers.pop(parcel.source), sizes))
             for part, piece in zip(parcel.parts, pieces, strict=True):
                 self._add(totals, part, piece)
         return totals
+
+    @property
+    def _is_kept_twice(self) -> bool:
+        """Whether another rank must get the same sums, bit for bit.
+
+        Then this rank's gradients are rounded as those that travel are, and all are added to zeros,
+        since 0 + -0 is 0.
+        """
+        return self.unit.kind.has_standbys
 
     def _gradients(self, parcel: _Parcel) -> list[Tensor]:
         """Return a parcel's rows of this rank's gradients, zeros where there is none."""
@@ -331,7 +330,7 @@ class PushedParcels(_Unit):
         if spec.name not in totals:
             master = self.store.masters[spec.name]
             dtype = torch.promote_types(master.dtype, torch.float32)
-            if part.is_whole_slice:
+            if part.is_whole_slice and not self._is_kept_twice:
                 # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
                 totals[spec.name] = piece.detach().reshape(master.shape).to(dtype)
                 return

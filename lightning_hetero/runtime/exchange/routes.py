@@ -86,7 +86,7 @@ class Routes:
         self.table = table
         self.options = options
         self._store = store
-        self._even: dict[UnitKind, EvenPieces | None] = {}
+        self._even: dict[tuple[UnitKind, bool], EvenPieces | None] = {}
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
     def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
@@ -95,7 +95,12 @@ class Routes:
             return None
         group = self.options.group_of(unit.kind.members)
         common = self._store, weights, self.options
-        if group is not None and (even := self._find_even(unit)) is not None:
+        # Rows of a standby that are views of the compute weights must not be gathered over.
+        keeps_more = unit.kind.has_standbys and not weights.shared.isdisjoint(
+            spec.name for spec in unit.specs
+        )
+        even = None if group is None else self._find_even(unit, push=False)
+        if group is not None and even is not None and not keeps_more:
             return GatheredUnit(unit, even, *common, group)
         pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
@@ -106,14 +111,15 @@ class Routes:
             return None
         group = self.options.group_of(unit.kind.members)
         common = self._store, weights, self.options
-        if group is not None and (even := self._find_even(unit)) is not None:
+        if group is not None and (even := self._find_even(unit, push=True)) is not None:
             return ScatteredUnit(unit, even, *common, group)
         return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
 
-    def _find_even(self, unit: Unit) -> EvenPieces | None:
-        if unit.kind not in self._even:
-            self._even[unit.kind] = EvenPieces.of(unit, self._store)
-        return self._even[unit.kind]
+    def _find_even(self, unit: Unit, *, push: bool) -> EvenPieces | None:
+        key = unit.kind, push and unit.kind.has_standbys
+        if key not in self._even:
+            self._even[key] = EvenPieces.of(unit, self._store, push=push)
+        return self._even[key]
 
     def _find_parcels(self, unit: Unit, *, push: bool) -> Parcels:
         key = unit.kind, push

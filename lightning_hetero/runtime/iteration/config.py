@@ -45,6 +45,10 @@ class EngineConfig:
     num_microbatches: int = 1
     """Micro-batches of a pipeline for which the plan names no number."""
     ownership: Ownership = Ownership.AUTO
+    standbys: tuple[int, ...] = ()
+    """For each rank the one that stands by for it; empty without redundancy."""
+    standby_check_steps: int = 100
+    """Optimizer steps after which slices and standbys are compared; 0 never compares them."""
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
     compute_dtype: torch.dtype = torch.float32
@@ -81,4 +85,6 @@ class EngineConfig:
             ownership = Ownership.EVEN if is_idle else Ownership.HOLDERS
             if plan.owner_shares is not None:
                 ownership = Ownership.MEMORY
-        return assign_owners(specs, plan, world_size=world_size, ownership=ownership)
+        return assign_owners(
+            specs, plan, world_size=world_size, ownership=ownership, standbys=self.standbys
+        )

@@ -29,6 +29,7 @@ __all__ = [
     "corrected_cluster",
     "describe_device",
     "detect_seats",
+    "find_nodes",
     "match_device",
     "slowed",
 ]
@@ -112,6 +113,19 @@ def corrected_cluster(cluster: Cluster, seats: Sequence[Seat]) -> Cluster:
         if corrected < spec.memory_bytes:
             devices[spec.name] = replace(spec, memory_bytes=corrected)
     return replace(cluster, devices=tuple(devices.values()))
+
+
+def find_nodes(comms: Communicators, node: str | None = None) -> tuple[str, ...]:
+    """Return the node of each rank: what is lost together; collective over all ranks.
+
+    That is a host, or what one torchrun has started where several have on one host.
+
+    Args:
+        comms: The run's communicators.
+        node: The name of this rank's, if it plays one.
+    """
+    own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
+    return tuple(comms.gather_objects(node or own))
 
 
 def cluster_of(seats: Sequence[Seat]) -> Cluster:

@@ -28,7 +28,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.weight_sources import BoxReader, WeightSources
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.state import gather_rows
-from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
+from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["materialize"]
 
@@ -104,7 +104,12 @@ def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
         for name, slots in store.layout.slots.items()
         if isinstance(current := slots[0].current, StandIn)
     }
-    owners = {item.owner for kept in found.values() for item in kept.store.slices[kept.parameter]}
+    owners = {
+        rank
+        for kept in found.values()
+        for item in kept.store.slices[kept.parameter]
+        for rank in item.keepers
+    }
     if any(owner >= comms.world_size for owner in owners):
         raise ConfigurationError(
             f"The module's parameters are slices of a run on {max(owners) + 1} ranks or more, but "
@@ -145,14 +150,17 @@ def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
 
 
 def _read_rows(store: SliceStore, name: str, read: BoxReader | None) -> Tensor:
-    """Return this rank's slice, or nothing where it owns none."""
-    spec, own = store.specs[name], store.intervals[name]
+    """Return this rank's slice, or nothing where it keeps none."""
+    spec = store.specs[name]
     dtype = store.layout.slots[name][0].current.dtype
     if not store.owns(name):
         return torch.empty(store.shape_of(name), dtype=dtype)
     assert read is not None, f"{name} was neither drawn nor found"
-    box = tuple(own if d == spec.cut_dim else (0, size) for d, size in enumerate(spec.shape))
-    return read(box).to(dtype)
+    parts = [
+        read(tuple(own if d == spec.cut_dim else (0, size) for d, size in enumerate(spec.shape)))
+        for own in store.kept[name]
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, spec.cut_dim)).to(dtype)
 
 
 # -- drawing ------------------------------------------------------------------------------------
@@ -225,9 +233,7 @@ def _draw(
             raise _nothing_sets(f"Parameter {name}")
         store.layout.put(name, _on_meta(whole))
     return {
-        name: narrow_rows(whole, store.specs[name], *store.intervals[name])
-        .reshape(store.shape_of(name))
-        .clone()
+        name: store.cut(name, whole).reshape(store.shape_of(name)).clone()
         for name, whole in wholes.items()
     }
 

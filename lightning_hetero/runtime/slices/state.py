@@ -43,7 +43,7 @@ def gather_rows(
 ) -> Tensor | None:
     """Return the whole tensor whose rows the owners have: on rank 0, or on every rank.
 
-    Collective over all ranks, in the same order of calls.
+    Collective over all ranks, in the same order of calls. `own` is like this rank's slice.
     """
     spec = store.specs[name]
     own = own.detach().cpu().contiguous()
@@ -52,7 +52,7 @@ def gather_rows(
     for item in store.slices[name]:
         mine = item.owner == comms.global_rank
         if mine:
-            rows = own
+            rows = store.rows(name, own, item.start, item.stop).contiguous()
         elif wanted:
             rows = torch.empty(spec.shape_of_rows(item.stop - item.start), dtype=own.dtype)
         if everywhere and comms.world_size > 1:
@@ -278,7 +278,7 @@ def scatter_optimizer_state(
 def _own_part(store: SliceStore, name: str, value: Any) -> Any:
     spec = store.specs[name]
     if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == spec.shape:
-        rows = narrow_rows(value, spec, *store.intervals[name])
+        rows = store.cut(name, value)
         return rows.clone(memory_format=torch.contiguous_format)
     return value
 
@@ -317,7 +317,7 @@ def cut_when_loading(module: nn.Module, store: SliceStore) -> RemovableHandle:
                 if parameter is None or value is None or value.shape == parameter.shape:
                     continue
                 if tuple(value.shape) == spec.shape:
-                    rows = narrow_rows(value, spec, *store.intervals[name])
+                    rows = store.cut(name, value)
                     state[prefix + slot.name] = rows.reshape(parameter.shape)
 
     return module.register_load_state_dict_pre_hook(cut)  # type: ignore[no-untyped-call,no-any-return]

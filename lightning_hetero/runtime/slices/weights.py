@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import Interval, ParameterSpec, Slice
+from lightning_hetero.core.slices import Interval, ParameterSpec, Slice, kept_rows
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
-__all__ = ["ComputeWeights", "SliceStore", "narrow_rows", "own_interval"]
+__all__ = ["ComputeWeights", "SliceStore", "local_rows", "narrow_rows"]
 
 _OF_CUT = (
     "A step uses parameter {name} outside of its module, but tensor parallelism has cut it among "
@@ -35,12 +35,14 @@ def narrow_rows(tensor: Tensor, spec: ParameterSpec, start: int, stop: int) -> T
     return tensor.narrow(spec.cut_dim, start, stop - start)
 
 
-def own_interval(slices: Sequence[Slice], global_rank: int) -> Interval:
-    """Return the rows that a rank owns, (0, 0) if none; an owner has one slice of a parameter."""
-    for item in slices:
-        if item.owner == global_rank:
-            return item.start, item.stop
-    return 0, 0
+def local_rows(intervals: Sequence[Interval], start: int, stop: int) -> Interval | None:
+    """Return where rows lie in intervals laid end to end, None if no interval has all of them."""
+    offset = 0
+    for first, last in intervals:
+        if first <= start and stop <= last:
+            return offset + start - first, offset + stop - first
+        offset += last - first
+    return None
 
 
 class SliceStore:
@@ -68,23 +70,53 @@ class SliceStore:
         self.global_rank = global_rank
         self.device = device
         self.specs = {spec.name: spec for spec in layout.specs}
-        self.intervals = {name: own_interval(slices[name], global_rank) for name in self.specs}
+        self.kept = {name: kept_rows(slices[name], global_rank) for name in self.specs}
+        """The rows of each parameter that this rank keeps, as owner or standby: its slice."""
+        self.has_standbys = any(item.standby is not None for i in slices.values() for item in i)
+        """Whether ranks keep more than they own."""
         self.dtype = dtype
         self.masters: dict[str, nn.Parameter] = {}
         self._stubs: dict[str, nn.Parameter] = {}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a parameter."""
-        start, stop = self.intervals[name]
-        return self.specs[name].shape_of_rows(stop - start)
+        num_rows = sum(stop - start for start, stop in self.kept[name])
+        return self.specs[name].shape_of_rows(num_rows)
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a whole parameter, a view unless they are several intervals.
+
+        A scalar has one dim.
+        """
+        spec, kept = self.specs[name], self.kept[name]
+        if len(kept) > 1:
+            return torch.cat([narrow_rows(whole, spec, *rows) for rows in kept], spec.cut_dim)
+        return narrow_rows(whole, spec, *(kept[0] if kept else (0, 0)))
+
+    def rows(self, name: str, own: Tensor, start: int, stop: int) -> Tensor:
+        """Return rows of the parameter, which this rank keeps, out of a tensor like its slice."""
+        local = local_rows(self.kept[name], start, stop)
+        assert local is not None, f"rows {start}-{stop} of {name} are not kept here"
+        return narrow_rows(own, self.specs[name], *local)
+
+    def owned(self, name: str) -> Iterator[Interval]:
+        """Yield the rows that this rank owns, which only it counts and saves."""
+        for item in self.slices[name]:
+            if item.owner == self.global_rank:
+                yield item.start, item.stop
+
+    def owned_parts(self, name: str, own: Tensor) -> list[Tensor]:
+        """Return what this rank owns out of a tensor like its slice; all, without standbys."""
+        if not self.has_standbys:
+            return [own]
+        return [self.rows(name, own, *rows) for rows in self.owned(name)]
 
     def adopt(self, name: str, whole: Tensor) -> None:
         """Keep this rank's slice of a whole parameter and register it in the module.
 
         The slots' previous tensor is let go, so a module is adopted one parameter at a time.
         """
-        spec, (start, stop) = self.specs[name], self.intervals[name]
-        rows = narrow_rows(whole.detach(), spec, start, stop)
+        rows = self.cut(name, whole.detach())
         if name in self.masters:
             # In place: the slice may be a view of the compute weights.
             master = self.masters[name]
@@ -102,8 +134,7 @@ class SliceStore:
 
     def owns(self, name: str) -> bool:
         """Whether this rank has any rows of a parameter."""
-        start, stop = self.intervals[name]
-        return stop > start
+        return any(stop > start for start, stop in self.kept[name])
 
     def stub(self, name: str, dtype: torch.dtype) -> nn.Parameter:
         """Return what stands for a parameter where its values are unknown; made once."""
@@ -179,9 +210,9 @@ class ComputeWeights:
         kind = dtype if master.is_floating_point() else master.dtype
         shard = torch.empty(shape, dtype=kind, device=master.device)
         self.intervals[spec.name] = intervals
-        if share_memory and kind == master.dtype and master.numel():
-            start, stop = self._store.intervals[spec.name]
-            local = self.local_rows(spec.name, start, stop)
+        kept = self._store.kept[spec.name]
+        if share_memory and kind == master.dtype and master.numel() and len(kept) == 1:
+            local = local_rows(intervals, *kept[0])
             if local is not None:
                 own = narrow_rows(shard, spec, *local).view(master.shape)
                 own.copy_(master.detach())
@@ -197,18 +228,9 @@ class ComputeWeights:
         specs = self._store.specs
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
-    def local_rows(self, name: str, start: int, stop: int) -> Interval | None:
-        """Return where global rows [start, stop) lie in this rank's shard, None if not whole."""
-        offset = 0
-        for held_start, held_stop in self.intervals[name]:
-            if held_start <= start and stop <= held_stop:
-                return offset + start - held_start, offset + stop - held_start
-            offset += held_stop - held_start
-        return None
-
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return global rows of this rank's shard as a view."""
-        local = self.local_rows(name, start, stop)
+        local = local_rows(self.intervals[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not held here"
         return narrow_rows(self.shards[name].detach(), self._store.specs[name], *local)
 

@@ -66,8 +66,9 @@ def wholes(modules: list[nn.Module], plan: ParallelPlan, *, seed: int = 3) -> di
     for name, spec in stores[0].specs.items():
         whole = torch.full(spec.shape, float("nan"))
         for store in stores:
-            rows = narrow_rows(whole, spec, *store.intervals[name])
-            rows.copy_(store.masters[name].detach().reshape(rows.shape))
+            for start, stop in store.kept[name]:
+                rows = narrow_rows(whole, spec, start, stop)
+                rows.copy_(store.masters[name].detach().reshape(rows.shape))
         found[name] = whole
     return found
 

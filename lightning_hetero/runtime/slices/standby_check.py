@@ -1,0 +1,122 @@
+"""Compare each slice with its standby's copy: a device that silently computes wrongly is found.
+
+Both copies get the same gradients and make the same steps, so they are equal bit for bit. A digest
+is a sum of the rows' bits as integers, each times an odd number that follows from its place: one
+pass over the slices, and 8 bytes for each pair of ranks.
+"""
+
+import socket
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.slices.weights import SliceStore
+
+__all__ = ["StandbyCheck", "digest_of"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(rows: Tensor) -> Tensor:
+    """Return a number, int64 on the rows' device, that depends on each of their bits."""
+    bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten().long()
+    factors = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    return (bits * factors).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Account:
+    """What one rank says of its slices."""
+
+    device: str
+    digests: dict[int, dict[str, int]]
+    """By their owner, itself or for whom it stands by: of each parameter's rows."""
+
+
+class StandbyCheck:
+    """Compares slices and standbys every so many optimizer steps; called by every rank alike.
+
+    Args:
+        store: This rank's slices.
+        comms: The communicators.
+        num_steps: Steps from one comparison to the next; 0 never compares.
+    """
+
+    def __init__(self, store: SliceStore, comms: Communicators, *, num_steps: int) -> None:
+        self._store = store
+        self._comms = comms
+        self._num_steps = num_steps if store.has_standbys else 0
+        self._steps = 0
+
+    def after_step(self) -> None:
+        """Count an optimizer's step, and compare if it is time.
+
+        Raises:
+            StepError: A slice and its standby differ; on every rank.
+        """
+        self._steps += 1
+        if self._num_steps and self._steps % self._num_steps == 0:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare all slices with their standbys; collective over all ranks.
+
+        Raises:
+            StepError: They differ; on every rank.
+        """
+        own = self._account()
+        short = {key: zlib.crc32(repr(found).encode()) for key, found in own.digests.items()}
+        everyone = self._comms.gather_objects(short)
+        differing = [
+            (owner, standby)
+            for standby, found in enumerate(everyone)
+            for owner, digest in found.items()
+            if owner != standby and digest != everyone[owner][owner]
+        ]
+        if differing:
+            raise _difference(differing, self._comms.gather_objects(own), self._steps)
+
+    def _account(self) -> _Account:
+        found: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        rank = self._store.global_rank
+        for name, items in self._store.slices.items():
+            for item in items:
+                if rank in item.keepers and item.standby is not None:
+                    rows = self._store.rows(name, self._store.masters[name], item.start, item.stop)
+                    found[item.owner].append((name, digest_of(rows)))
+        digests: dict[int, dict[str, int]] = {}
+        for owner, pairs in found.items():
+            values = torch.stack([digest for _, digest in pairs]).tolist()
+            digests[owner] = dict(zip([name for name, _ in pairs], values, strict=True))
+        place = f"{self._store.device} on {socket.gethostname()}"
+        return _Account(device=place, digests=digests)
+
+
+def _difference(
+    differing: Sequence[tuple[int, int]], accounts: Sequence[_Account], num_steps: int
+) -> StepError:
+    lines = []
+    for owner, standby in differing:
+        first, second = accounts[owner].digests[owner], accounts[standby].digests[owner]
+        names = [name for name, digest in first.items() if second.get(name) != digest]
+        lines.append(
+            f"rank {owner} ({accounts[owner].device}) and rank {standby} "
+            f"({accounts[standby].device}), which stands by for it, in {len(names)} parameters "
+            f"such as {names[0]}"
+        )
+    pairs = {frozenset(pair) for pair in differing}
+    common = frozenset.intersection(*pairs)
+    suspect = f" Rank {min(common)} is in all of them." if len(common) == 1 else ""
+    return StepError(
+        f"After optimizer step {num_steps} of this run slices differ from their copies: "
+        f"{'; '.join(lines)}.{suspect} Both got the same gradients and made the same steps, so one "
+        "of the devices computes or stores wrongly, or a hook has changed slices by something "
+        "that isn't the same on both ranks. Test the devices, and go on from an earlier "
+        "checkpoint without the faulty one."
+    )

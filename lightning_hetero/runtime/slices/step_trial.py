@@ -1,0 +1,188 @@
+"""Find out by trial whether an optimizer steps a slice and its copy alike, bit for bit.
+
+A rank and the one that stands by for it keep some rows in common and others besides. Whatever makes
+a row's step depend on the other rows lets the copies drift apart: a norm over the tensor, random
+numbers, and even kernels whose vectorised and remaining elements round differently (SGD's with
+`fused=True` on CPUs). No list of names knows that for sure. So a copy of the optimizer, with its
+own options, makes a few steps on a few small tensors and on pieces of them, on the rank's device.
+What differs is refused, and so is what can't be tried.
+"""
+
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.slices.weights import SliceStore
+
+__all__ = ["check_steps_alike", "try_steps"]
+
+_NUM_STEPS = 4
+_SHAPES: dict[frozenset[int], tuple[tuple[int, ...], ...]] = {
+    frozenset({1}): ((203,), (67,)),
+    frozenset({2}): ((67, 3), (61, 5)),
+    frozenset({1, 2}): ((67, 3), (203,)),
+}
+"""Two tensors for a group, by the dims of its parameters; no multiples of a vector's size."""
+_PIECES: tuple[slice, ...] = (slice(0, 58), slice(3, None))
+"""Rows that a shorter or another slice would have."""
+
+_Parts = Callable[[list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    refusal: str | None
+    """Why an optimizer can't have standbys."""
+    digest: int
+    """Of what its steps made, which must be the same on the ranks of a pair."""
+
+
+def check_steps_alike(
+    optimizers: Sequence[Optimizer], store: SliceStore, comms: Communicators
+) -> None:
+    """Refuse optimizers whose steps differ between a slice and its standby; collective.
+
+    Raises:
+        ConfigurationError: On every rank.
+    """
+    is_cut = any(len(items) > 1 for items in store.slices.values())
+    own = [_try(optimizer, is_cut=is_cut) for optimizer in optimizers]
+    everyone = comms.gather_objects(own)
+    for rank, verdicts in enumerate(everyone):
+        for verdict in verdicts:
+            if verdict.refusal is not None:
+                raise ConfigurationError(f"{verdict.refusal} (Found on rank {rank}.)")
+    pairs = {
+        (item.owner, item.standby)
+        for items in store.slices.values()
+        for item in items
+        if item.standby is not None
+    }
+    for owner, standby in sorted(pairs):
+        if everyone[owner] != everyone[standby]:
+            raise ConfigurationError(
+                f"Ranks {owner} and {standby} would keep the same slices, but their devices "
+                "round an optimizer's step differently. Use redundancy=0, or give ranks of one "
+                "kind of device to two nodes, so that they stand by for each other."
+            )
+
+
+def _try(optimizer: Optimizer, *, is_cut: bool) -> _Verdict:
+    name = type(optimizer).__name__
+    remedy = (
+        'Use an element-wise optimizer, such as AdamW, HeteroStrategy(ownership="parameter"), '
+        "which gives each parameter whole to two ranks, or redundancy=0."
+        if is_cut
+        else "Use an element-wise optimizer, such as AdamW, or redundancy=0."
+    )
+    try:
+        with preserved_random_state(), torch.no_grad():
+            digest = try_steps(optimizer, is_cut=is_cut)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        text = f"{name} can't be tried on small tensors, so nobody knows whether a slice and its"
+        return _Verdict(refusal=f"{text} standby would stay equal ({reason}). {remedy}", digest=0)
+    refusal = None
+    if digest is None:
+        refusal = (
+            f"{name} steps the rows of a tensor otherwise if there are more of them (or more "
+            f"tensors), so a slice and its standby would differ. {remedy} Where it has "
+            "fused=True, fused=False may do."
+        )
+    return _Verdict(refusal=refusal, digest=digest or 0)
+
+
+def try_steps(optimizer: Optimizer, *, is_cut: bool) -> int | None:
+    """Return a digest of a few steps' results, None if pieces of tensors are stepped otherwise.
+
+    Args:
+        optimizer: It isn't changed, nor its parameters.
+        is_cut: Whether to try on rows of tensors, or only on fewer of them.
+
+    Raises:
+        ValueError: Its steps change nothing.
+    """
+    whole = _run(optimizer, lambda tensors: tensors)
+    if any(torch.equal(first, last) for first, last in whole):
+        raise ValueError("a step changes nothing")
+    results = [last for _, last in whole]
+    trials: list[_Parts] = [_fewer]
+    if is_cut:
+        trials += [partial(_piece, rows) for rows in _PIECES]
+    for parts in trials:
+        found = [last for _, last in _run(optimizer, parts)]
+        if not all(map(torch.equal, found, _per_group(results, parts))):
+            return None
+    return zlib.crc32(b"".join(_bytes_of(results)))
+
+
+def _fewer(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors[1:]
+
+
+def _piece(rows: slice, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor[rows] for tensor in tensors]
+
+
+def _per_group(tensors: Sequence[Tensor], parts: _Parts) -> list[Tensor]:
+    groups = [list(pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+    return [part for group in groups for part in parts(group)]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[bytes]:
+    return (t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+def _run(optimizer: Optimizer, parts: _Parts) -> list[tuple[Tensor, Tensor]]:
+    """Return each parameter before and after some steps of a copy of the optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    copy, groups = _copy_of(optimizer), []
+    for group in optimizer.param_groups:
+        if group["params"]:
+            dims = frozenset(min(max(item.ndim, 1), 2) for item in group["params"])
+            like = group["params"][0], _SHAPES[dims]
+            options = {key: deepcopy(value) for key, value in group.items() if key != "params"}
+            if "lr" in options and not options["lr"]:
+                options["lr"] = 1e-2  # At the start of a warm-up nothing would move.
+            drawn = parts(_draw(generator, *like))
+            copy.param_groups.append({**options, "params": [nn.Parameter(t) for t in drawn]})
+            groups.append((like, copy.param_groups[-1]["params"]))
+    first = [item.detach().clone() for _, items in groups for item in items]
+    for _ in range(_NUM_STEPS):
+        for like, items in groups:
+            for item, gradient in zip(items, parts(_draw(generator, *like)), strict=True):
+                item.grad = gradient
+        copy.step()
+    last = [item.detach() for _, items in groups for item in items]
+    return list(zip(first, last, strict=True))
+
+
+def _draw(
+    generator: torch.Generator, like: Tensor, shapes: Iterable[tuple[int, ...]]
+) -> list[Tensor]:
+    return [torch.randn(shape, generator=generator).to(like).clone() for shape in shapes]
+
+
+def _copy_of(optimizer: Optimizer) -> Any:
+    """Return an optimizer of the same kind without parameters, state, hooks and schedulers."""
+    copy: Any = object.__new__(type(optimizer))
+    kept = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups", "step") and not name.endswith("_hooks")
+    }
+    hooks = [name for name in vars(optimizer) if name.endswith("_hooks")]
+    vars(copy).update(deepcopy(kept), state=defaultdict(dict), param_groups=[])
+    vars(copy).update({name: OrderedDict() for name in hooks})
+    return copy

@@ -1,0 +1,116 @@
+"""Who stands by for whom, who serves what is left, and what travels for it."""
+
+from collections import Counter
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.owners import assign_owners, find_standbys, serve_without
+from lightning_hetero.core.slices import Ownership, holdings_of, kept_rows
+from lightning_hetero.core.transfers import TransferTable
+from tests.core.sample_plans import random_plan, small_model
+
+RULES = st.sampled_from([Ownership.HOLDERS, Ownership.EVEN, Ownership.PARAMETER, Ownership.MEMORY])
+random = st.randoms(use_true_random=False)
+
+
+@given(nodes=st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))
+def test_standbys_are_on_other_nodes_and_nobody_stands_by_for_more_than_needed(nodes):
+    standbys = find_standbys(nodes)
+    most = max(Counter(nodes).values())
+    for rank, standby in enumerate(standbys):
+        assert rank != standby
+        assert nodes[rank] != nodes[standby] or most == len(nodes)
+    others = len(nodes) - most
+    needed = -(-most // others) if 0 < others < most else 1
+    assert max(Counter(standbys).values()) == needed
+    if needed == 1 and len(nodes) % 2 == 0:
+        assert all(standbys[standbys[rank]] == rank for rank in range(len(nodes)))
+
+
+def test_one_rank_has_no_standby():
+    assert find_standbys(["a"]) == ()
+
+
+def redundant(rng, rule, *, tied):
+    plan, world_size = random_plan(rng)
+    specs = small_model(plan.num_layers, tied=tied)
+    nodes = [rng.choice("abc") for _ in range(world_size)]
+    standbys = find_standbys(nodes)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule, standbys=standbys)
+    return plan, specs, slices, standbys, world_size
+
+
+@given(rng=random, rule=RULES)
+def test_without_any_lost_ranks_rows_are_served_by_who_is_left_or_missing(rng, rule):
+    _, specs, slices, standbys, world_size = redundant(rng, rule, tied=False)
+    lost = {rank for rank in range(world_size) if rng.random() < 0.4}
+    served = serve_without(slices, lost)
+    for spec in specs:
+        rows = [0] * spec.cut_length
+        for item in served.slices[spec.name]:
+            assert not lost & set(item.keepers)
+            for row in range(item.start, item.stop):
+                rows[row] += 1
+        gone = {r for start, stop in served.missing.get(spec.name, ()) for r in range(start, stop)}
+        assert rows == [int(row not in gone) for row in range(spec.cut_length)]
+        for item in slices[spec.name]:
+            is_gone = set(item.keepers) <= lost
+            assert is_gone == (item.start in gone)
+    if not any({rank, standby} <= lost for rank, standby in enumerate(standbys)):
+        assert not served.missing or world_size == 1
+
+
+def test_two_ranks_that_stand_by_for_each_other_keep_one_interval():
+    plan, _ = random_plan(Random(3))
+    specs = small_model(plan.num_layers, tied=False)
+    standbys = find_standbys(["a", "a", "b", "b"])
+    slices = assign_owners(
+        specs, plan, world_size=len(standbys), ownership=Ownership.EVEN, standbys=standbys
+    )
+    for items in slices.values():
+        for rank in range(4):
+            assert len(kept_rows(items, rank)) <= 1
+
+
+@given(rng=random, rule=RULES, tied=st.booleans())
+def test_a_push_brings_each_gradient_to_both_and_a_pull_takes_own_rows_first(rng, rule, tied):
+    plan, specs, slices, _, world_size = redundant(rng, rule, tied=tied)
+    table = TransferTable(specs, slices, plan)
+    pushed = Counter(row for rank in range(world_size) for row in arriving(table.push(rank), rank))
+    pulled = Counter(row for rank in range(world_size) for row in arriving(table.pull(rank), rank))
+    wanted_pulls, wanted_pushes = Counter(), Counter()
+    for spec in specs:
+        for item, holding in product(slices[spec.name], holdings_of(spec, plan)):
+            holder = holding.global_rank
+            source = holder if holder in item.keepers else item.owner
+            for row in rows_within(item, holding.intervals):
+                wanted_pulls[spec.name, row, source, holder] += 1
+            for row in rows_within(item, holding.pushes if spec.requires_grad else ()):
+                wanted_pushes.update((spec.name, row, holder, keeper) for keeper in item.keepers)
+    assert pulled == wanted_pulls
+    assert pushed == wanted_pushes
+
+
+def arriving(messages, rank):
+    """Yield (parameter, row, source, destination) of what comes to a rank."""
+    for message in messages:
+        for piece in message.pieces if message.destination == rank else ():
+            for row in range(piece.start, piece.stop):
+                yield piece.parameter, row, message.source, rank
+
+
+def rows_within(item, intervals):
+    for start, stop in intervals:
+        yield from range(max(start, item.start), min(stop, item.stop))
+
+
+@pytest.mark.parametrize("rule", [Ownership.HOLDERS, Ownership.EVEN])
+def test_without_redundancy_nobody_stands_by(rule):
+    plan, world_size = random_plan(Random(1))
+    specs = small_model(plan.num_layers, tied=False)
+    slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
+    assert all(item.standby is None for items in slices.values() for item in items)
