@@ -1,5 +1,7 @@
 """Build the site: `make docs`, or `python docs/make.py`. Needs the `docs` extra, and no network.
 
+What follows the command are options for Sphinx.
+
 The pages are those that the repository shows: README, examples, changelog, and `docs/*.md`. Their
 links stay as they are: pages link to pages, and a link to another file becomes a download of it.
 A link to something that isn't there is an error, as is every other warning.
@@ -72,7 +74,7 @@ def main() -> int:
     (SOURCE / "index.md").write_text(index, encoding="utf-8")
     shutil.copy(ROOT / "docs" / "conf.py", SOURCE)
     # Not in parallel: each worker imports everything anew, which takes longer than the pages.
-    options = ["-W", "--keep-going", "-q"]
+    options = ["-W", "--keep-going", "-q", *sys.argv[1:]]
     return subprocess.call([sys.executable, "-m", "sphinx", *options, str(SOURCE), str(SITE)])
 
 

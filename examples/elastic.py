@@ -11,6 +11,7 @@ plan for the nodes that are there. Nothing here says how many they are.
 """
 
 import argparse
+import time
 import warnings
 from pathlib import Path
 
@@ -25,7 +26,14 @@ from lightning_hetero.models import PackedCollate
 
 
 class Progress(L.Callback):
-    """Print the loss now and then."""
+    """Print the loss now and then, and keep a pace at which a run can be watched."""
+
+    def __init__(self, pace_s: float) -> None:
+        self.pace_s = pace_s
+
+    def on_train_batch_start(self, *_: object) -> None:
+        """Wait a moment."""
+        time.sleep(self.pace_s)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object
@@ -42,10 +50,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", default="elastic-run/remote", help="folder or URL all nodes reach")
     parser.add_argument("--disk", type=Path, help="folder on this node's own disk")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8, help="samples of a rank in an iteration")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait before each step")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*(LeafSpec|set_vital).*")
     L.seed_everything(0, verbose=False)
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": arguments.hidden}
+    sizes |= {"num_layers": 4, "num_heads": 4}
     model = TextLM(model=sizes, learning_rate=3e-3, warmup_steps=20, num_steps=arguments.steps)
     checkpoint = LayerwiseCheckpoint(
         arguments.out, every_n_train_steps=10, local_dir=arguments.disk, replicas=2
@@ -54,14 +66,16 @@ def main() -> None:
         strategy=HeteroStrategy(),
         accelerator="cpu",
         max_steps=arguments.steps,
-        callbacks=[checkpoint, ElasticRestart(), Progress()],
+        callbacks=[checkpoint, ElasticRestart(), Progress(arguments.pace)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # A stateful loader goes on inside an epoch. An iteration takes 8 samples of each rank there is.
+    # A stateful loader goes on inside an epoch. An iteration takes a batch of each rank there is.
     dataset = PythonSourceDataset("train", context_length=128)
-    loader = StatefulDataLoader(dataset, batch_size=8, shuffle=True, collate_fn=PackedCollate())
+    loader = StatefulDataLoader(
+        dataset, batch_size=arguments.batch, shuffle=True, collate_fn=PackedCollate()
+    )
     trainer.fit(model, loader)
 
 

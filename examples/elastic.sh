@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Three nodes on this machine, each a torchrun agent with a disk (a folder) of its own. After a while
 # the last one is killed, loses its disk, and comes back empty.
-#   bash examples/elastic.sh [FOLDER] [STEPS] [NODES]
+#   bash examples/elastic.sh [FOLDER] [STEPS] [NODES] [OPTIONS OF elastic.py]...
 set -euo pipefail
 out=$(realpath -m "${1:-elastic-run}")
 steps=${2:-300}
 num_nodes=${3:-3}
+options=("${@:4}")
 last=node$((num_nodes - 1))
 here=$(dirname "$(realpath "$0")")
 port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
@@ -25,16 +26,14 @@ start() {
     python -m torch.distributed.run --nnodes="1:$num_nodes" --nproc-per-node=1 --max-restarts=100 \
         --rdzv-backend=c10d --rdzv-endpoint="localhost:$port" --local-addr=127.0.0.1 \
         --rdzv-conf="$rendezvous" --monitor-interval=0.5 \
-        "$here/elastic.py" --steps "$steps" --out "$out/remote" --disk "$out/$1" \
+        "$here/elastic.py" --steps "$steps" --out "$out/remote" --disk "$out/$1" "${options[@]}" \
         >>"$out/$1.log" 2>&1 &
     agents[$1]=$!
 }
 
 lose() {
-    local workers
-    workers=$(ps -o pid= --ppid "${agents[$1]}" || true)
-    # shellcheck disable=SC2086
-    kill -9 "${agents[$1]}" $workers 2>/dev/null || true
+    # The agent and its worker, which are told where their disk is.
+    pkill -9 -f -- "--disk $out/$1( |\$)" || true
     unset "agents[$1]"
 }
 

@@ -1,8 +1,8 @@
 """Run a function on several gloo processes that are started once and used again and again.
 
-A fork server imports torch and Lightning once, so starting a process costs little, and tests share
-a pool: `pool.run(function, world_size, *arguments)` calls `function(global_rank, *arguments)` in
-each of the first `world_size` processes, with the environment of a launcher, and returns the
+Processes are forks of one that has imported torch and Lightning (`tests.fast_python`), and tests
+share a pool: `pool.run(function, world_size, *arguments)` calls `function(global_rank, *arguments)`
+in each of the first `world_size` processes, with the environment of a launcher, and returns the
 results by rank.
 """
 
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from tests.fast_python import fast_python
+
 LAUNCHER_VARIABLES = {
     "GROUP_RANK",
     "LOCAL_RANK",
@@ -28,15 +30,6 @@ LAUNCHER_VARIABLES = {
     "WORLD_SIZE",
 }
 
-_PRELOADED = [
-    "torch",
-    "torch.distributed.run",
-    "torchdata.stateful_dataloader",
-    "lightning.pytorch.cli",
-    "lightning_hetero",
-    "lightning_hetero.callbacks",
-    "lightning_hetero.data",
-]
 _FIRST_PORT, _NUM_PORTS = 12_000, 18_000
 _last_port = _FIRST_PORT + os.getpid() * 997 % _NUM_PORTS
 _DIED = "the process died"
@@ -74,7 +67,7 @@ def free_port() -> int:
 def fork_server() -> Any:
     """Return what starts processes that have imported the slow modules already."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_executable(fast_python())
     return context
 
 

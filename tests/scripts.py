@@ -1,13 +1,12 @@
 """Run scripts as the command `python` does, in processes that needn't import torch and Lightning.
 
-Whatever such a process starts is a real `python`.
+Nor need what they start by `sys.executable`: it is `tests.fast_python`.
 """
 
 import atexit
 import fcntl
 import gc
 import os
-import runpy
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch.multiprocessing as mp
 
+from tests.fast_python.program import run
 from tests.processes import (
     clean_environment,
     fork_server,
@@ -27,7 +27,12 @@ TIMEOUT_S = 550.0
 
 
 def start_python(
-    arguments: Sequence[str | Path], *, output: Path, folder: Path, **variables: str
+    arguments: Sequence[str | Path],
+    *,
+    output: Path,
+    folder: Path,
+    executable: str | None = None,
+    **variables: str,
 ) -> mp.Process:
     """Start a script, `-m` and a module, or `-c` and code, with its arguments.
 
@@ -35,26 +40,41 @@ def start_python(
         arguments: What would follow `python`.
         output: File to which both outputs are appended.
         folder: Where it runs.
+        executable: What it starts others by, by default the fast one.
         variables: Its environment, besides `clean_environment()`.
     """
     words = [str(argument) for argument in arguments]
     environment = clean_environment(**variables)
-    process = fork_server().Process(target=run_as_main, args=(words, output, folder, environment))
+    process = fork_server().Process(
+        target=run_as_main, args=(words, output, folder, environment, executable)
+    )
     process.start()
     return process
 
 
 def run_python(
-    arguments: Sequence[str | Path], *, folder: Path, num_processes: int = 1, **variables: str
+    arguments: Sequence[str | Path],
+    *,
+    folder: Path,
+    num_processes: int = 1,
+    executable: str | None = None,
+    **variables: str,
 ) -> tuple[int, str]:
     """Run a script to its end; return its exit code and what it wrote to both outputs.
 
-    Several processes get the environment of a launcher, one process none.
+    See `start_python`. Several processes get the environment of a launcher, one process none.
     """
     output = folder / "output"
     output.unlink(missing_ok=True)
     processes = [
-        start_python(arguments, output=output, folder=folder, **variables, **launched)
+        start_python(
+            arguments,
+            output=output,
+            folder=folder,
+            executable=executable,
+            **variables,
+            **launched,
+        )
         for launched in launcher_environments(num_processes)
     ]
     code = next((code for code in wait_for_end(processes, output) if code != 0), 0)
@@ -85,7 +105,11 @@ def launcher_environments(num_processes: int) -> list[dict[str, str]]:
 
 
 def run_as_main(
-    arguments: list[str], output: Path, folder: Path, environment: dict[str, str]
+    arguments: list[str],
+    output: Path,
+    folder: Path,
+    environment: dict[str, str],
+    executable: str | None = None,
 ) -> None:
     """Be the process `python` with these arguments; called in a fork."""
     import torch
@@ -99,17 +123,9 @@ def run_as_main(
     os.chdir(folder)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     use_default_start_method()
+    sys.executable = executable or sys.executable
     gc.freeze()
     try:
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        elif arguments[0] == "-c":
-            sys.argv = ["-c", *arguments[2:]]
-            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
-        else:
-            sys.argv = arguments
-            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-            runpy.run_path(arguments[0], run_name="__main__")
+        run(arguments)
     finally:
         atexit._run_exitfuncs()  # A forked process ends without them.

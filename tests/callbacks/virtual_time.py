@@ -7,6 +7,7 @@ other does. What the monitor sees is then the same on every machine, noise inclu
 
 import os
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -38,13 +39,19 @@ class VirtualTime(L.Callback):
         timed = (clock, emulated_clock, step_times, probe, run_metrics, session, faults)
         for module in timed:
             patch.setattr(module, "time", self)
-        begin = clock.ComputeClock._begin_action
+        for kind in (clock.ComputeClock, emulated_clock.EmulatedClock):
+            patch.setattr(kind, "_begin_action", self._computing(kind))
+
+    def _computing(self, kind: type[clock.ComputeClock]) -> Callable[[Any], None]:
+        """Return a clock's begin of an action, behind all of which the action computes."""
+        begin = kind._begin_action
 
         def begin_and_compute(own: clock.ComputeClock) -> None:
             begin(own)
-            self.compute()
+            if type(own) is kind:
+                self.compute()
 
-        patch.setattr(clock.ComputeClock, "_begin_action", begin_and_compute)
+        return begin_and_compute
 
     def compute(self) -> None:
         """Let an action's CPU time pass."""

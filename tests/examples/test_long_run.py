@@ -1,13 +1,13 @@
 """The long run, in virtual time: what was done to it was found, and cost nothing but time."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from examples.long_run_timeline import compare, find_phases
 from lightning_hetero.callbacks import read_log
+from tests.fast_python import fast_python
 from tests.processes import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long_run")
     finished = subprocess.run(
         [
-            sys.executable,
+            fast_python(),
             ROOT / "examples/long_run.py",
             f"--out={folder}",
             "--first-callback=tests.callbacks.virtual_time:of_a_process",

@@ -1,11 +1,11 @@
 """The drill as a user starts it, with few faults; 200 of them are for the README."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fast_python import fast_python
 from tests.processes import clean_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(900)
 def test_a_run_takes_faults_and_ends_as_undisturbed(tmp_path: Path) -> None:
     finished = subprocess.run(
-        [sys.executable, ROOT / "examples/soak.py", "3", f"--out={tmp_path}", "--seed=3"],
+        [fast_python(), ROOT / "examples/soak.py", "3", f"--out={tmp_path}", "--seed=3"],
         env=clean_environment(),
         capture_output=True,
         text=True,

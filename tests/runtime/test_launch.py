@@ -1,5 +1,6 @@
 import json
 import pathlib
+import sys
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests/runtime/launched.py")
 
 
-def launch(*arguments: str, folder: pathlib.Path) -> tuple[int, str]:
-    return run_python([*arguments, "--output", folder], folder=folder, PYTHONPATH=str(ROOT))
+def launch(*arguments: str, folder: pathlib.Path, executable: str | None = None) -> tuple[int, str]:
+    command = [*arguments, "--output", folder]
+    return run_python(command, folder=folder, executable=executable, PYTHONPATH=str(ROOT))
 
 
 def reports_of(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -24,7 +26,8 @@ def reports_of(folder: pathlib.Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def popen_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("popen")
-    code, output = launch(SCRIPT, folder=folder)
+    # Real interpreters, in each of which sets have another order.
+    code, output = launch(SCRIPT, folder=folder, executable=sys.executable)
     assert code == 0, output
     reports = reports_of(folder)
     assert len(reports) == 3
