@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.autoplan.facts import Emulation
-from tests.runtime.runs import MODULES, SEED, Case
+from lightning_hetero.core.errors import ConfigurationError
+from tests.runtime.runs import MODULES, SEED, Case, RowsModule
 from tests.toy import quiet
 
 Rows = tuple[str, str, int, int]
@@ -96,6 +98,49 @@ def train_redundant(
         name: value.float().numpy() for name, value in strategy.whole_state_dict().items()
     }
     return kept
+
+
+class Norms(torch.optim.SGD):
+    """Steps by the gradient's direction, so that a row's step depends on the others."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for item in group["params"]:
+                if item.grad is not None and item.numel():
+                    item.grad /= item.grad.norm() + 1e-6
+        super().step()
+        return loss
+
+
+class NormsModule(RowsModule):
+    def configure_optimizers(self) -> Any:
+        return Norms(self.parameters(), lr=0.1)
+
+
+def fit_refused(
+    rank: int,
+    case: Case,
+    memory_bytes: tuple[int | None, ...],
+    redundancy: tuple[int, ...],
+) -> str:
+    """Return why a run with redundancy is refused; ranks may differ in what they are told."""
+    L.seed_everything(SEED, verbose=False)
+    assert case.plan is not None
+    strategy = HeteroStrategy(
+        plan=ParallelPlan.from_dict(case.plan),
+        redundancy=redundancy[rank],
+        ownership=case.ownership,
+        timeout=timedelta(seconds=60),
+    )
+    strategy.emulation = Emulation(memory_bytes=memory_bytes[rank])
+    module = NormsModule(case) if case.optimizer == "norms" else RowsModule(case)
+    options = quiet(max_epochs=1, devices=case.world_size)
+    try:
+        L.Trainer(strategy=strategy, use_distributed_sampler=False, **options).fit(module)
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import ConfigurationError
@@ -14,6 +13,7 @@ from tests.runtime.redundancy_runs import (
     Kept,
     RunsLater,
     change_a_standby,
+    fit_refused,
     train_redundant,
 )
 from tests.runtime.runs import Case, pipeline, plan_of, stage, train
@@ -97,15 +97,39 @@ def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool) -> N
         assert "and rank 1 (cpu on " in text
 
 
-class Norms(torch.optim.SGD):
-    """Steps by the gradient's direction, so that a row's step depends on the others."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for item in group["params"]:
-                if item.grad is not None and item.numel():
-                    item.grad /= item.grad.norm() + 1e-6
-        return super().step(closure)
+@pytest.mark.parametrize(
+    ("case", "memory_bytes", "redundancy", "told"),
+    [
+        (
+            Case(plan=TWO, world_size=2, optimizer="norms"),
+            (None, None),
+            (1, 1),
+            "Norms steps the rows of a tensor otherwise",
+        ),
+        (
+            Case(plan=TWO, world_size=2, optimizer="norms", ownership="parameter"),
+            (None, None),
+            (1, 1),
+            "not refused",
+        ),
+        (
+            Case(plan=TWO, world_size=2),
+            (None, 150_000),
+            (1, 1),
+            "Rank 1 has 0.000126 GiB to use, but weights, gradients and states take",
+        ),
+        (Case(plan=TWO, world_size=2), (None, None), (0, 1), "Ranks don't run the same"),
+    ],
+)
+def test_what_could_not_be_kept_twice_is_refused_on_every_rank(
+    pool: ProcessPool,
+    case: Case,
+    memory_bytes: tuple[int | None, ...],
+    redundancy: tuple[int, ...],
+    told: str,
+) -> None:
+    for text in pool.run(fit_refused, 2, case, memory_bytes, redundancy):
+        assert told in text
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -20,14 +20,20 @@ from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["StandbyCheck", "digest_of"]
 
+_AT_ONCE = 2**22
+"""Values that are widened to 8 bytes at a time."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(rows: Tensor) -> Tensor:
     """Return a number, int64 on the rows' device, that depends on each of their bits."""
-    bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten().long()
-    factors = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    return (bits * factors).sum()
+    bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten()
+    digest = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for first in range(0, len(bits), _AT_ONCE):
+        part = bits[first : first + _AT_ONCE].long()
+        factors = torch.arange(2 * first + 1, 2 * (first + len(part)), 2, device=rows.device)
+        digest += (part * factors).sum()
+    return digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,8 +156,10 @@ def _run(optimizer: Optimizer, parts: _Parts) -> list[tuple[Tensor, Tensor]]:
             if "lr" in options and not options["lr"]:
                 options["lr"] = 1e-2  # At the start of a warm-up nothing would move.
             drawn = parts(_draw(generator, *like))
-            copy.param_groups.append({**options, "params": [nn.Parameter(t) for t in drawn]})
-            groups.append((like, copy.param_groups[-1]["params"]))
+            items = [nn.Parameter(tensor) for tensor in drawn]
+            copy.param_groups.append({**options, "params": items})
+            copy.state.update({item: state for item in items if (state := _begun(optimizer, item))})
+            groups.append((like, items))
     first = [item.detach().clone() for _, items in groups for item in items]
     for _ in range(_NUM_STEPS):
         for like, items in groups:
@@ -172,6 +174,20 @@ def _draw(
     generator: torch.Generator, like: Tensor, shapes: Iterable[tuple[int, ...]]
 ) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(like).clone() for shape in shapes]
+
+
+def _begun(optimizer: Optimizer, item: Tensor) -> dict[str, Any]:
+    """Return the state with which an optimizer is made, as Adagrad's is, for another tensor."""
+    state: dict[str, Any] = {}
+    for own, values in optimizer.state.items():
+        for key, value in values.items() if own.ndim and own.numel() else ():
+            is_like = isinstance(value, Tensor) and value.shape == own.shape
+            state[key] = (
+                torch.full_like(item, value.flatten()[0].item()) if is_like else deepcopy(value)
+            )
+        if state:
+            break
+    return state
 
 
 def _copy_of(optimizer: Optimizer) -> Any:
