@@ -31,7 +31,8 @@ def find_standbys_of_run(facts: RunFacts) -> tuple[int, ...]:
             "redundancy=1 does nothing on one rank: nobody is there to stand by for it. Start "
             "more processes, or rely on LayerwiseCheckpoint."
         )
-    return find_standbys(find_nodes(facts.comms, facts.emulation.node))
+    kinds = [seat.device.name for seat in facts.detect_seats()]
+    return find_standbys(find_nodes(facts.comms, facts.emulation.node), kinds)
 
 
 def check_room_for_standbys(

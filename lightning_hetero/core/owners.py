@@ -110,12 +110,14 @@ def _claims_of(
     return [(holding.global_rank, 1.0 / members[holding.pipeline_index]) for holding in holdings]
 
 
-def find_standbys(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+def find_standbys(
+    nodes: Sequence[Hashable], kinds: Sequence[Hashable] | None = None
+) -> tuple[int, ...]:
     """Return for each rank the one that stands by for it, on another node where there is one.
 
-    In a row of all ranks, node by node, that is the rank half the row away: each rank stands by for
-    one other, and of an even number two ranks for each other. If a node has more than half of the
-    ranks, its ranks and the others take turns.
+    Ranks of a kind of device on several nodes stand by for each other, since they have as much
+    memory and round alike; what is left over does so together, or, on one node, takes turns among
+    the others. See `_half_a_row_away`.
 
     ::
 
@@ -123,6 +125,7 @@ def find_standbys(nodes: Sequence[Hashable]) -> tuple[int, ...]:
 
     Args:
         nodes: The node of each global rank.
+        kinds: The kind of its device; None if all are alike.
 
     Returns:
         By global rank; nothing if there is one rank only.
@@ -130,18 +133,40 @@ def find_standbys(nodes: Sequence[Hashable]) -> tuple[int, ...]:
     num_ranks = len(nodes)
     if num_ranks < 2:
         return ()
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for rank in range(num_ranks):
+        groups[None if kinds is None else kinds[rank]].append(rank)
+    turns: dict[int, int] = {}
+    left: list[int] = []
+    for ranks in groups.values():
+        if len({nodes[rank] for rank in ranks}) > 1:
+            turns |= _half_a_row_away(ranks, nodes)
+        else:
+            left += ranks
+    others = [rank for rank in turns if left and nodes[rank] != nodes[left[0]]]
+    if others and len({nodes[rank] for rank in left}) == 1:
+        turns |= {rank: others[index % len(others)] for index, rank in enumerate(left)}
+    elif left:
+        turns |= _half_a_row_away(left, nodes)
+    return tuple(turns[rank] for rank in range(num_ranks))
+
+
+def _half_a_row_away(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[int, int]:
+    """Return who stands by for whom among some ranks: half a row on in a row of them, by nodes.
+
+    So each stands by for one other, and of an even number two ranks for each other. If a node has
+    more than half of the ranks, its ranks and the others take turns.
+    """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, node in enumerate(nodes):
-        members[node].append(rank)
-    row = [rank for ranks in members.values() for rank in ranks]
+    for rank in ranks:
+        members[nodes[rank]].append(rank)
     largest = max(members.values(), key=len)
+    row = [rank for own in members.values() for rank in own]
     others = [rank for rank in row if rank not in largest]
     if others and len(largest) > len(others):
-        turns = {rank: others[i % len(others)] for i, rank in enumerate(largest)}
-        turns |= {rank: largest[i % len(largest)] for i, rank in enumerate(others)}
-    else:
-        turns = {rank: row[(i + num_ranks // 2) % num_ranks] for i, rank in enumerate(row)}
-    return tuple(turns[rank] for rank in range(num_ranks))
+        turns = {rank: others[index % len(others)] for index, rank in enumerate(largest)}
+        return turns | {rank: largest[index % len(largest)] for index, rank in enumerate(others)}
+    return {rank: row[(index + len(row) // 2) % len(row)] for index, rank in enumerate(row)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,3 +124,15 @@ def test_unknown_batches_get_no_prediction():
 def test_idle_devices_are_counted():
     plan = ParallelPlan.even(world_size=2, num_layers=4, num_stages=1)
     assert "idle            1 of 3 devices" in str(start(A100S, plan))
+
+
+def test_standbys_are_named_and_their_memory_counts():
+    found = start(A100S)
+    slices = assign_owners(
+        found.specs, PLAN, world_size=3, ownership=Ownership.EVEN, standbys=(1, 2, 0)
+    )
+    both = replace(found, slices=slices)
+    assert "each slice twice (of rank 0 by 1, 1 by 2, 2 by 0)" in str(both)
+    assert "redundancy" not in str(found)
+    owned = [sum(item.owned for item in _states(one, one.specs)) for one in (found, both)]
+    assert owned[1] == 2 * owned[0]

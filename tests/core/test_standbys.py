@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.owners import assign_owners, find_standbys, serve_without
-from lightning_hetero.core.slices import Ownership, holdings_of, kept_rows
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.slices import Ownership, ParameterSpec, holdings_of, kept_rows
 from lightning_hetero.core.transfers import TransferTable
 from tests.core.sample_plans import random_plan, small_model
 
@@ -29,6 +30,31 @@ def test_standbys_are_on_other_nodes_and_nobody_stands_by_for_more_than_needed(n
     assert max(Counter(standbys).values()) == needed
     if needed == 1 and len(nodes) % 2 == 0:
         assert all(standbys[standbys[rank]] == rank for rank in range(len(nodes)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "kinds", "expected"),
+    [
+        ("aabbcc", "xxyyxx", (4, 5, 0, 1, 0, 1)),
+        ("abab", "xxyy", (1, 0, 3, 2)),
+        ("aabb", "xxyy", (2, 3, 0, 1)),
+        ("aaaa", "xxyy", (2, 3, 0, 1)),
+        ("abcd", "xxyz", (1, 0, 3, 2)),
+        ("aba", "xxy", (1, 0, 1)),
+    ],
+)
+def test_devices_of_one_kind_stand_by_for_each_other(nodes, kinds, expected):
+    assert find_standbys(nodes, kinds) == expected
+
+
+@given(
+    nodes=st.lists(st.sampled_from("abcd"), min_size=2, max_size=12),
+    kinds=st.lists(st.sampled_from("xyz"), min_size=12, max_size=12),
+)
+def test_whatever_the_devices_are_standbys_are_on_other_nodes(nodes, kinds):
+    for rank, standby in enumerate(find_standbys(nodes, kinds[: len(nodes)])):
+        assert rank != standby
+        assert nodes[rank] != nodes[standby] or len(set(nodes)) == 1
 
 
 def test_one_rank_has_no_standby():
@@ -114,3 +140,26 @@ def test_without_redundancy_nobody_stands_by(rule):
     specs = small_model(plan.num_layers, tied=False)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     assert all(item.standby is None for items in slices.values() for item in items)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+def test_among_equal_pipelines_a_push_doubles_and_a_pull_leaves_out_one_owner(num_ranks):
+    stages = [(StagePlan(ranks=(rank,), layers=range(2)),) for rank in range(num_ranks)]
+    plan = ParallelPlan(pipelines=tuple(PipelinePlan(stages=stage) for stage in stages))
+    specs = [ParameterSpec(name=str(i), shape=(12 * num_ranks, 3), layer=i) for i in range(2)]
+    sent = {}
+    for standbys in ((), find_standbys(range(num_ranks))):
+        slices = assign_owners(
+            specs,
+            plan,
+            world_size=num_ranks,
+            ownership=Ownership.HOLDERS,
+            standbys=standbys,
+        )
+        table = TransferTable(specs, slices, plan)
+        for push in (True, False):
+            numels = table.traffic(0, push=push)
+            sent[bool(standbys), push] = sum(n for (a, b), n in numels.items() if a == 0 != b)
+    assert sent[True, True] == 2 * sent[False, True]
+    share = (num_ranks - 2) / (num_ranks - 1)
+    assert sent[True, False] == share * sent[False, False]

@@ -30,7 +30,14 @@ COLLECTIVES = (("exchange", "collectives"),)
 
 CASES: dict[str, tuple[Case, str, Disturb | None]] = {
     "clipped, micro-batches in bf16": (
-        Case(plan=TWO, world_size=2, num_microbatches=2, precision="bf16-mixed", clip_val=0.05),
+        Case(
+            plan=TWO,
+            world_size=2,
+            num_microbatches=2,
+            precision="bf16-mixed",
+            clip_val=0.05,
+            options=COLLECTIVES,
+        ),
         "ab",
         None,
     ),

@@ -164,3 +164,25 @@ def test_no_stage_starts_before_its_first_layer_was_pulled_nor_later_than_all(pl
             total = sum(units * seconds for units, seconds in pulls)
             assert pulls[-1][1] - 1e-12 <= start <= total + 1e-12
             assert start + 0.01 >= total
+
+
+def test_with_standbys_memory_and_pushes_count_both_copies_and_pulls_one():
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=2),))
+    stages = [StagePlan(ranks=(rank,), layers=range(NUM_LAYERS)) for rank in range(2)]
+    plan = ParallelPlan(pipelines=tuple(PipelinePlan(stages=(stage,)) for stage in stages))
+    alone, both = (
+        RooflineCost(cluster, MODEL, layout=StateLayout.of_precision("bf16-mixed", redundancy=n))
+        for n in (0, 1)
+    )
+    first, second = (
+        cost.stage_memory(cost.shape_of(stages[0]), 2, [], 1) for cost in (alone, both)
+    )
+    assert second.owned == 2 * first.owned
+    assert (second.weights, second.gradients) == (first.weights, first.gradients)
+    latency = cluster.intra_node_latency_s
+    tables = [ExchangeTable.of(plan, cost) for cost in (alone, both)]
+    for one, two in zip(*(table.push_s for table in tables), strict=True):
+        assert [2 * (value - latency) for value in one] == pytest.approx([v - latency for v in two])
+    assert tables[0].pull_s == tables[1].pull_s
+    shape = alone.shape_of(stages[0])
+    assert both.update_s(shape, 1e6) == 2 * alone.update_s(shape, 1e6)
