@@ -110,6 +110,9 @@ class RunFacts:
     """Says what is known of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None where samples are dealt as they come."""
 
+    num_batches: int | None = None
+    """Batches of the loader that make an iteration; None takes as many as there are ranks."""
+
     def detect_seats(self) -> Sequence[Seat]:
         """Return every rank's device, by global rank; collective."""
         played = self.emulation

@@ -126,6 +126,8 @@ class _Job:
     states: StateLayout
     sequence_length: int
     batch_size: int
+    num_batches: int
+    """Batches of an iteration."""
     microbatch_sizes: tuple[int, ...]
     assumed: tuple[str, ...]
     """What nobody said and was assumed."""
@@ -162,6 +164,7 @@ class _Job:
             ),
             sequence_length=length,
             batch_size=samples,
+            num_batches=facts.num_batches or facts.comms.world_size,
             microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
             assumed=tuple(assumed),
         )
@@ -169,7 +172,7 @@ class _Job:
     def workload(self, microbatch_size: int) -> Workload:
         return Workload(
             sequence_length=self.sequence_length,
-            global_batch_size=self.batch_size * self.cluster.num_ranks,
+            global_batch_size=self.batch_size * self.num_batches,
             sequences_per_microbatch=microbatch_size,
         )
 
@@ -253,7 +256,7 @@ def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | No
     failure: PlanningError | None = None
     searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
     for size in job.microbatch_sizes:
-        if job.batch_size * facts.comms.world_size % size:
+        if job.batch_size * job.num_batches % size:
             continue  # Micro-batches of this size would not fill the iteration.
         try:
             results.append(plan(job.cluster, job.model, job.workload(size), searching, cost=cost))

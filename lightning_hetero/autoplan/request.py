@@ -5,11 +5,11 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
@@ -99,6 +99,19 @@ class PlanRequest:
             ParallelPlan.even(
                 world_size=world_size, num_layers=self.num_stages, num_stages=self.num_stages
             )
+
+    def for_survivors(self, world_size: int) -> "PlanRequest":
+        """Return what to ask for when ranks were lost: a plan made anew where this one can't run.
+
+        Args:
+            world_size: Ranks that are left.
+        """
+        try:
+            self.check_world_size(world_size)
+        except PlanError as error:
+            rank_zero_info("The given plan can't run any more (%s); another one is made.", error)
+            return replace(self, plan=AutoPlan(), num_stages=1)
+        return self
 
     def answer(self, facts: RunFacts) -> RunPlans:
         """Return the plans to run; collective over all ranks where they have to be made.

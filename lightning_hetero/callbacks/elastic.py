@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ _SETTLE_S = 5.0
 """How long, since the ranks began to drain, a SIGTERM may still reach the other nodes."""
 _ROUND_S = 0.1
 """How often draining ranks tell each other how far they are."""
+_SHORTEST_TIMEOUT_S = 0.5
 
 
 class ElasticRestart(Callback):
@@ -65,9 +67,16 @@ class ElasticRestart(Callback):
             own places, or in the remote store where all nodes go. Providers give 30 s (GCP,
             Azure) or 120 s (AWS), torchrun 30 s after its SIGTERM.
         poll_interval_s: Seconds between two questions to the provider.
+        in_place: Go on without ranks that are lost, in the processes that are left: they go back to
+            the newest checkpoint, with a plan for who is left and as many samples an iteration as
+            before. What can't be done so (no checkpoint yet, the store's node lost, a fault that
+            comes back) ends the processes, as without it, and the log says why.
+        heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
+            lost; dead processes are noticed at once.
 
     Raises:
-        ConfigurationError: There is no LayerwiseCheckpoint, or a number isn't above 0.
+        ConfigurationError: There is no LayerwiseCheckpoint, a number isn't above 0, or `in_place`
+            can't be had here.
     """
 
     def __init__(
@@ -76,6 +85,8 @@ class ElasticRestart(Callback):
         *,
         drain_timeout_s: float = 25.0,
         poll_interval_s: float = 2.0,
+        in_place: bool = False,
+        heartbeat_timeout: timedelta = timedelta(seconds=2),
     ) -> None:
         if drain_timeout_s <= 0 or poll_interval_s <= 0:
             raise ConfigurationError(
@@ -84,6 +95,13 @@ class ElasticRestart(Callback):
             )
         notices = [] if preemption_notice is None else preemption_notice
         self._notices = list(notices) if isinstance(notices, Sequence) else [notices]
+        if heartbeat_timeout.total_seconds() < _SHORTEST_TIMEOUT_S:
+            raise ConfigurationError(
+                f"heartbeat_timeout is {heartbeat_timeout.total_seconds()} s; it must be "
+                f"{_SHORTEST_TIMEOUT_S} s or more, or ranks that only compute would count as lost."
+            )
+        self.in_place = in_place
+        self.heartbeat_timeout = heartbeat_timeout
         self._drain_timeout_s = drain_timeout_s
         self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None
@@ -99,7 +117,9 @@ class ElasticRestart(Callback):
         run.join(run.restarters, self)
         self._global_rank = trainer.global_rank
         self._is_first_of_node = trainer.local_rank == 0
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self.in_place:
+            _check_in_place(trainer)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank_zero_warn(
                 "Nodes can't come and go: torchrun would send restarted processes to the store of "
                 "the first start. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
@@ -118,7 +138,8 @@ class ElasticRestart(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning's own handler broadcasts from inside the signal and ends one rank alone.
-        self._sigterm = SigtermNotice(pass_on=False)
+        told = self._sigterm is not None and self._sigterm.pending() is not None
+        self._sigterm = SigtermNotice(pass_on=False, is_received=told)
         if self._notices and trainer.local_rank == 0:
             self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
             self._watcher.start()
@@ -217,6 +238,7 @@ class ElasticRestart(Callback):
         self._stop_watching()
         if self._sigterm is not None:
             self._sigterm.restore()
+            self._sigterm = None
 
     @override
     def on_exception(
@@ -225,9 +247,33 @@ class ElasticRestart(Callback):
         # A SIGTERM that comes now is still only noted: this process ends anyway.
         self._stop_watching()
 
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # After the loss of a rank another fit follows, which heeds a SIGTERM that has come by then.
+        self._stop_watching()
+
     def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.stop()
+
+
+def _check_in_place(trainer: pl.Trainer) -> None:
+    """Refuse a run whose ranks can't go on in place.
+
+    Raises:
+        ConfigurationError: They can't.
+    """
+    strategy = run_of(trainer).strategy
+    if strategy is None:
+        raise ConfigurationError(
+            f"ElasticRestart(in_place=True) needs HeteroStrategy; this is "
+            f"{type(trainer.strategy).__name__}. Leave in_place out."
+        )
+    if trainer.world_size > 1 and not strategy.processes.outlives_ranks:
+        raise ConfigurationError(
+            "ElasticRestart(in_place=True) needs processes that run a script again, started by "
+            "torchrun, by hand or by HeteroStrategy(start_method='popen'). Leave in_place out."
+        )
 
 
 def _is_uploading(saved: SavedCheckpoint, timeout_s: float) -> bool:

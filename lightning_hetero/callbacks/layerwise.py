@@ -30,8 +30,11 @@ from lightning_hetero.callbacks.checkpointing.report import (
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
+    begin_next_epoch,
     dump_metadata,
     dump_random_state,
+    has_finished_epoch,
+    is_complete,
     restore,
     restore_random_state,
 )
@@ -186,7 +189,9 @@ class LayerwiseCheckpoint(Checkpoint):
             refuse_under_torchrun()
         if stage == "fit":
             if trainer.world_size > 1:
-                self._transport = GroupTransport(self._timeout)
+                strategy = run_of(trainer).strategy
+                opened = None if strategy is None else strategy.processes.comms.connections
+                self._transport = GroupTransport(self._timeout, opened)
             if not self._skip_unreadable:
                 # Before anything is planned or measured.
                 probe(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
@@ -203,8 +208,11 @@ class LayerwiseCheckpoint(Checkpoint):
             "transport": self._transport,
             "skip_unreadable": self._skip_unreadable,
         }
-        recovered = recover(owned.needs(), joined.tiers, **seen) if self._resume else None
-        self._start = begin_run(joined.tiers, recovered=recovered, anew=not self._resume, **seen)
+        strategy = run_of(trainer).strategy
+        goes_on = strategy is not None and strategy.awaits_recovery
+        looks = self._resume or goes_on
+        recovered = recover(owned.needs(), joined.tiers, **seen) if looks else None
+        self._start = begin_run(joined.tiers, recovered=recovered, anew=not looks, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step
             self._trial.begin(recovered, joined.tiers, self._transport, is_first_of_node=is_first)
@@ -218,7 +226,7 @@ class LayerwiseCheckpoint(Checkpoint):
             )
             finished = last_finished(self.places, self._transport, run=self._start.run)
             report_recovery(trainer, recovered, finished, times, self._transport, self.node_of_rank)
-            if _is_complete(trainer):
+            if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
         if is_first:
             self.places.forget_other_runs(self._start.run)
@@ -229,7 +237,7 @@ class LayerwiseCheckpoint(Checkpoint):
             transport=self._transport,
             options=self._writer_options,
         )
-        if recovered and recovered.report.place == "memory" and _is_complete(trainer):
+        if recovered and recovered.report.place == "memory" and is_complete(trainer):
             # Nothing is left to train, but the run before may have failed to save its end.
             self._save(trainer, again=recovered)
             self.on_train_end(trainer, pl_module)
@@ -248,13 +256,17 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         recovered, self._recovered = self._recovered, None
+        strategy = run_of(trainer).strategy
+        if recovered is None and strategy is not None and strategy.processes.outlives_ranks:
+            # Before the first checkpoint a lost rank would take the state with it.
+            self._save(trainer)
         if recovered is not None:
             # Not earlier, because making the loader's iterator has drawn a number.
             restore_random_state(recovered.rank_metadata)
-            if _has_finished_epoch(trainer):
+            if has_finished_epoch(trainer):
                 # That of the next epoch would have been drawn now.
                 torch.empty((), dtype=torch.int64).random_()
-                _begin_next_epoch(trainer)
+                begin_next_epoch(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -296,7 +308,7 @@ class LayerwiseCheckpoint(Checkpoint):
             leaving.then(self._save(trainer, leaving))
         elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
             self._save(trainer)
-            if step == trainer.max_steps or _has_finished_epoch(trainer):
+            if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
                 self._wait_for_snapshot()
 
@@ -360,30 +372,20 @@ class LayerwiseCheckpoint(Checkpoint):
         # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
         self._let_go()
 
+    def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
+        """Count the times of the start that follows from now on; see `Run`."""
+        self._made_at_s = time.time()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Nothing is left where the run has ended; a rank may be lost, and another fit may follow.
+        self._let_go()
+        self.saved = self._leaving = self._recovered = None
+        self._trial = Trial()
+
     def _let_go(self) -> None:
         writer, leases, self._writer, self._leases = self._writer, self._leases, None, ()
         if writer is not None:
             writer.leave()
         for lease in leases:
             lease.release()
-
-
-def _begin_next_epoch(trainer: pl.Trainer) -> None:
-    """Let Lightning count the epoch that begins where a run goes on from the end of one.
-
-    It would take it for the rest of the one before, so what is saved in it would look complete,
-    and a second restart would begin it anew.
-    """
-    if trainer.num_training_batches != float("inf"):
-        trainer.fit_loop.reset_restart_stage()
-
-
-def _is_complete(trainer: pl.Trainer) -> bool:
-    """Whether a run that goes on has nothing left to train."""
-    # A checkpoint of the last batch is older than what the loop goes by.
-    is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
-    return trainer.fit_loop.done or (is_last_epoch and _has_finished_epoch(trainer))
-
-
-def _has_finished_epoch(trainer: pl.Trainer) -> bool:
-    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -9,6 +9,9 @@ The log itself notes
   lists them, and one that isn't there stands in the line that first names it. The first 1,000
   changes after a start are noted, for a run may change its plan with every step,
 - `validated`: what validation measured,
+- `generation`: a rank was lost and the others go on in place (`ElasticRestart(in_place=True)`): who
+  was `lost` (numbers of the first start's ranks), how many `ranks` go on, how many steps they train
+  again (`steps_again`), and the seconds from the last step to the next one (`idle_s`),
 - `failed`: a rank ends with an error; by that rank,
 - `ended`: training is done.
 
@@ -19,6 +22,7 @@ Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the stat
 """
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +37,7 @@ from lightning_hetero.runtime.ranks.failure import AgreedExit
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
+    from lightning_hetero.runtime.generation.membership import Generation
 
 __all__ = ["RunLog", "read_log"]
 
@@ -64,6 +69,10 @@ class RunLog(Callback):
         self._plan: ParallelPlan | None = None
         self._plans: list[ParallelPlan] = []
         self._num_changes = 0
+        self._stepped_at_s = time.monotonic()
+        self._last_step = 0
+        self._lost: dict[str, Any] | None = None
+        """What is to be noted of the ranks that were lost since the last step."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, whichever rank this is."""
@@ -95,12 +104,34 @@ class RunLog(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._note_generation(trainer)
         strategy = run_of(trainer).strategy
         if strategy is not None and strategy.plan != self._plan:
             self._plan = strategy.plan
             self._num_changes += 1
             if self._num_changes <= _MOST_CHANGES:
                 note(trainer, "plan", **self._numbered(strategy.plan))
+
+    def on_generation(self, trainer: pl.Trainer, old: "Generation", new: "Generation") -> None:
+        """Remember who was lost until it is known what that has cost."""
+        lost = [] if self._lost is None else self._lost["lost"]
+        numbers = [old.members[rank].number for rank in old.without(new)]
+        self._lost = {"lost": [*lost, *numbers], "generation": new.number, "ranks": new.world_size}
+
+    def _note_generation(self, trainer: pl.Trainer) -> None:
+        """Note, after the first step of a generation, what the loss of ranks has cost."""
+        now_s, step = time.monotonic(), trainer.global_step
+        if self._lost is not None:
+            again = max(0, self._last_step + 1 - step)
+            note(
+                trainer,
+                "generation",
+                **self._lost,
+                idle_s=now_s - self._stepped_at_s,
+                steps_again=again,
+            )
+            self._lost = None
+        self._stepped_at_s, self._last_step = now_s, step
 
     def _numbered(self, plan: "ParallelPlan") -> dict[str, Any]:
         if plan in self._plans:

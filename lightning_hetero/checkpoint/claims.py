@@ -26,6 +26,7 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.membership import membership_name
 
 __all__ = [
     "OWNER_FILE",
@@ -200,6 +201,7 @@ class Lease:
         owner = {
             "session": self._session,
             "job": _job(),
+            "membership": membership_name(),
             "host": socket.gethostname(),
             "machine": _namespace(),
             "process": _process(os.getpid()),
@@ -218,6 +220,9 @@ class Lease:
         process = owner.get("process")
         if _job() is not None and owner.get("job") == _job():
             # torchrun has ended all processes of a start before it begins the next one.
+            return True
+        if membership_name() is not None and owner.get("membership") == membership_name():
+            # Who is lost while the others go on can't complete a checkpoint without them.
             return True
         if owner.get("machine") != _namespace():
             # To a disk of this machine's own nobody else can write: it was started again since.

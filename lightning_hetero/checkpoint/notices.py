@@ -180,10 +180,11 @@ class SigtermNotice:
 
     Args:
         pass_on: Whether the handler that was there before hears of the signal, too.
+        is_received: Whether the signal has come already.
     """
 
-    def __init__(self, *, pass_on: bool = True) -> None:
-        self._is_received = False
+    def __init__(self, *, pass_on: bool = True, is_received: bool = False) -> None:
+        self._is_received = is_received
         self._pass_on = pass_on
         self._previous = signal.signal(signal.SIGTERM, self._handle)
 

@@ -46,6 +46,7 @@ from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.strategy.engine_options import EngineOptions
+from lightning_hetero.strategy.generations import launcher_of
 from lightning_hetero.strategy.hooks import HookedStrategy
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import Run
@@ -222,6 +223,8 @@ class HeteroStrategy(HookedStrategy):
         self.emulation = Emulation()
         """What this rank plays; what runs in the `setup` of callbacks may put another one here."""
         self._announced: ParallelPlan | None = None
+        self._num_batches = 0
+        """Batches of the user's loader that make an iteration."""
 
     @classmethod
     @override
@@ -313,7 +316,7 @@ class HeteroStrategy(HookedStrategy):
         environment = self.cluster_environment
         if environment is not None and not environment.creates_processes_externally:
             self._request.check_world_size(self.num_nodes * self.num_processes)
-        super()._configure_launcher()
+        self._launcher = launcher_of(self, self._start_method, num_nodes=self.num_nodes)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -347,7 +350,12 @@ class HeteroStrategy(HookedStrategy):
         facts = self._options.gather_facts(
             self._module, self._processes.comms, self.root_device, precision, self.emulation
         )
-        plans = self._request.answer(facts)
+        request = self._request
+        if self.awaits_recovery:
+            # An iteration stays what it was, whoever is left.
+            facts = replace(facts, num_batches=self._num_batches)
+            request = request.for_survivors(self.world_size)
+        plans = request.answer(facts)
         if self._options.config.ownership is Ownership.MEMORY:
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
@@ -355,16 +363,18 @@ class HeteroStrategy(HookedStrategy):
         engine = self._options.make_engine(facts, plans, precision, seed=seed)
         self._slices.begin(engine, trains=trains)
         self.set_candidate_plans(plans.candidates, plans.costs)
-        num_batches = self.plan.num_pipelines if plans.auto is None else self.world_size
+        if not self.awaits_recovery:
+            is_given = plans.auto is None
+            self._num_batches = self.plan.num_pipelines if is_given else self.world_size
         self._dealer = Dealer(
             self.plan,
             global_rank=self.global_rank,
             num_microbatches=engine.config.num_microbatches,
-            num_batches=num_batches,
+            num_batches=self._num_batches,
             seed=seed,
         )
         self._steps = Steps(self._module, engine, self._dealer)
-        start = StartUp.gather(facts, engine, plans.auto, num_batches=num_batches)
+        start = StartUp.gather(facts, engine, plans.auto, num_batches=self._num_batches)
         self._memory = MemoryWatch(start, engine, lambda: self.optimizers)
         if self.plan != self._announced:
             self._announced = self.plan

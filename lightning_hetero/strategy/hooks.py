@@ -22,10 +22,12 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.strategy.precision import HeteroPrecision
-from lightning_hetero.strategy.processes import Processes, StartMethod, device_of, launcher_of
+from lightning_hetero.strategy.processes import Processes, StartMethod, device_of
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load
 
@@ -68,6 +70,15 @@ class HookedStrategy(ParallelStrategy):
         self._memory: MemoryWatch | None = None
         """Explains errors of memory; there from `setup` on."""
         self._failed = False
+        self.has_begun_training = False
+        """Whether a fit has come to its first step; then all that it needs is saved."""
+        self.has_trained = False
+        """Whether this generation has finished a step."""
+
+    @property
+    def processes(self) -> Processes:
+        """This process among those of the run."""
+        return self._processes
 
     @property
     def engine(self) -> Engine:
@@ -98,7 +109,10 @@ class HookedStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return device_of(self.parallel_devices, self.local_rank)
+        environment = self.cluster_environment
+        is_member = isinstance(environment, GenerationEnvironment)
+        index = environment.device_index if is_member else self.local_rank
+        return device_of(self.parallel_devices, index)
 
     @property
     def num_nodes(self) -> int:
@@ -133,16 +147,13 @@ class HookedStrategy(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
-    def _configure_launcher(self) -> None:
-        self._launcher = launcher_of(self, self._start_method, num_nodes=self.num_nodes)
-
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self.set_world_ranks()
         reset_seed()
         assert self.cluster_environment is not None
-        self._processes.meet(self.cluster_environment, self.root_device)
+        self.cluster_environment = self._processes.meet(self.cluster_environment, self.root_device)
+        self.set_world_ranks()
 
     def stop_watching(self) -> None:
         """Miss no rank from now on; called by every rank where all are about to end."""
@@ -227,7 +238,9 @@ class HookedStrategy(ParallelStrategy):
         with self._processes.watching(), self._explaining_memory():
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
-            return self._steps.train(batch, args, kwargs)
+            trained = self._steps.train(batch, args, kwargs)
+            self.has_trained = True
+            return trained
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -264,6 +277,12 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        if self._slices.awaits_recovery:
+            raise CheckpointError(
+                "A rank was lost before any checkpoint was complete, so there is nothing to go on "
+                "from in place. Start again."
+            )
+        self.has_begun_training = True
         self.engine.mark_weights_stale()
 
     @override
@@ -346,6 +365,21 @@ class HookedStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         self._processes.fail(exception)
+
+    def await_recovery(self) -> None:
+        """Let go of what was set up, because a rank is lost; the next set-up recovers the state."""
+        self._failed, self.has_trained = True, False
+        self._slices.await_recovery()
+        self.optimizers = []  # `teardown` would move their state to the CPU.
+
+    @property
+    def awaits_recovery(self) -> bool:
+        """Whether the slices have no values yet, since a rank was lost."""
+        return self._slices.awaits_recovery
+
+    def note_recovery(self) -> None:
+        """Count the slices' values as recovered; told by whoever has put them there."""
+        self._slices.awaits_recovery = False
 
     @override
     def teardown(self) -> None:

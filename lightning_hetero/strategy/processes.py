@@ -8,35 +8,41 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation.environment import GenerationEnvironment
+from lightning_hetero.runtime.generation.membership import (
+    Generation,
+    Membership,
+    open_membership,
+    silence_of,
+)
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector
 from lightning_hetero.runtime.ranks.meeting import connect_store
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 
-__all__ = ["Processes", "StartMethod", "check_queues", "device_of", "launcher_of"]
+if TYPE_CHECKING:
+    from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
+
+__all__ = ["Processes", "StartMethod", "check_queues", "device_of"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
-_NO_SCRIPT = ("-c", "-", "")
-"""What `sys.argv` begins with where Python runs no file."""
 
 
 class Processes:
@@ -44,7 +50,8 @@ class Processes:
 
     1. `meet`: connect to the others and begin to watch them,
     2. `reduce`, `broadcast`, `barrier`: collective, under `watching`,
-    3. `fail` or `stop_watching`: the end.
+    3. `fail` or `stop_watching`: the end,
+    4. or, after `outlive_ranks`, `leave_generation`, `join_next_generation` and `meet` again.
 
     Args:
         timeout: How long a rank waits for another before it gives up, once all have connected.
@@ -64,6 +71,11 @@ class Processes:
         self._comms: Communicators | None = None
         self._detector: FailureDetector | None = None
         self._hook_logs: HookLogs | None = None
+        self._silence: timedelta | None = None
+        self._membership: Membership | None = None
+        self._connections = Connections()
+        self._beating: Heartbeat | None = None
+        """Shows between two generations that this process lives."""
 
     @property
     def comms(self) -> Communicators:
@@ -76,26 +88,43 @@ class Processes:
         """The group of small messages on CPU; None before the processes have met."""
         return None if self._comms is None else self._comms.control
 
-    def meet(self, environment: ClusterEnvironment, device: torch.device) -> None:
-        """Connect to the other processes; collective, and only the first call does."""
+    def meet(self, environment: ClusterEnvironment, device: torch.device) -> ClusterEnvironment:
+        """Connect to the other processes; collective, and only the first call does.
+
+        Returns:
+            What says from now on which rank this process is.
+        """
         self._environment = environment
         if environment.world_size() > 1:
             check_queues(device, os.environ)
+            if self._silence is not None and self._membership is None:
+                self._become_member()
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
                 self._detector = FailureDetector(
                     self._connect_store(),
-                    global_rank=environment.global_rank(),
-                    world_size=environment.world_size(),
+                    global_rank=self._environment.global_rank(),
+                    world_size=self._environment.world_size(),
                     timeout=self._timeout,
+                    silence=self._silence,
+                    bulletin=self._membership,
                 )
+                self._detector.abort = self._abort
             self._detector.start()
-        if not dist.is_initialized():
-            self._init_process_group(device)
+        with self._connections.opening():
+            if not dist.is_initialized():
+                self._init_process_group(device)
         if self._comms is None:
-            self._comms = Communicators.create(device=device, timeout=self._timeout)
-        if self._detector is not None:
-            self._detector.abort = self._comms.abort
+            self._comms = Communicators.create(
+                device=device, timeout=self._timeout, connections=self._connections
+            )
+        return self._environment
+
+    def _abort(self) -> None:
+        if self._comms is not None:
+            self._comms.abort()
+        if self._membership is not None:
+            self._connections.hang_up()
 
     def compare_hooks(self) -> None:
         """Compare from now on what hooks log; collective."""
@@ -161,6 +190,100 @@ class Processes:
             if self._detector.failed_rank not in (None, rank):
                 _print_in_one_line(error, rank)
 
+    # -- generations ----------------------------------------------------------------------------
+
+    def outlive_ranks(self, silence: timedelta) -> None:
+        """Let the others go on when a rank is lost; called before they first meet.
+
+        Args:
+            silence: How late a rank's heartbeat may be.
+        """
+        self._silence = silence
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Whether the others go on in their processes when a rank is lost."""
+        return self._membership is not None
+
+    def _become_member(self) -> None:
+        """Form the first generation with all that were started; collective."""
+        environment = self._environment
+        assert environment is not None
+        rank = environment.global_rank()
+        self._membership = open_membership(
+            self._connect_store(), number=rank, node=str(environment.node_rank())
+        )
+        self._enter(self._membership.form(range(environment.world_size())))
+
+    def _enter(self, generation: Generation) -> None:
+        assert self._membership is not None
+        assert self._environment is not None
+        number = self._membership.number
+        self._environment = GenerationEnvironment(self._environment, generation, number)
+        with self._connections.opening():
+            # What waits in it for ranks that don't come is ended with the connections, too.
+            self._store = self._membership.store_of(generation)
+        self._store.set_timeout(self._timeout)
+
+    def lost_peer(self, error: Exception) -> PeerError | None:
+        """Return which other rank is lost, None if an error has another cause or nobody goes on."""
+        if self._membership is None or self._detector is None:
+            return None
+        try:
+            with self._detector.watching():
+                raise error
+        except PeerError as lost:
+            return lost
+        except Exception:
+            return None
+
+    def leave_generation(self) -> None:
+        """End all connections to the others, but go on beating."""
+        assert self._detector is not None
+        self._beating, self._detector = self._detector.pause(), None
+        self._abort()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._comms = self._hook_logs = None
+
+    def join_next_generation(self) -> tuple[Generation, Generation, ClusterEnvironment]:
+        """Agree with those who are left on who goes on.
+
+        Returns:
+            The last generation, this one, and what says which rank this process is in it.
+
+        Raises:
+            PeerError: The others go on without this process, or the store is gone.
+        """
+        membership, beating, silence = self._membership, self._beating, self._silence
+        assert membership is not None
+        assert membership.generation is not None
+        assert beating is not None
+        assert silence is not None
+        old = membership.generation
+        silent_rank = silence_of(
+            beating.beats_of, limit_s=silence.total_seconds(), nap_s=silence.total_seconds() / 5
+        )
+        ranks = {member.number: rank for rank, member in enumerate(old.members)}
+        new = membership.form(list(ranks), lambda number: silent_rank(ranks[number]))
+        beating.end(0.0)
+        self._connections = Connections()
+        self._enter(new)
+        assert self._environment is not None
+        return old, new, self._environment
+
+    def leave_members(self, error: BaseException) -> None:
+        """Tell the others at once that this process is about to end, and why."""
+        if self._membership is not None:
+            with suppress(Exception):
+                text = f"{type(error).__name__}: {error}"
+                self._membership.tell_gone(self._membership.number, text)
+
+    def end_members(self) -> None:
+        """Tell whoever keeps lost members' places that training has ended."""
+        if self._membership is not None:
+            self._membership.tell_end()
+
     # -- collectives ----------------------------------------------------------------------------
 
     def reduce(self, tensor: Any, group: Any, reduce_op: ReduceOp | str | None) -> Any:
@@ -209,26 +332,6 @@ class Processes:
         with self.watching():
             dist.broadcast_object_list(objects, src, group=self.control)
         return objects[0]
-
-
-def launcher_of(
-    strategy: ParallelStrategy, start_method: StartMethod, *, num_nodes: int
-) -> _MultiProcessingLauncher | _SubprocessScriptLauncher | None:
-    """Return what starts the other processes of this node; None where somebody else has."""
-    environment = strategy.cluster_environment
-    assert environment is not None
-    if start_method != "popen":
-        return _MultiProcessingLauncher(strategy, start_method=start_method)
-    if environment.creates_processes_externally:
-        return None
-    num_processes = len(strategy.parallel_devices or ()) * num_nodes
-    if hasattr(sys, "ps1") or (num_processes > 1 and sys.argv[0] in _NO_SCRIPT):
-        raise ConfigurationError(
-            "HeteroStrategy starts its other processes by running the script again, and here is "
-            "none (python -c, standard input, a notebook). Give HeteroStrategy("
-            'start_method="fork"), or write the code into a file and run that.'
-        )
-    return _SubprocessScriptLauncher(environment, len(strategy.parallel_devices or ()), num_nodes)
 
 
 def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:

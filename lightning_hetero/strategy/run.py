@@ -1,8 +1,9 @@
 """What a run's strategy and its callbacks tell each other."""
 
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from lightning_hetero.checkpoint import SavedCheckpoint
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
-__all__ = ["KeepsLog", "RestartsRun", "Run", "SavesSlices"]
+__all__ = ["KeepsLog", "OutlivesRanks", "RestartsRun", "Run", "SavesSlices"]
 
 _T = TypeVar("_T")
 
@@ -46,6 +47,16 @@ class RestartsRun(Protocol):
 
     def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
         """Leave with a checkpoint, for good where one of these ranks runs."""
+
+
+@runtime_checkable
+class OutlivesRanks(Protocol):
+    """What `ElasticRestart` says before anything has begun."""
+
+    in_place: bool
+    """Whether to go on without lost ranks in the same processes."""
+    heartbeat_timeout: timedelta
+    """How late a rank's heartbeat may be then."""
 
 
 class Run:

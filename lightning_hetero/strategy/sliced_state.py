@@ -37,6 +37,7 @@ from lightning_hetero.runtime.slices.state import (
     load_module_state,
     scatter_optimizer_state,
     spread_whole,
+    stand_for_awaited,
     whole_module_state,
 )
 from lightning_hetero.runtime.slices.step_trial import check_steps_alike
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from lightning_hetero.runtime.ranks.communicators import Communicators
+    from lightning_hetero.runtime.setup.layout import Slot
+    from lightning_hetero.runtime.slices.known_by_shape import Awaited
     from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
@@ -78,6 +81,10 @@ class SlicedState:
         """Compares slices with their standbys while it trains."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
+        self._awaited: list[tuple[Slot, Awaited]] = []
+        """What stands in the module for slices between two generations of a run."""
+        self.awaits_recovery = False
+        """Whether the values of the slices aren't there yet."""
 
     @property
     def _running(self) -> Engine:
@@ -113,6 +120,17 @@ class SlicedState:
         if self._several:
             # Lightning's summary would call the module on its example, and that needs it whole.
             self._example, module.example_input_array = module.example_input_array, None
+
+    def await_recovery(self) -> None:
+        """Let go of all values: they are recovered when the next generation is set up."""
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            self._awaited = stand_for_awaited(engine.store)
+            engine.remove()
+        for slot, awaited in self._awaited:
+            slot.put(awaited)
+        self._comms = self._kept = self._trained = None
+        self.awaits_recovery = True
 
     def end(self, module: pl.LightningModule | None, *, failed: bool) -> None:
         """Keep the slices for what comes after the run, or make the module whole, collectively."""

@@ -19,7 +19,15 @@ from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import Recovered
 
-__all__ = ["dump_metadata", "dump_random_state", "restore", "restore_random_state"]
+__all__ = [
+    "begin_next_epoch",
+    "dump_metadata",
+    "dump_random_state",
+    "has_finished_epoch",
+    "is_complete",
+    "restore",
+    "restore_random_state",
+]
 
 _OWN = "lightning_hetero"
 
@@ -99,6 +107,7 @@ def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> Non
     if strategy is not None:
         strategy.engine.reseed(own["seed"])
         strategy.engine.mark_weights_stale()
+        strategy.note_recovery()
 
 
 def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
@@ -161,3 +170,25 @@ def _average_models(trainer: pl.Trainer) -> list[torch.nn.Module]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     models = (c._average_model for c in callbacks if isinstance(c, WeightAveraging))
     return [model for model in models if model is not None]
+
+
+def begin_next_epoch(trainer: pl.Trainer) -> None:
+    """Let Lightning count the epoch that begins where a run goes on from the end of one.
+
+    It would take it for the rest of the one before, so what is saved in it would look complete,
+    and a second restart would begin it anew.
+    """
+    if trainer.num_training_batches != float("inf"):
+        trainer.fit_loop.reset_restart_stage()
+
+
+def is_complete(trainer: pl.Trainer) -> bool:
+    """Whether a run that goes on has nothing left to train."""
+    # A checkpoint of the last batch is older than what the loop goes by.
+    is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))
+
+
+def has_finished_epoch(trainer: pl.Trainer) -> bool:
+    """Whether the last step was its epoch's last."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.ranks.connections import Connections
 
 __all__ = ["MAX_EXCHANGE_GROUPS", "Communicators", "GroupTransport"]
 
@@ -49,6 +50,8 @@ class Communicators:
     """Reports and objects, on CPU."""
     timeout: timedelta = timedelta(minutes=5)
     """How long an operation may wait, also in groups made later."""
+    connections: Connections = field(default_factory=Connections, repr=False, compare=False)
+    """What the groups have opened."""
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -57,13 +60,21 @@ class Communicators:
     )
 
     @classmethod
-    def create(cls, *, device: torch.device, timeout: timedelta) -> "Communicators":
+    def create(
+        cls,
+        *,
+        device: torch.device,
+        timeout: timedelta,
+        connections: Connections | None = None,
+    ) -> "Communicators":
         """Make all communicators; collective over all ranks."""
+        connections = connections or Connections()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls(global_rank=0, world_size=1)
 
         def group(backend: str | None = None) -> dist.ProcessGroup:
-            made = dist.new_group(backend=backend, timeout=timeout)
+            with connections.opening():
+                made = dist.new_group(backend=backend, timeout=timeout)
             assert isinstance(made, dist.ProcessGroup)
             return made
 
@@ -77,6 +88,7 @@ class Communicators:
             values=control if device.type == "cpu" else group(),
             control=control,
             timeout=timeout,
+            connections=connections,
         )
 
     def abort(self) -> None:
@@ -125,7 +137,9 @@ class Communicators:
             if stage.tp_degree == 1:
                 continue
             if stage.ranks not in self._groups:
-                self._groups[stage.ranks] = dist.new_group(list(stage.ranks), timeout=self.timeout)
+                with self.connections.opening():
+                    made = dist.new_group(list(stage.ranks), timeout=self.timeout)
+                self._groups[stage.ranks] = made
             if self.global_rank in stage.ranks:
                 own = self._groups[stage.ranks]
         return own
@@ -145,7 +159,8 @@ class Communicators:
         for ranks in wanted:
             is_new = len(ranks) < self.world_size and ranks not in self._exchange_groups
             if is_new and len(self._exchange_groups) < MAX_EXCHANGE_GROUPS:
-                made = dist.new_group(list(ranks), timeout=self.timeout)
+                with self.connections.opening():
+                    made = dist.new_group(list(ranks), timeout=self.timeout)
                 self._exchange_groups[ranks] = made
 
 
@@ -157,10 +172,12 @@ class GroupTransport:
 
     Args:
         timeout: How long one operation waits for another rank.
+        connections: Where to note what it opens.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+    def __init__(self, timeout: timedelta, connections: Connections | None = None) -> None:
+        with (connections or Connections()).opening():
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 

@@ -20,7 +20,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import HeteroError, PeerError
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Silence
+from lightning_hetero.runtime.ranks.heartbeat import Bulletin, Heartbeat, Silence
 from lightning_hetero.runtime.ranks.meeting import end_process
 
 __all__ = ["LEAVE_EXIT_CODE", "AgreedExit", "FailureDetector"]
@@ -52,17 +52,28 @@ class FailureDetector:
         store: The run's store.
         global_rank: This rank.
         world_size: Number of ranks.
-        timeout: How long a rank may be silent before it counts as dead.
+        timeout: How long this process may take to end, or to go on, once another rank has failed.
+        silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
+        bulletin: Where others than ranks say that one is gone; no rank serves the store then.
     """
 
     def __init__(
-        self, store: Store, *, global_rank: int, world_size: int, timeout: timedelta
+        self,
+        store: Store,
+        *,
+        global_rank: int,
+        world_size: int,
+        timeout: timedelta,
+        silence: timedelta | None = None,
+        bulletin: Bulletin | None = None,
     ) -> None:
         self._store = store
+        self._bulletin = bulletin
         self._rank = global_rank
         self._world_size = world_size
         self._timeout_s = timeout.total_seconds()
-        self._interval_s = min(0.5, self._timeout_s / 10)
+        self._silence_s = (silence or timeout).total_seconds()
+        self._interval_s = min(0.5, self._silence_s / 10)
         self._grace_s = min(10.0, self._timeout_s)
         self._heartbeat: Heartbeat | None = None
         self.abort: Callable[[], None] = lambda: None
@@ -100,6 +111,7 @@ class FailureDetector:
             global_rank=self._rank,
             world_size=self._world_size,
             interval_s=self._interval_s,
+            bulletin=self._bulletin,
         )
         threading.Thread(
             target=self._watch,
@@ -108,14 +120,23 @@ class FailureDetector:
             daemon=True,
         ).start()
         atexit.register(self.stop)
+        if self._bulletin is not None:
+            # Then its connection is there, and none that the run's groups open is taken for it.
+            beating = self._heartbeat
+            self._wait(lambda: beating.num_rounds > 0, 10 * self._interval_s)
 
     def stop(self) -> None:
         """Say goodbye: this rank ends, or goes on alone, without having failed."""
+        heartbeat = self.pause()
+        if heartbeat is not None:
+            heartbeat.end(10 * self._interval_s)
+
+    def pause(self) -> "Heartbeat | None":
+        """Judge nobody from now on, but go on beating; returns what beats, to be ended."""
         atexit.unregister(self.stop)
         self._stopped.set()
         heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            heartbeat.end(10 * self._interval_s)
+        return heartbeat
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed; the first report of all counts."""
@@ -143,9 +164,9 @@ class FailureDetector:
         )
 
     def _wait_until_read(self) -> None:
-        """Let rank 0, which serves the store, stay until the others have read why the run ends."""
+        """Let rank 0, if it serves the store, stay until the others have read why the run ends."""
         heartbeat = self._heartbeat
-        if self._rank == 0 and heartbeat is not None:
+        if self._rank == 0 and heartbeat is not None and self._bulletin is None:
             num_others = self._world_size - len({0, heartbeat.failed_rank} - {-1})
             self._wait(lambda: heartbeat.num_readers >= num_others, 8 * self._interval_s)
 
@@ -166,7 +187,7 @@ class FailureDetector:
 
     def _judge(self, heard: Heartbeat, store: Silence, peer: Silence) -> str | None:
         """Return why the run can't go on, None while nothing says so."""
-        patience_s = 6 * self._interval_s if heard.is_suspicious else self._timeout_s
+        patience_s = 6 * self._interval_s if heard.is_suspicious else self._silence_s
         if heard.failure is not None:
             return heard.failure
         if heard.has_server_left:

@@ -12,10 +12,11 @@ its watcher from then on: nobody walks over all those that have gone.
 import json
 import threading
 import time
+from typing import Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Heartbeat", "Silence"]
+__all__ = ["Bulletin", "Heartbeat", "Silence"]
 
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
 _GONE = 2**32
@@ -48,6 +49,16 @@ class Silence:
         return self.seconds
 
 
+class Bulletin(Protocol):
+    """Where others than ranks say that one is gone, such as whoever started it."""
+
+    def num_news(self) -> int:
+        """Return a number that grows with each news; one call of a store."""
+
+    def find_gone(self) -> tuple[int, str] | None:
+        """Return a rank that is gone, and why; None if nobody is."""
+
+
 class Heartbeat:
     """One rank's line to the store, from its making until `end` says goodbye.
 
@@ -58,12 +69,20 @@ class Heartbeat:
         global_rank: This rank.
         world_size: Number of ranks.
         interval_s: Seconds between two rounds of telling and hearing.
+        bulletin: Looked at in every round, if there is one.
     """
 
     def __init__(
-        self, store: Store, *, global_rank: int, world_size: int, interval_s: float
+        self,
+        store: Store,
+        *,
+        global_rank: int,
+        world_size: int,
+        interval_s: float,
+        bulletin: Bulletin | None = None,
     ) -> None:
         self._store = store
+        self._bulletin = bulletin
         self._rank = global_rank
         self._world_size = world_size
         self._interval_s = interval_s
@@ -102,6 +121,13 @@ class Heartbeat:
         """Tell the others that a connection has broken, so somebody may be dead."""
         self._suspects = True
         self._wake.set()
+
+    def beats_of(self, global_rank: int) -> int:
+        """Return how often a rank has beaten; for another thread, and only where a store answers.
+
+        More than any rank's beats where it has said goodbye.
+        """
+        return int(self._store.add(f"beat/{global_rank}", 0))
 
     def end(self, timeout_s: float) -> None:
         """Say goodbye, so that nobody misses this rank; wait so long for the store to hear it."""
@@ -145,6 +171,8 @@ class Heartbeat:
         store = self._store
         beat = store.add(f"beat/{self._rank}", 1)
         num_news = store.add(_NEWS, self._tell())
+        if self._bulletin is not None:
+            num_news += self._bulletin.num_news()
         if num_news != self._num_news:
             self._num_news = num_news
             self._look()
@@ -172,6 +200,9 @@ class Heartbeat:
             failure = json.loads(store.get(_FAILURE))
             self.failed_rank, self.failure = failure["rank"], failure["reason"]
             store.add("readers", int(self._rank not in (0, self.failed_rank)))
+        gone = None if self._bulletin is None else self._bulletin.find_gone()
+        if self.failure is None and gone is not None:
+            self.failed_rank, self.failure = gone
         if self._rank != 0 and store.check([_SERVER_LEFT]):
             self._see_server_leave()
 

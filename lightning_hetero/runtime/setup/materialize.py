@@ -1,7 +1,8 @@
 """Give slices their initial values: sent by rank 0, read from a folder, or drawn anew.
 
 A parameter that exists is sent by rank 0, since what the ranks' modules drew may differ. One whose
-slices a run before has kept is cut anew from them, with messages only where owners change. One on
+slices a run before has kept is cut anew from them, with messages only where owners change. One that
+will be recovered, as after the loss of a rank, gets no values yet. One on
 the meta device is read from the `weight_source` of a module, box by box: of a pretrained model a
 rank reads what it owns. One that lies nowhere is drawn by the model's own functions:
 `_init_weights` of the nearest module around it that has this method, as Hugging Face models do, or
@@ -26,7 +27,7 @@ from lightning_hetero.runtime.random_state import preserved_random_state, seed_o
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.weight_sources import BoxReader, WeightSources
-from lightning_hetero.runtime.slices.known_by_shape import StandIn
+from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 from lightning_hetero.runtime.slices.state import gather_rows
 from lightning_hetero.runtime.slices.weights import SliceStore
 
@@ -62,8 +63,11 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     """
     layout = store.layout
     kept = _find_kept(store, comms)
+    awaited = _find_awaited(store, comms)
     absent = [
-        name for name in store.specs if name not in kept and layout.slots[name][0].current.is_meta
+        name
+        for name in store.specs
+        if name not in kept and name not in awaited and layout.slots[name][0].current.is_meta
     ]
     _check_same_everywhere(absent, comms)
     sources = WeightSources(module)
@@ -84,6 +88,10 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     for name in store.specs:
         if name in kept:
             _adopt_kept(store, comms, name, kept[name])
+        elif name in awaited:
+            # What nobody recovers spoils the first loss, for everybody to see.
+            dtype = layout.slots[name][0].current.dtype
+            store.adopt_rows(name, torch.full(store.shape_of(name), torch.nan, dtype=dtype))
         elif name not in readers:
             # What the ranks' modules were initialised to may differ: rank 0's is what counts.
             whole = layout.slots[name][0].current.detach()
@@ -124,6 +132,13 @@ def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
             "on none."
         )
     return found
+
+
+def _find_awaited(store: SliceStore, comms: Communicators) -> frozenset[str]:
+    """Return the parameters whose values will be recovered, on any rank: then nobody's count."""
+    slots = store.layout.slots
+    own = [name for name in store.specs if isinstance(slots[name][0].current, Awaited)]
+    return frozenset(name for names in comms.gather_objects(own) for name in names)
 
 
 def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandIn) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASKS_FOR_NO_VALUE",
+    "Awaited",
     "KnownByShape",
     "StandIn",
     "hide_again",
@@ -118,6 +119,22 @@ class StandIn(KnownByShape):
         memo[id(self)] = copy = type(self).of(self.store, self.parameter)
         copy.requires_grad = self.requires_grad
         return copy
+
+
+class Awaited(KnownByShape):
+    """Stands in a module for a parameter whose values are recovered when it is cut again."""
+
+    @classmethod
+    def like(cls, master: Tensor, name: str, shape: tuple[int, ...]) -> Self:
+        """Return what stands for a parameter of which this rank had a slice."""
+        whole = torch.empty(shape, dtype=master.dtype, device="meta")
+        made: Self = torch.Tensor._make_subclass(cls, whole, master.requires_grad)
+        made._whole = whole
+        made._refusal = (
+            f"Parameter {name} is used between two generations of a run, where its values are "
+            "still to be recovered. Use it from on_train_start on."
+        )
+        return made
 
 
 def hide_values(parameter: Any, shape: tuple[int, ...], refusal: str) -> None:

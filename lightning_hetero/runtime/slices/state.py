@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.slices.known_by_shape import StandIn
+from lightning_hetero.runtime.setup.layout import Slot
+from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "load_module_state",
     "scatter_optimizer_state",
     "spread_whole",
+    "stand_for_awaited",
     "whole_module_state",
 ]
 
@@ -146,6 +148,15 @@ def leave_stand_ins(store: SliceStore) -> None:
         for slot in slots:
             if slot.current is store.masters[name]:
                 slot.put(stand_in)
+
+
+def stand_for_awaited(store: SliceStore) -> list[tuple[Slot, Awaited]]:
+    """Return what is to stand in each slot for values that will be recovered."""
+    found = []
+    for name, slots in store.layout.slots.items():
+        awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
+        found += [(slot, awaited) for slot in slots]
+    return found
 
 
 def _names_of(store: SliceStore, optimizer: torch.optim.Optimizer) -> list[str]:

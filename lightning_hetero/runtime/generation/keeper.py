@@ -1,0 +1,309 @@
+"""The process that keeps a worker: starts it, tells the others at once when it dies, stays itself.
+
+Launchers end or restart all processes when one of theirs ends. So the one that they start becomes a
+keeper, by `exec` and under the same process id, and the true worker is its child: a worker that
+dies alone is no event for the launcher. A keeper
+
+- starts its workers, which run the same script again; they die with it (`PR_SET_PDEATHSIG`),
+- hands signals on to them,
+- serves the store if it is rank 0's and torchrun's agent doesn't,
+- says in the membership when a worker has died, and why, and ends one that others have given up,
+- ends when its workers have ended and training has: with 0 if it has come to its end, or else with
+  a worker's code, for the launcher to act on.
+
+It imports torch after its workers have started, and Lightning never. Linux only.
+"""
+
+import ctypes
+import enum
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = [
+    "KEPT",
+    "Assignment",
+    "Keeper",
+    "Worker",
+    "be_kept",
+    "become_keeper",
+    "block_signals",
+    "tell_keeper",
+]
+
+KEPT = "LIGHTNING_HETERO_KEPT"
+"""Set in a worker's environment: where to tell its keeper which member of which store it is."""
+_ASSIGNMENT = "LIGHTNING_HETERO_KEEPER"
+_LOOK_S = 0.2
+"""How often it looks into the store."""
+_HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_FROM_TERMINAL = 0x80
+"""`si_code` of what the system itself sends: to the whole process group, so to workers as well."""
+_AT_ONCE = {0, 14}
+"""Exit codes that all ranks end with: done, and agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a keeper has to do."""
+
+    command: list[str]
+    """Starts a worker."""
+    workers: list[dict[str, str]]
+    """What each worker's environment has besides this process's."""
+    address: str
+    """Where the store is served."""
+    port: int
+    serves: bool
+    """Whether this keeper serves it."""
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    """Where Python finds modules."""
+
+
+def become_keeper(assignment: Assignment) -> NoReturn:
+    """Replace this process by a keeper, which has the same process id and nothing else of it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = f"import sys; sys.path[:] = {assignment.path!r}; from {__name__} import main; main()"
+    environment = os.environ | {_ASSIGNMENT: json.dumps(asdict(assignment))}
+    os.execve(sys.executable, [sys.executable, "-c", code], environment)
+
+
+def tell_keeper(prefix: str, number: int) -> None:
+    """Tell this worker's keeper, if it has one, which member it is.
+
+    Args:
+        prefix: Of the membership in the store.
+        number: The member's.
+    """
+    descriptor = int(os.environ.get(KEPT, "-1"))
+    if descriptor >= 0:
+        with suppress(OSError):
+            os.write(descriptor, json.dumps([prefix, number]).encode() + b"\n")
+
+
+class Worker:
+    """A child and what is known of it.
+
+    Args:
+        start: Starts it: returns its process id, given the variables that its environment has
+            besides this process's, and a descriptor that it inherits.
+    """
+
+    def __init__(self, start: Callable[[dict[str, str], int], int]) -> None:
+        self._told, write = os.pipe()
+        os.set_blocking(self._told, False)
+        self.pid = start({KEPT: str(write)}, write)
+        os.close(write)
+        self._status: int | None = None
+        self.member: tuple[str, int] | None = None
+        """Prefix of its membership, and its number."""
+        self.is_told = False
+        """Whether the membership knows that it has died."""
+
+    def look(self) -> None:
+        """See whether it has ended, and read what it has told; for one thread."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status if pid else None
+        with suppress(BlockingIOError):
+            lines = os.read(self._told, 65536).splitlines()
+            if lines:
+                prefix, number = json.loads(lines[-1])
+                self.member = prefix, number
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, 128 + n where signal n has ended it; None while it runs."""
+        if self._status is None:
+            return None
+        code = os.waitstatus_to_exitcode(self._status)
+        return code if code >= 0 else 128 - code
+
+    def signal(self, number: int) -> None:
+        """Send it a signal if it runs."""
+        if self._status is None:
+            os.kill(self.pid, number)
+
+    def describe_end(self) -> str:
+        """Say how it has ended."""
+        assert self._status is not None
+        code = os.waitstatus_to_exitcode(self._status)
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"Its process {self.pid} ended with {how}."
+
+
+class _Outlook(enum.Enum):
+    """What the membership says of a run in which a worker has died."""
+
+    GOES_ON = enum.auto()
+    """Others go on."""
+    ENDED = enum.auto()
+    """Others have trained to the end."""
+    OVER = enum.auto()
+    """Nobody is left, or the store isn't."""
+
+
+class Keeper:
+    """See the module's docstring.
+
+    Args:
+        workers: Those that it has started, from the main thread.
+        address: Where the store is served.
+        port: The same.
+        serves: Whether this keeper serves it.
+    """
+
+    def __init__(
+        self, workers: Sequence["Worker"], *, address: str, port: int, serves: bool
+    ) -> None:
+        self._workers = workers
+        self._address, self._port, self._serves = address, port, serves
+        self._woken = threading.Event()
+        self._seen: tuple[int, _Outlook | None] = (0, None)
+        """How many dead workers the membership was told of, and what it then said."""
+
+    def run(self) -> int:
+        """Keep the workers; returns the exit code."""
+        threading.Thread(target=self._watch_store, daemon=True).start()
+        while True:
+            received = signal.sigtimedwait(_HANDED_ON | {signal.SIGCHLD}, _LOOK_S)
+            if received is not None and received.si_signo in _HANDED_ON:
+                if received.si_code != _FROM_TERMINAL:
+                    self._hand_on(received.si_signo)
+                continue
+            for worker in self._workers:
+                worker.look()
+            self._woken.set()
+            code = self._judge()
+            if code is not None:
+                return code
+
+    def _hand_on(self, number: int) -> None:
+        for worker in self._workers:
+            worker.signal(number)
+
+    def _judge(self) -> int | None:
+        """Return the exit code, None while there is more to keep."""
+        dead = self._dead()
+        for worker in dead:
+            if worker.member is None:
+                # It had no part in the run yet, which can't begin without it.
+                return worker.code
+        num_living = sum(worker.code is None for worker in self._workers)
+        if num_living:
+            return None
+        if not dead:
+            return max(worker.code or 0 for worker in self._workers)
+        num_told, outlook = self._seen
+        if num_told < len(dead) or outlook in (None, _Outlook.GOES_ON):
+            return None
+        return 0 if outlook is _Outlook.ENDED else dead[0].code
+
+    def _dead(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.code not in (None, *_AT_ONCE)]
+
+    # -- the thread that waits for the store ------------------------------------------------------
+
+    def _watch_store(self) -> None:
+        """Serve the store, or connect to it, and tell and learn what happens."""
+        importing = threading.Thread(target=_import_slowly)
+        importing.start()
+        importing.join()
+        from datetime import timedelta
+
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        try:
+            store = TCPStore(
+                self._address,
+                self._port,
+                is_master=self._serves,
+                wait_for_workers=False,
+                timeout=timedelta(minutes=10),
+            )
+            while True:
+                self._woken.wait()
+                self._woken.clear()
+                self._look(store)
+        except Exception:
+            # The client's own errors have many types. The run ends with the store.
+            self._seen = len(self._workers), _Outlook.OVER
+
+    def _look(self, store: "Store") -> None:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        from lightning_hetero.runtime.generation import membership
+
+        dead, outlook = self._dead(), None
+        for worker in self._workers:
+            if worker.member is None:
+                continue
+            prefix, number = worker.member
+            of_run = PrefixStore(prefix, store)
+            if worker.code is None:
+                if membership.is_gone(of_run, number):
+                    worker.signal(
+                        signal.SIGKILL
+                    )  # The others have given it up, and it hasn't noticed.
+            elif worker in dead:
+                if not worker.is_told:
+                    membership.tell_gone(of_run, number, worker.describe_end())
+                    worker.is_told = True
+                outlook = _Outlook.OVER
+                if membership.has_ended(of_run):
+                    outlook = _Outlook.ENDED
+                elif membership.is_anybody_left(of_run):
+                    outlook = _Outlook.GOES_ON
+        self._seen = len(dead), outlook
+
+
+def _import_slowly() -> None:
+    """Import torch behind the workers, which import it, too, and have more to do."""
+    os.nice(10)  # On Linux this thread's alone.
+    import torch.distributed  # noqa: F401
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def block_signals() -> None:
+    """Leave a keeper's signals to its loop; before any thread exists, so that none takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON | {signal.SIGCHLD})
+
+
+def be_kept() -> None:
+    """Let this worker die with its keeper, and hear signals again that the keeper blocks."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def main() -> None:
+    """Be a keeper."""
+    block_signals()
+    assignment = Assignment(**json.loads(os.environ.pop(_ASSIGNMENT)))
+
+    def start(own: dict[str, str], environment: dict[str, str], descriptor: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            be_kept()
+            os.set_inheritable(descriptor, True)
+            os.execve(assignment.command[0], assignment.command, os.environ | own | environment)
+        return pid
+
+    workers = [Worker(partial(start, own)) for own in assignment.workers]
+    place = {"address": assignment.address, "port": assignment.port, "serves": assignment.serves}
+    code = Keeper(workers, **place).run()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,297 @@
+"""Who is in a run: generations of members, agreed on in a store that no member serves.
+
+A *member* is one process, with a number of its own for the whole run. A *generation* is the members
+that train together, and in it each has a rank. Who is lost ends a generation, and those who are
+left agree on the next one:
+
+1. every member that has stopped using the old generation's groups says that it is *here*,
+2. a member is *gone* if anybody says so: itself, whoever started it (the system's word), or a
+   member that waits for it and hears no heartbeat,
+3. as soon as each member of the old generation is one of both, any of them proposes those who are
+   here. The first proposal counts (`compare_set`), so there is one next generation or none,
+4. who isn't in it ends. It was frozen or cut off, and the groups and names of its generation are
+   nobody's any more: each generation keeps to a prefix of its own.
+
+The store decides, so two sides of a partition never both train: the one without it can't form a
+generation, and its old one lacks ranks. Where it is served:
+
+- by torchrun's agent, if that shares its store, or by the keeper (`keeper`) of rank 0's process.
+  Either outlives every worker. Who loses that node loses the store; then the run is restarted.
+- torchft's Lighthouse was weighed: a server of its own to start and to find, quorums for replicas
+  of equal shape, and it, too, is one process on one node. c10d's and etcd's rendezvous restart all
+  workers on a change of members; the agent can't be kept out of that. A store needs no other
+  package, is there already, and all it has to do here is to compare and set.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.membership import name_membership
+from lightning_hetero.runtime.generation.keeper import tell_keeper
+from lightning_hetero.runtime.ranks.heartbeat import Silence
+
+__all__ = [
+    "Generation",
+    "Member",
+    "Membership",
+    "has_ended",
+    "is_anybody_left",
+    "is_gone",
+    "open_membership",
+    "silence_of",
+    "tell_gone",
+]
+
+_POLL_S = 0.01
+_NEWEST, _ENDED, _NEWS = "newest", "ended", "news"
+
+
+class Member(NamedTuple):
+    """One process of a run."""
+
+    number: int
+    """Its own for the whole run, also after it is lost."""
+    node: str
+    """Names its node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Members that train together."""
+
+    number: int
+    members: tuple[Member, ...]
+    """By rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def rank_of(self, number: int) -> int | None:
+        """Return a member's rank, None if it isn't in here."""
+        return next((r for r, item in enumerate(self.members) if item.number == number), None)
+
+    def local_rank_of(self, global_rank: int) -> int:
+        """Return the place of a rank among those of its node."""
+        node = self.members[global_rank].node
+        return sum(item.node == node for item in self.members[:global_rank])
+
+    def without(self, other: "Generation") -> tuple[int, ...]:
+        """Return the ranks in here whose members aren't in another generation."""
+        kept = {item.number for item in other.members}
+        return tuple(r for r, item in enumerate(self.members) if item.number not in kept)
+
+
+def tell_gone(store: Store, member: int, reason: str) -> None:
+    """Say that a member is gone and won't be back; the first reason counts.
+
+    Args:
+        store: The membership's.
+        member: Its number.
+        reason: Why.
+    """
+    store.compare_set(_gone(member), "", reason)
+    store.add(_NEWS, 1)
+
+
+def has_ended(store: Store) -> bool:
+    """Whether some member has trained to the end."""
+    return bool(store.check([_ENDED]))
+
+
+def is_gone(store: Store, member: int) -> bool:
+    """Whether anybody has said that a member is gone."""
+    return bool(store.check([_gone(member)]))
+
+
+def is_anybody_left(store: Store) -> bool:
+    """Whether a member of the newest generation isn't gone."""
+    if not store.check([_NEWEST]):
+        return False
+    members = _decode(store.get(f"members/{int(store.get(_NEWEST))}"))
+    return any(not is_gone(store, item.number) for item in members)
+
+
+def open_membership(met: Store, *, number: int, node: str) -> "Membership":
+    """Return a member's part in a new membership; every rank of the first start calls it.
+
+    Its keeper, if it has one, is told, and so are this process's leases.
+
+    Args:
+        met: What the ranks have met in, served by no rank, as `connect_store` returns it.
+        number: This rank.
+        node: Names its node.
+    """
+    assert isinstance(met, PrefixStore)
+    if number == 0:
+        met.set("membership", uuid.uuid4().hex)
+    name = met.get("membership").decode()
+    prefix = f"lightning_hetero/members/{name}"
+    name_membership(name)
+    tell_keeper(prefix, number)
+    # A client of its own, since another one's wait holds up all other calls.
+    own = met.underlying_store.clone()  # type: ignore[attr-defined]
+    return Membership(PrefixStore(prefix, own), number=number, node=node)
+
+
+class Membership:
+    """One member's part in the membership.
+
+    ::
+
+        membership = Membership(store, number=rank, node="0")
+        generation = membership.form(range(world_size), lambda _: False)
+        ...  # a rank is lost
+        generation = membership.form(members, is_silent)
+
+    It is the `Bulletin` of this generation's heartbeats. The store's client is used by the main
+    thread and by theirs, and each call is short.
+
+    Args:
+        store: Served by no member, under a prefix of this run's own.
+        number: This member's.
+        node: Names this member's node.
+        patience_s: How long a generation may take to form, while those that are waited for beat.
+    """
+
+    def __init__(self, store: Store, *, number: int, node: str, patience_s: float = 30.0) -> None:
+        store.set_timeout(timedelta(seconds=patience_s))
+        self._store = store
+        self._own = Member(number, node)
+        self._patience_s = patience_s
+        self.generation: Generation | None = None
+        """The newest one that this member is in."""
+
+    @property
+    def number(self) -> int:
+        """This member's number."""
+        return self._own.number
+
+    def store_of(self, generation: Generation) -> Store:
+        """Return what a generation's ranks meet in; no other generation uses these names.
+
+        A client of its own: whoever waits in it keeps no heartbeat waiting.
+        """
+        own = self._store.clone()  # type: ignore[attr-defined]
+        return PrefixStore(f"generation/{generation.number}", own)
+
+    # -- forming --------------------------------------------------------------------------------
+
+    def form(
+        self, expected: Sequence[int], is_silent: Callable[[int], bool] = lambda _: False
+    ) -> Generation:
+        """Agree with the others on the next generation; called when its last one has failed.
+
+        Args:
+            expected: Numbers of the members that may be in it.
+            is_silent: Tells whether a member, which isn't here yet, has shown no sign of life for
+                too long. Asked again and again.
+
+        Raises:
+            PeerError: The others go on without this member, or the store doesn't answer.
+        """
+        number = 0 if self.generation is None else self.generation.number + 1
+        self._store.set(f"here/{number}/{self.number}", self._own.node)
+        deadline_s = time.monotonic() + self._patience_s
+        while not self._store.check([f"members/{number}"]):
+            here, missing = self._look(number, expected)
+            for other in missing:
+                if is_silent(other):
+                    self.tell_gone(other, "It showed no sign of life.")
+                elif time.monotonic() > deadline_s:
+                    self.tell_gone(other, f"It didn't come within {self._patience_s:.0f} s.")
+            if not missing:
+                self._store.compare_set(f"members/{number}", "", json.dumps(here))
+            else:
+                time.sleep(_POLL_S)
+        return self._enter(number)
+
+    def _look(self, number: int, expected: Sequence[int]) -> tuple[list[Member], list[int]]:
+        """Return who is here and not gone, and who is neither."""
+        here, missing = [], []
+        for other in expected:
+            if self.reason_of(other) is not None:
+                continue
+            key = f"here/{number}/{other}"
+            if self._store.check([key]):
+                here.append(Member(other, self._store.get(key).decode()))
+            else:
+                missing.append(other)
+        return here, missing
+
+    def _enter(self, number: int) -> Generation:
+        members = _decode(self._store.get(f"members/{number}"))
+        formed = Generation(number=number, members=members)
+        if formed.rank_of(self.number) is None:
+            why = self.reason_of(self.number) or "It came too late."
+            raise PeerError(
+                f"The others go on without this process (member {self.number}, generation "
+                f"{number}): {why} It was frozen, or cut off from them; it ends now."
+            )
+        self._store.set(_NEWEST, str(number))
+        self.generation = formed
+        return formed
+
+    # -- who is gone ----------------------------------------------------------------------------
+
+    def tell_gone(self, member: int, reason: str) -> None:
+        """Say that a member is gone and won't be back; the first reason counts."""
+        tell_gone(self._store, member, reason)
+
+    def reason_of(self, member: int) -> str | None:
+        """Return why a member is gone, None if it isn't."""
+        key = _gone(member)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def tell_end(self) -> None:
+        """Say that training has ended as it should."""
+        self._store.set(_ENDED, "")
+
+    def num_news(self) -> int:
+        """Return how often anybody was said to be gone; see `Bulletin`."""
+        return int(self._store.add(_NEWS, 0))
+
+    def find_gone(self) -> tuple[int, str] | None:
+        """Return a rank of this generation that is gone, and why; see `Bulletin`."""
+        members = () if self.generation is None else self.generation.members
+        for rank, member in enumerate(members):
+            reason = self.reason_of(member.number)
+            if reason is not None:
+                return rank, f"Rank {rank} is gone: {reason}"
+        return None
+
+
+def silence_of(
+    beats_of: Callable[[int], int], *, limit_s: float, nap_s: float
+) -> Callable[[int], bool]:
+    """Return what tells whether a rank hasn't beaten for `limit_s` of watching.
+
+    Args:
+        beats_of: Returns how often a rank has beaten.
+        limit_s: How long is too long.
+        nap_s: What a gap between two looks counts at most; see `Silence`.
+    """
+    watched: dict[int, Silence] = {}
+
+    def is_silent(rank: int) -> bool:
+        silence = watched.setdefault(rank, Silence(nap_s))
+        return silence.look(beats_of(rank)) > limit_s
+
+    return is_silent
+
+
+def _gone(member: int) -> str:
+    return f"gone/{member}"
+
+
+def _decode(members: bytes) -> tuple[Member, ...]:
+    return tuple(Member(number, node) for number, node in json.loads(members))

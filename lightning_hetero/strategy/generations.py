@@ -1,0 +1,263 @@
+"""Fit again and again, each time with the ranks that are left, in processes that stay.
+
+The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
+`ElasticRestart(in_place=True)` it first makes the process that was started a keeper
+(`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. There
+a fit that ends because another rank is lost is followed by another one:
+
+1. the old generation's detector is paused and its groups are hung up,
+2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
+3. those who are left form the next generation (`runtime.generation.membership`),
+4. random state, loops and flags are put back to what they were before the first fit,
+5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
+   processes meet, the plan is made for who is left, and the checkpoint gives the state.
+
+A retry inside of the iteration was weighed: it would spare the set-up, but loaders, optimizers,
+loops and callbacks know ranks and shares, and each would need a second way to change them. What
+leads a new process back into the run has led there before, so it leads an old one, too.
+"""
+
+import gc
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation.keeper import KEPT, Assignment, become_keeper
+from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.strategy.run import OutlivesRanks
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_hetero.strategy.hooks import HookedStrategy
+    from lightning_hetero.strategy.processes import StartMethod
+
+__all__ = ["HeteroLauncher", "launcher_of"]
+
+_log = logging.getLogger(__name__)
+_NO_SCRIPT = ("-c", "-", "")
+"""What `sys.argv` begins with where Python runs no file."""
+_MOST_IN_VAIN = 3
+"""Generations in a row that may end before any step is trained: the fault comes back then."""
+
+
+def launcher_of(
+    strategy: "HookedStrategy", start_method: "StartMethod", *, num_nodes: int
+) -> "_MultiProcessingLauncher | HeteroLauncher":
+    """Return what starts the other processes of this node, if nobody else has."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if start_method != "popen":
+        return _MultiProcessingLauncher(strategy, start_method=start_method)
+    num_processes = len(strategy.parallel_devices or ())
+    has_script = sys.argv[0] not in _NO_SCRIPT or num_processes * num_nodes == 1
+    starts_others = not environment.creates_processes_externally
+    if starts_others and (hasattr(sys, "ps1") or not has_script):
+        raise ConfigurationError(
+            "HeteroStrategy starts its other processes by running the script again, and here is "
+            "none (python -c, standard input, a notebook). Give HeteroStrategy("
+            'start_method="fork"), or write the code into a file and run that.'
+        )
+    return HeteroLauncher(strategy, num_processes, num_nodes)
+
+
+class HeteroLauncher(_SubprocessScriptLauncher):
+    """Starts this node's other processes, if nobody else has, and outlives the loss of ranks.
+
+    Args:
+        strategy: Whose launcher it is.
+        num_processes: Processes of this node.
+        num_nodes: Number of nodes.
+    """
+
+    def __init__(self, strategy: "HookedStrategy", num_processes: int, num_nodes: int) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, num_processes, num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        work = partial(function, *args, **kwargs)
+        rule = _rule_of(trainer)
+        if rule is not None:
+            if KEPT not in os.environ:
+                self._be_kept()
+            _set_num_threads_if_needed(num_processes=self.num_processes)
+            if trainer.state.fn == TrainerFn.FITTING:
+                return _Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
+            return work()
+        if self.cluster_environment.creates_processes_externally:
+            return work()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _be_kept(self) -> NoReturn:
+        """Become the keeper of the worker that this process was started to be, or of this node's.
+
+        Raises:
+            ConfigurationError: The system can't do it.
+        """
+        if not sys.platform.startswith("linux"):
+            raise ConfigurationError(
+                f"ElasticRestart(in_place=True) needs Linux, where a worker ends with its keeper; "
+                f"this is {sys.platform}. Leave in_place out."
+            )
+        environment = self.cluster_environment
+        # What this process's first start of Lightning may have set itself isn't the user's.
+        common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        if environment.creates_processes_externally:
+            workers = [common]
+        else:
+            num_ranks = self.num_processes * self.num_nodes
+            common |= {
+                "MASTER_ADDR": environment.main_address,
+                "MASTER_PORT": str(environment.main_port),
+                "NODE_RANK": str(environment.node_rank()),
+                "WORLD_SIZE": str(num_ranks),
+            }
+            workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_first = environment.global_rank() == 0 and environment.node_rank() == 0
+        become_keeper(
+            Assignment(
+                command=[sys.executable, *sys.orig_argv[1:]],
+                workers=workers,
+                address=environment.main_address,
+                port=environment.main_port,
+                serves=is_first and not agent_serves,
+            )
+        )
+
+
+def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:
+    callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    rules = (item for item in callbacks if isinstance(item, OutlivesRanks) and item.in_place)
+    return next(rules, None)
+
+
+class _Generations:
+    """The fits of one `Trainer.fit`.
+
+    Args:
+        strategy: The Trainer's.
+        trainer: Who fits.
+        silence: How late a heartbeat may be.
+    """
+
+    def __init__(
+        self, strategy: "HookedStrategy", trainer: "pl.Trainer", silence: timedelta
+    ) -> None:
+        self._strategy = strategy
+        self._processes = strategy.processes
+        self._trainer: Any = trainer
+        self._num_in_vain = 0
+        self._processes.outlive_ranks(silence)
+
+    def fit(self, work: Callable[[], Any]) -> Any:
+        """Fit until training has ended, whoever is lost on the way."""
+        # Modules and other things that stay: a collection after a loss needn't look at them.
+        gc.collect()
+        gc.freeze()
+        before = _BeforeFit(self._trainer)
+        while True:
+            try:
+                result = work()
+            except Exception as error:
+                lost = self._processes.lost_peer(error)
+                if lost is None or not self._may_go_on(lost):
+                    self._processes.leave_members(error)
+                    raise
+                reason = str(lost)
+            except BaseException as error:
+                if not isinstance(error, AgreedExit):
+                    self._processes.leave_members(error)
+                raise
+            else:
+                self._processes.end_members()
+                return result
+            # Outside of `except`, so that nothing of the old generation is held by its error.
+            self._begin_next(reason, before)
+
+    def _may_go_on(self, lost: PeerError) -> bool:
+        """Whether another generation may do better; says so where not."""
+        trained = self._strategy.has_trained
+        self._num_in_vain = 0 if trained else self._num_in_vain + 1
+        why = ""
+        if not self._strategy.has_begun_training:
+            why = "training hadn't begun"
+        elif self._num_in_vain >= _MOST_IN_VAIN:
+            why = f"{self._num_in_vain} generations in a row have trained no step"
+        if why:
+            _log.warning("Not going on in place, because %s. %s", why, lost)
+        return not why
+
+    def _begin_next(self, reason: str, before: "_BeforeFit") -> None:
+        _log.debug("A generation ends: %s", reason)
+        trainer, module = self._trainer, self._strategy.lightning_module
+        self._processes.leave_generation()
+        self._strategy.await_recovery()
+        trainer._teardown()
+        self._strategy._lightning_module = module
+        call._call_teardown_hook(trainer)
+        gc.collect()
+        old, new, environment = self._processes.join_next_generation()
+        self._strategy.cluster_environment = environment
+        before.put_back(trainer)
+        lost = old.without(new)
+        rank_zero_info(
+            "Generation %s: %s ranks go on in place, because %s", new.number, new.world_size, reason
+        )
+        for callback in trainer.callbacks:
+            notify = getattr(callback, "on_generation", None)
+            if notify is not None:
+                notify(trainer, old, new)
+        _log.debug("Lost ranks %s", lost)
+
+
+class _BeforeFit:
+    """What a Trainer and this process's generators of random numbers were like before a fit.
+
+    Args:
+        trainer: Whose fit begins.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._numpy, self._python = np.random.get_state(), random.getstate()
+        fit_loop = trainer.fit_loop
+        self._epochs = fit_loop.min_epochs, fit_loop.max_epochs
+        self._steps = fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps
+
+    def put_back(self, trainer: Any) -> None:
+        """Make it so again, as in a process that has just come to its fit."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        loop = _FitLoop(trainer, *self._epochs)
+        loop.epoch_loop = _TrainingEpochLoop(trainer, *self._steps)
+        trainer.fit_loop = loop
+        trainer.should_stop = False
+        trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+        trainer.state.stage = RunningStage.TRAINING

@@ -1,0 +1,191 @@
+"""Runs whose ranks are lost, on forks of one process that has imported torch: nothing starts twice.
+
+`play` is a node: a keeper and its workers. Each worker appends to `worker-PID.jsonl` what it
+trained, as `RunLog` does to `events.jsonl`.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
+from lightning_hetero.runtime.generation.keeper import Keeper, Worker, be_kept, block_signals
+from tests.processes import fork_server, free_port, use_default_start_method
+from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
+
+NUM_ROWS = 96
+BATCH = 4
+
+
+class Record(Callback):
+    """Writes down each step, and stays before one until the test lets training go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / f"worker-{os.getpid()}.jsonl"
+        self._limit = folder / "limit"
+        self._samples = 0
+
+    def write(self, **entry: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps({"at_s": time.time(), **entry}) + "\n")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.write(begin=trainer.global_step, rank=trainer.global_rank, size=trainer.world_size)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        self._samples = zlib.crc32(batch[0].numpy().tobytes())
+        while self._limit.exists() and int(self._limit.read_text()) <= trainer.global_step:
+            time.sleep(0.01)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        loss = float(outputs["loss"])
+        self.write(step=trainer.global_step, loss=loss, samples=self._samples)
+
+
+def trainer_of(
+    folder: Path,
+    *,
+    num_ranks: int,
+    num_steps: int,
+    every: int,
+    heartbeat_s: float = 30.0,
+    **more: Any,
+) -> Any:
+    """Return a Trainer as a script would make it."""
+    warnings.simplefilter("ignore")
+    L.seed_everything(3, verbose=False)
+    checkpoint = LayerwiseCheckpoint(
+        folder / "remote", every_n_train_steps=every, local_dir=folder / "disk"
+    )
+    strategy = HeteroStrategy(num_stages=1, timeout=timedelta(minutes=2), **more)
+    options = {**quiet(max_steps=num_steps), "enable_checkpointing": True}
+    elastic = ElasticRestart(in_place=True, heartbeat_timeout=timedelta(seconds=heartbeat_s))
+    callbacks = [checkpoint, elastic, RunLog(folder / "events.jsonl")]
+    return L.Trainer(
+        strategy=strategy, devices=num_ranks, callbacks=[*callbacks, Record(folder)], **options
+    )
+
+
+def train(folder: Path, **options: Any) -> None:
+    """Be a worker."""
+    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=BATCH, shuffle=True)
+    trainer_of(folder, **options).fit(ToyModule(ToyOptions(num_layers=4)), loader)
+
+
+def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
+    """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
+    use_default_start_method()
+    torch.set_num_threads(1)
+    log = (folder / "log").open("a")
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log.fileno(), stream.fileno())
+    block_signals()
+    port = free_port()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
+
+    def start(rank: int, environment: dict[str, str], _: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            be_kept()
+            os.environ |= environment | {"LOCAL_RANK": str(rank), "RANK": str(rank)}
+            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+            try:
+                work()
+                code = 0
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stderr.flush()
+            os._exit(code)
+        return pid
+
+    workers = [Worker(partial(start, rank)) for rank in range(num_ranks)]
+    os._exit(Keeper(workers, address="127.0.0.1", port=port, serves=True).run())
+
+
+class Node:
+    """A node under a test's control."""
+
+    def __init__(self, folder: Path, num_ranks: int, **options: Any) -> None:
+        self.folder = folder
+        folder.mkdir()
+        work = partial(train, folder, num_ranks=num_ranks, **options)
+        self.process = fork_server().Process(target=play, args=(folder, num_ranks, work))
+        self.process.start()
+
+    def let_go_on_to(self, step: int) -> None:
+        """Stop before the step after this one."""
+        temporary = self.folder / "limit.new"
+        temporary.write_text(str(step))
+        temporary.rename(self.folder / "limit")
+
+    def pid_of(self, rank: int) -> int:
+        """Return the process that has been a rank since the start."""
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def strike(self, rank: int, number: int = signal.SIGKILL) -> float:
+        """Send a signal to a worker, named by its first rank; returns when."""
+        os.kill(self.pid_of(rank), number)
+        return time.time()
+
+    def records(self, rank: int) -> list[dict[str, Any]]:
+        """Return what a worker, named by its first rank, has written."""
+        if not (self.folder / f"pid-{rank}").exists():
+            return []
+        path = self.folder / f"worker-{self.pid_of(rank)}.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_step(self, rank: int, step: int, timeout_s: float = 300.0) -> dict[str, Any]:
+        """Return what a worker wrote of a step, the last time that it trained it."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and self.process.exitcode is None:
+            found = [item for item in self.records(rank) if item.get("step") == step]
+            if found:
+                return found[-1]
+            time.sleep(0.01)
+        raise AssertionError(f"rank {rank} didn't train step {step}:\n{self.log()}")
+
+    def log(self) -> str:
+        """Return what its processes printed."""
+        return (self.folder / "log").read_text()[-6000:]
+
+    def wait_for_end(self) -> int:
+        """Return the keeper's exit code."""
+        self.process.join(300.0)
+        assert self.process.exitcode is not None, self.log()
+        return int(self.process.exitcode)
+
+
+@contextmanager
+def playing(folder: Path, num_ranks: int, **options: Any) -> Iterator[Node]:
+    """Give a node; what is left of it ends with the context."""
+    node = Node(folder, num_ranks, **options)
+    try:
+        yield node
+    finally:
+        node.process.kill()
+        node.process.join()
+
+
+assert multiprocessing  # The fork server of `tests.processes` starts nodes.
