@@ -211,7 +211,6 @@ class _Generations:
         return not why
 
     def _begin_next(self, reason: str, before: "_BeforeFit") -> None:
-        _log.debug("A generation ends: %s", reason)
         trainer, module = self._trainer, self._strategy.lightning_module
         self._processes.leave_generation()
         self._strategy.await_recovery()
@@ -221,16 +220,19 @@ class _Generations:
         gc.collect()
         old, new, environment = self._processes.join_next_generation()
         self._strategy.cluster_environment = environment
+        self._strategy.set_world_ranks()
         before.put_back(trainer)
-        lost = old.without(new)
         rank_zero_info(
-            "Generation %s: %s ranks go on in place, because %s", new.number, new.world_size, reason
+            "Generation %s: %s ranks go on without ranks %s of the one before, in place. %s",
+            new.number,
+            new.world_size,
+            list(old.without(new)),
+            reason,
         )
         for callback in trainer.callbacks:
             notify = getattr(callback, "on_generation", None)
             if notify is not None:
                 notify(trainer, old, new)
-        _log.debug("Lost ranks %s", lost)
 
 
 class _BeforeFit:

@@ -44,6 +44,7 @@ from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
+from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.strategy.engine_options import EngineOptions
 from lightning_hetero.strategy.generations import launcher_of
@@ -360,7 +361,8 @@ class HeteroStrategy(HookedStrategy):
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
         seed = self.broadcast(torch.initial_seed() % 2**31)
-        engine = self._options.make_engine(facts, plans, precision, seed=seed)
+        with undone_if_it_fails(self._module):
+            engine = self._options.make_engine(facts, plans, precision, seed=seed)
         self._slices.begin(engine, trains=trains)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:
