@@ -54,7 +54,7 @@ from lightning_hetero.checkpoint import (
     recover,
 )
 from lightning_hetero.checkpoint.retry import local_folder
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import GroupTransport
 
 if TYPE_CHECKING:
@@ -212,6 +212,11 @@ class LayerwiseCheckpoint(Checkpoint):
         goes_on = strategy is not None and strategy.awaits_recovery
         looks = self._resume or goes_on
         recovered = recover(owned.needs(), joined.tiers, **seen) if looks else None
+        if recovered is None and goes_on:
+            raise CheckpointError(
+                "A rank was lost before any checkpoint was complete, so there is nothing to go on "
+                "from in place. Start again."
+            )
         self._start = begin_run(joined.tiers, recovered=recovered, anew=not looks, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step

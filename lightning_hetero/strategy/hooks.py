@@ -22,7 +22,6 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
@@ -277,11 +276,6 @@ class HookedStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        if self._slices.awaits_recovery:
-            raise CheckpointError(
-                "A rank was lost before any checkpoint was complete, so there is nothing to go on "
-                "from in place. Start again."
-            )
         self.has_begun_training = True
         self.engine.mark_weights_stale()
 
@@ -370,7 +364,9 @@ class HookedStrategy(ParallelStrategy):
         """Let go of what was set up, because a rank is lost; the next set-up recovers the state."""
         self._failed, self.has_trained = True, False
         self._slices.await_recovery()
-        self.optimizers = []  # `teardown` would move their state to the CPU.
+        # Else `teardown` would move their state to the CPU, and the old engine stay in memory.
+        self.optimizers = []
+        self._dealer = self._steps = self._memory = None
 
     @property
     def awaits_recovery(self) -> bool:

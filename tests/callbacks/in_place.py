@@ -40,23 +40,34 @@ class Record(Callback):
     def __init__(self, folder: Path) -> None:
         self._file = folder / f"worker-{os.getpid()}.jsonl"
         self._limit = folder / "limit"
-        self._samples = 0
+        self._dies = folder / "dies-in-set-up"
+        self._rows: list[int] = []
+        self._num_fits = 0
 
     def write(self, **entry: Any) -> None:
         with self._file.open("a") as file:
             file.write(json.dumps({"at_s": time.time(), **entry}) + "\n")
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._num_fits += 1
+        if self._num_fits > 1 and self._dies.exists() and self._dies.read_text() == _first_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.write(begin=trainer.global_step, rank=trainer.global_rank, size=trainer.world_size)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
-        self._samples = zlib.crc32(batch[0].numpy().tobytes())
+        self._rows = [zlib.crc32(row.numpy().tobytes()) for row in batch[0]]
         while self._limit.exists() and int(self._limit.read_text()) <= trainer.global_step:
             time.sleep(0.01)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         loss = float(outputs["loss"])
-        self.write(step=trainer.global_step, loss=loss, samples=self._samples)
+        self.write(step=trainer.global_step, loss=loss, rows=self._rows)
+
+
+def _first_rank() -> str:
+    return os.environ["FIRST_RANK"]
 
 
 def trainer_of(
@@ -85,8 +96,27 @@ def trainer_of(
 
 def train(folder: Path, **options: Any) -> None:
     """Be a worker."""
-    loader = StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=BATCH, shuffle=True)
-    trainer_of(folder, **options).fit(ToyModule(ToyOptions(num_layers=4)), loader)
+    trainer = trainer_of(folder, **options)
+    trainer.fit(ToyModule(ToyOptions(num_layers=4)), loader(BATCH))
+
+
+def loader(batch_size: int) -> StatefulDataLoader[Any]:
+    """Return a loader of so many samples a rank, in the same order for any number of ranks."""
+    return StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=batch_size)
+
+
+def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
+    """Return the losses of plain Lightning, on one device that gets all ranks' samples."""
+    losses: list[float] = []
+
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(**quiet(max_steps=num_steps, callbacks=[Losses()]))
+    trainer.fit(ToyModule(ToyOptions(num_layers=4)), loader(BATCH * num_ranks))
+    return losses
 
 
 def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
@@ -106,6 +136,7 @@ def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
         if pid == 0:
             be_kept()
             os.environ |= environment | {"LOCAL_RANK": str(rank), "RANK": str(rank)}
+            os.environ["FIRST_RANK"] = str(rank)
             (folder / f"pid-{rank}").write_text(str(os.getpid()))
             try:
                 work()

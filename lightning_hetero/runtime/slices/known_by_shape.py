@@ -46,6 +46,7 @@ _OWN: frozenset[Any] = frozenset(
     {
         *_getters("requires_grad", "grad", "grad_fn", "retains_grad", "is_leaf", "dtype", "layout"),
         *_getters("device", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_nested", "itemsize"),
+        *_getters("_backward_hooks", "_post_accumulate_grad_hooks"),
         *(vars(torch._C.TensorBase)[name].__set__ for name in ("requires_grad", "grad")),
         *(Tensor.element_size, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.__hash__),
         *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),

@@ -1,0 +1,67 @@
+"""Ranks are lost, and the others go on in the processes that they are in."""
+
+import signal
+
+from collections import defaultdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_hetero.callbacks import ElasticRestart
+from lightning_hetero.callbacks.run_log import read_log
+from lightning_hetero.core.errors import ConfigurationError
+from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+
+NUM_RANKS, NUM_STEPS = 4, 20
+
+
+def trained(node: Node) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return what all ranks wrote of each step, by (ranks that trained it, step)."""
+    found: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for rank in range(NUM_RANKS):
+        size = 0
+        for item in node.records(rank):
+            size = item.get("size", size)
+            if "step" in item:
+                found[size, item["step"]].append(item)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path) -> None:
+    """SIGKILL of rank 0, of another one during the recovery, and SIGSTOP of a third."""
+    expected = undisturbed(NUM_RANKS, NUM_STEPS)
+    with playing(
+        tmp_path / "run", NUM_RANKS, num_steps=NUM_STEPS, every=4, heartbeat_s=12.0
+    ) as node:
+        node.let_go_on_to(6)
+        node.wait_for_step(1, 6)
+        (node.folder / "dies-in-set-up").write_text("1")
+        node.strike(0)
+        node.let_go_on_to(14)
+        node.wait_for_step(3, 14)
+        node.strike(2, signal.SIGSTOP)
+        node.let_go_on_to(NUM_STEPS)
+        assert node.wait_for_end() == 0, node.log()
+        steps = trained(node)
+        events = [item for item in read_log(node.folder / "events.jsonl")]
+    assert {step for _, step in steps} == set(range(1, NUM_STEPS + 1))
+    for (size, step), items in steps.items():
+        assert len(items) == size, f"step {step} was trained by {len(items)} of {size} ranks"
+        assert [i["loss"] for i in items] == pytest.approx([expected[step - 1]] * size, rel=1e-5)
+        rows = [row for item in items for row in item["rows"]]
+        assert len(rows) == len(set(rows)) == BATCH * NUM_RANKS
+    # Each worker has been one process all the time, and the log says who was lost.
+    assert [len([i for i in node.records(3) if "begin" in i])] == [3]
+    noted = [item for item in events if item["event"] == "generation"]
+    assert [(sorted(item["lost"]), item["ranks"]) for item in noted] == [([0, 1], 2), ([2], 1)]
+    assert all(item["idle_s"] > 0 for item in noted)
+
+
+def test_bad_options_say_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match="heartbeat_timeout is"):
+        ElasticRestart(in_place=True, heartbeat_timeout=timedelta(0))
