@@ -188,9 +188,10 @@ class LayerwiseCheckpoint(Checkpoint):
         if not self._resume:
             refuse_under_torchrun()
         if stage == "fit":
+            # Ranks that were lost may have left one alone.
+            self._transport = SoloTransport()
             if trainer.world_size > 1:
-                strategy = run_of(trainer).strategy
-                opened = None if strategy is None else strategy.processes.comms.connections
+                opened = None if run.strategy is None else run.strategy.processes.comms.connections
                 self._transport = GroupTransport(self._timeout, opened)
             if not self._skip_unreadable:
                 # Before anything is planned or measured.

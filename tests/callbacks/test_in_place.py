@@ -1,7 +1,6 @@
 """Ranks are lost, and the others go on in the processes that they are in."""
 
 import signal
-
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
         node.let_go_on_to(NUM_STEPS)
         assert node.wait_for_end() == 0, node.log()
         steps = trained(node)
-        events = [item for item in read_log(node.folder / "events.jsonl")]
+        events = list(read_log(node.folder / "events.jsonl"))
     assert {step for _, step in steps} == set(range(1, NUM_STEPS + 1))
     for (size, step), items in steps.items():
         assert len(items) == size, f"step {step} was trained by {len(items)} of {size} ranks"
