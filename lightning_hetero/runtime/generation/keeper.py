@@ -303,7 +303,7 @@ def main() -> None:
         return pid
 
     workers = [Worker(partial(start, own)) for own in assignment.workers]
-    place = {"address": assignment.address, "port": assignment.port, "serves": assignment.serves}
-    code = Keeper(workers, **place).run()
-    sys.stdout.flush()
-    os._exit(code)
+    keeper = Keeper(
+        workers, address=assignment.address, port=assignment.port, serves=assignment.serves
+    )
+    os._exit(keeper.run())
