@@ -244,7 +244,7 @@ class _BeforeFit:
 
     def __init__(self, trainer: Any) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         self._numpy, self._python = np.random.get_state(), random.getstate()
         fit_loop = trainer.fit_loop
         self._epochs = fit_loop.min_epochs, fit_loop.max_epochs

@@ -108,9 +108,9 @@ class HookedStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        environment = self.cluster_environment
-        is_member = isinstance(environment, GenerationEnvironment)
-        index = environment.device_index if is_member else self.local_rank
+        environment, index = self.cluster_environment, self.local_rank
+        if isinstance(environment, GenerationEnvironment):
+            index = environment.device_index
         return device_of(self.parallel_devices, index)
 
     @property

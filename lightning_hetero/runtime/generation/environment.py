@@ -20,15 +20,13 @@ class GenerationEnvironment(ClusterEnvironment):
     """
 
     def __init__(self, first: ClusterEnvironment, generation: Generation, number: int) -> None:
-        if isinstance(first, GenerationEnvironment):
-            first, self.device_index = first.first, first.device_index
-        else:
-            self.device_index = first.local_rank()
-            """Of this process's device among its node's: it stays while local ranks change."""
+        before = first if isinstance(first, GenerationEnvironment) else None
+        self.first: ClusterEnvironment = first if before is None else before.first
+        self.device_index: int = first.local_rank() if before is None else before.device_index
+        """Of this process's device among its node's: it stays while local ranks change."""
         rank = generation.rank_of(number)
         assert rank is not None
         nodes = list(dict.fromkeys(item.node for item in generation.members))
-        self.first = first
         self._global_rank, self._world_size = rank, generation.world_size
         self._local_rank = generation.local_rank_of(rank)
         self._node_rank = nodes.index(generation.members[rank].node)

@@ -1,0 +1,115 @@
+"""A keeper and its workers, as small processes."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.runtime.generation.keeper import (
+    KEPT,
+    Keeper,
+    Worker,
+    be_kept,
+    block_signals,
+    tell_keeper,
+)
+from lightning_hetero.runtime.generation.membership import Membership
+from tests.processes import fork_server, free_port
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < deadline_s, "nothing came"
+        time.sleep(0.02)
+
+
+def keep(folder: Path, port: int, codes: list[int | None]) -> None:
+    """Keep members that end with these codes, or stay until a signal has come."""
+    block_signals()
+
+    def be_worker(rank: int) -> int:
+        def note(number: int, _: object) -> None:
+            (folder / f"signal-{rank}").write_text(str(number))
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, note)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        members = dist.PrefixStore("members", store)
+        tell_keeper("members", rank)
+        member = Membership(members, number=rank, node="a", patience_s=60.0)
+        member.form(range(len(codes)))
+        (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        code = codes[rank]
+        while code is None:
+            time.sleep(0.01)
+            if (folder / "ends").exists():
+                member.tell_end()
+                code = 0
+        return code
+
+    def start(rank: int, environment: dict[str, str], _: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            be_kept()
+            os.environ[KEPT] = environment[KEPT]
+            os._exit(be_worker(rank))
+        return pid
+
+    workers = [Worker(partial(start, rank)) for rank in range(len(codes))]
+    os._exit(Keeper(workers, address="127.0.0.1", port=port, serves=True).run())
+
+
+def start(folder: Path, codes: list[int | None]):
+    process = fork_server().Process(target=keep, args=(folder, free_port(), codes))
+    process.start()
+    wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(len(codes))))
+    return process
+
+
+def is_running(folder: Path, rank: int) -> bool:
+    pid = int((folder / f"pid-{rank}").read_text())
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="keepers are for Linux")
+def test_a_worker_that_dies_alone_is_no_event_for_whoever_started_the_keeper(
+    tmp_path: Path,
+) -> None:
+    keeper = start(tmp_path, [3, None])
+    wait_until(lambda: not is_running(tmp_path, 0))
+    assert keeper.exitcode is None
+    (tmp_path / "ends").touch()
+    keeper.join(120.0)
+    assert keeper.exitcode == 0
+
+
+def test_where_nobody_goes_on_the_launcher_hears_the_first_code(tmp_path: Path) -> None:
+    keeper = start(tmp_path, [3, 4])
+    keeper.join(120.0)
+    assert keeper.exitcode == 3
+
+
+def test_signals_reach_the_workers_which_never_outlive_their_keeper(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    told, killed = start(tmp_path / "a", [None, None]), start(tmp_path / "b", [None, None])
+    os.kill(told.pid, signal.SIGTERM)
+    os.kill(killed.pid, signal.SIGKILL)
+    told.join(120.0)
+    assert told.exitcode == 0
+    for rank in range(2):
+        assert (tmp_path / "a" / f"signal-{rank}").read_text() == str(int(signal.SIGTERM))
+        wait_until(lambda rank=rank: not is_running(tmp_path / "b", rank))
+    killed.join()

@@ -1,0 +1,102 @@
+"""Members of one process, each in a thread, agree on generations in one store."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.runtime.generation.membership import (
+    Generation,
+    Membership,
+    has_ended,
+    is_anybody_left,
+    is_gone,
+    silence_of,
+)
+
+
+def members(store: dist.Store, count: int = 4) -> list[Membership]:
+    nodes = ["a", "a", "b", "b"]
+    return [Membership(store, number=n, node=nodes[n], patience_s=20.0) for n in range(count)]
+
+
+def form(taking_part: list[Membership], expected: range = range(4)) -> list[Generation]:
+    with ThreadPoolExecutor(len(taking_part)) as threads:
+        return list(threads.map(lambda member: member.form(expected), taking_part))
+
+
+def test_those_who_are_left_agree_on_one_generation_and_keep_their_order() -> None:
+    store = dist.HashStore()
+    everyone = members(store)
+    first = form(everyone)
+    assert len({str(item) for item in first}) == 1
+    assert first[0].world_size == 4
+    everyone[0].tell_gone(1, "Its process 7 ended with SIGKILL.")
+    assert everyone[2].find_gone() == (1, "Rank 1 is gone: Its process 7 ended with SIGKILL.")
+    left = [everyone[0], everyone[2], everyone[3]]
+    second = form(left)
+    assert [item.number for item in second] == [1, 1, 1]
+    assert [second[0].rank_of(number) for number in range(4)] == [0, None, 1, 2]
+    assert [second[0].local_rank_of(rank) for rank in range(3)] == [0, 0, 1]
+    assert first[0].without(second[0]) == (1,)
+    # Nobody of this generation is gone.
+    assert everyone[3].find_gone() is None
+
+
+def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> None:
+    store = dist.HashStore()
+    everyone = members(store)
+    form(everyone)
+    frozen = everyone.pop(2)
+    with ThreadPoolExecutor(3) as threads:
+        formed = threads.map(lambda m: m.form(range(4), lambda number: number == 2), everyone)
+    assert {item.world_size for item in formed} == {3}
+    with pytest.raises(PeerError, match=r"The others go on without this process \(member 2"):
+        frozen.form(range(4))
+    # Nor under the old names: those of each generation begin with its number.
+    assert is_gone(store, 2)
+    assert is_anybody_left(store)
+
+
+def test_a_member_that_dies_after_it_was_here_is_in_no_generation() -> None:
+    store = dist.HashStore()
+    everyone = members(store)
+    form(everyone)
+    store.set("here/1/3", "b")
+    everyone[0].tell_gone(3, "It died while the others came.")
+    assert {item.world_size for item in form(everyone[:3])} == {3}
+
+
+def test_who_was_cut_off_from_the_store_forms_nothing() -> None:
+    class Unreachable(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("no route to host")
+
+    lone = Membership(Unreachable(), number=0, node="a")
+    with pytest.raises(dist.DistNetworkError):
+        lone.form(range(1))
+    assert lone.generation is None
+
+
+def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
+    store = dist.HashStore()
+    assert not is_anybody_left(store)
+    everyone = members(store, 2)
+    form(everyone, range(2))
+    assert is_anybody_left(store)
+    everyone[0].tell_gone(0, "x")
+    everyone[0].tell_gone(1, "x")
+    assert not is_anybody_left(store)
+    assert not has_ended(store)
+    everyone[1].tell_end()
+    assert has_ended(store)
+
+
+def test_silence_counts_only_without_beats() -> None:
+    beats = {0: 0, 1: 0}
+    is_silent = silence_of(beats.__getitem__, limit_s=-1.0, nap_s=0.0)
+    assert is_silent(1), "no time passed, but the limit is below it"
+    patient = silence_of(beats.__getitem__, limit_s=timedelta(hours=1).total_seconds(), nap_s=1.0)
+    assert not patient(0)
