@@ -8,6 +8,7 @@ results by rank.
 
 import contextlib
 import gc
+import multiprocessing as mp
 import os
 import socket
 import traceback
@@ -15,8 +16,6 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
-
-import torch.multiprocessing as mp
 
 from tests.fast_python import fast_python
 

@@ -7,7 +7,6 @@ simulating never load torch.
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 import warnings
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_hetero.core.errors import HeteroError
+from lightning_hetero.core.versions import installed_version
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="lightning-hetero",
         description="Plan, simulate and look after training on unequal GPUs.",
     )
-    version = importlib.metadata.version("lightning-hetero")
+    version = installed_version("lightning-hetero")
     parser.add_argument("--version", action="version", version=f"lightning-hetero {version}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = words[0] if words and words[0] in _COMMANDS else None

@@ -6,7 +6,6 @@ and all of it must be readable with `weights_only=True`, so there is no pickle o
 
 import random
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +17,7 @@ from lightning.pytorch.trainer import call
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import Recovered
+from lightning_hetero.core.versions import installed_version
 
 __all__ = [
     "begin_next_epoch",
@@ -45,7 +45,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": version("lightning"),
+        "pytorch-lightning_version": installed_version("lightning"),
         "state_dict": _buffers(module, owned),
         "loops": _loops(trainer),
         "callbacks": call._call_callbacks_state_dict(trainer),

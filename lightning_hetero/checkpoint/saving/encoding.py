@@ -9,7 +9,6 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from lightning_hetero.checkpoint.parts import BLOCK_BYTES, BlockChecksums
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.versions import installed_version
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
 __all__ = ["DTYPE_NAMES", "FileBody", "encode_metadata", "encode_part", "make_manifest"]
@@ -225,10 +225,5 @@ def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for package in ("lightning-hetero", "lightning", "torch", "safetensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "unknown"
-    return versions
+    packages = ("lightning-hetero", "lightning", "torch", "safetensors")
+    return {package: installed_version(package) for package in packages}

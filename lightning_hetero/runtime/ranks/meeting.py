@@ -18,12 +18,12 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.versions import installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
 __all__ = [
@@ -178,13 +178,8 @@ _PACKAGES = ("lightning_hetero", "torch", "lightning", "torchmetrics", "numpy")
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    python = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    return python | {name: installed_version(name, otherwise="not installed") for name in _PACKAGES}
 
 
 def _text_of(fact: object) -> str:

@@ -7,7 +7,6 @@ reference model's (`model_shard`).
 """
 
 import datetime
-import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
+from lightning_hetero.core.versions import installed_version
 from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 
@@ -62,7 +62,7 @@ def current_versions() -> dict[str, str]:
     """Return the versions that make a profile stale when they change."""
     return {
         "torch": torch.__version__,
-        "lightning-hetero": importlib.metadata.version("lightning-hetero"),
+        "lightning-hetero": installed_version("lightning-hetero"),
     }
 
 

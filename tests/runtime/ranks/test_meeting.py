@@ -39,12 +39,12 @@ def disagree(rank: int) -> list[str]:
         fit_with(rank, OTHER if odd else STAGES, {}, 2),
         fit_with(rank, STAGES, {"num_microbatches": 3 if odd else 2}, 2),
     ]
-    known = meeting.version
+    known = meeting.installed_version
 
-    def version(name: str) -> str:
-        return "1.2.3" if odd and name == "torch" else known(name)
+    def version(name: str, **options: str) -> str:
+        return "1.2.3" if odd and name == "torch" else known(name, **options)
 
-    with mock.patch.object(meeting, "version", version):
+    with mock.patch.object(meeting, "installed_version", version):
         texts.append(fit_with(rank, STAGES, {}, 2))
     return texts
 
