@@ -29,6 +29,8 @@ class Drill:
     """A run to watch."""
 
     faults: tuple[Fault, ...] = ()
+    num_layers: int = 1
+    """More than a stage needs would take no longer in virtual time."""
     num_stages: int = 1
     num_microbatches: int = 8
     num_steps: int = 60
@@ -158,13 +160,14 @@ def run(rank: int, drill: Drill, folder: str) -> Seen:
 def strategy_of(drill: Drill) -> Any:
     if drill.strategy != "hetero":
         return drill.strategy
-    plan = ParallelPlan.even(world_size=drill.world_size, num_layers=4, num_stages=drill.num_stages)
+    sizes = {"num_layers": drill.num_layers, "num_stages": drill.num_stages}
+    plan = ParallelPlan.even(world_size=drill.world_size, **sizes)
     return HeteroStrategy(plan=plan, num_microbatches=drill.num_microbatches)
 
 
 def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedModule:
     if drill.is_packed:
-        packed = PackedModule(Case(model="packed", num_layers=4))
+        packed = PackedModule(Case(model="packed", num_layers=drill.num_layers))
         rows = Rows(lengths_of(20 * drill.num_steps, longest=30))
         ahead = AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0)
         trainer.fit(
@@ -174,7 +177,7 @@ def fit(trainer: L.Trainer, drill: Drill, time: VirtualTime) -> Timed | PackedMo
             ),
         )
         return packed
-    module = Timed(ToyOptions(num_layers=4))
+    module = Timed(ToyOptions(num_layers=drill.num_layers))
     module.time = time
     num_rows = drill.batch_size * drill.num_pipelines * drill.num_steps
     trainer.fit(module, loader(num_rows, drill.batch_size))

@@ -49,7 +49,7 @@ def check_losses(pool: ProcessPool, drill: Drill, folder: Path, seen: Seen) -> N
 def test_a_throttled_link_is_named_and_relieved_until_it_recovers(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    drill = Drill(faults=(SLOW_LINK,), num_stages=2, num_microbatches=4)
+    drill = Drill(faults=(SLOW_LINK,), num_layers=2, num_stages=2, num_microbatches=4)
     seen = watch(pool, drill, tmp_path / "watched")
     found = [event for event in seen.events if isinstance(event, FindingEvent)]
     assert [(event.kind, event.ranks) for event in found] == [(FindingKind.LINK, (0, 2))]
@@ -95,6 +95,7 @@ def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_
     rank, link = replace(SLOW_RANK, duration=16), replace(SLOW_LINK, start=48, bytes_per_s=2e5)
     drill = Drill(
         faults=(rank, link),
+        num_layers=4,
         num_stages=2,
         is_packed=True,
         num_steps=88,

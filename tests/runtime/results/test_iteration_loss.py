@@ -72,13 +72,12 @@ class RandomlyEmpty(MaskedMean):
     num_target_tokens = None  # type: ignore[assignment]  # The loss alone knows what it left out.
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_hundred_iterations_with_targets_left_out_at_random_stay_those_of_one_device(
+def test_iterations_with_targets_left_out_at_random_stay_those_of_one_device(
     pool: ProcessPool, plan: str
 ) -> None:
-    epochs = 50
+    epochs = 10  # Then the same rows are left out again.
     expected = pool.run(fit, 1, RandomlyEmpty, None, 0, None, epochs)[0]
     for found in pool.run(fit, 2, RandomlyEmpty, PLANS[plan], 0, None, epochs):
         assert all(np.isfinite(value).all() for value in found["weights"].values())
