@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Most tests wait for each other's processes, so more of them than cores can run at once.
 WORKERS ?= 4
+# Hundreds of processes would compile the package, each worker the tests, again and again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: install train test test-fast fuzz check format bench docs clean

@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import sys
@@ -20,6 +21,11 @@ hypothesis.settings.load_profile("untimed")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files that hold what takes long."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all modules hold out of each collection of garbage: a tenth of the tests' time."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -152,20 +152,21 @@ def pack_into(
         time_limit_s: Seconds after which the best so far is returned.
     """
     times_s = sequence_times_s(lengths, cost)
+    # HiGHS forgives 1e-6 of any unit, which is much of a millisecond in seconds.
+    unit_s = times_s.max()
     count = len(lengths)
     program = LinearProgram()
     is_free = np.arange(num_microbatches)[None, :] <= np.arange(count)[:, None]
     chosen = program.add_variables(upper=is_free.astype(float).ravel(), integral=True)
     chosen = chosen.reshape(is_free.shape)
-    (longest,) = program.add_variables(upper=below_s * (1 - 1e-7), cost=1.0)
+    (longest,) = program.add_variables(upper=below_s / unit_s * (1 - 1e-7), cost=1.0)
     for index in range(count):
         program.add_row(chosen[index], 1.0, lower=1.0, upper=1.0)
     for batch in range(num_microbatches):
         program.add_row(chosen[:, batch], lengths.astype(float), upper=float(cost.max_len))
-        program.add_row([*chosen[:, batch], longest], [*times_s, -1.0], upper=0.0)
+        program.add_row([*chosen[:, batch], longest], [*times_s / unit_s, -1.0], upper=0.0)
     solution = program.minimize(time_limit_s=time_limit_s)
+    bound_s = solution.lower_bound * unit_s
     if not len(solution.values):
-        return BinPacking(bin_of=None, lower_bound_s=solution.lower_bound)
-    return BinPacking(
-        bin_of=solution.values[chosen].argmax(axis=1), lower_bound_s=solution.lower_bound
-    )
+        return BinPacking(bin_of=None, lower_bound_s=bound_s)
+    return BinPacking(bin_of=solution.values[chosen].argmax(axis=1), lower_bound_s=bound_s)

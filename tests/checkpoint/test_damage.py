@@ -116,7 +116,7 @@ def saved(request: pytest.FixtureRequest) -> tuple[TierKind, list[Files]]:
 
 SEEDS = [
     pytest.param(range(60)),
-    pytest.param(range(60, 200), marks=pytest.mark.slow),
+    pytest.param(range(60, 120), marks=pytest.mark.slow),
 ]
 
 
