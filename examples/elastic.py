@@ -48,7 +48,9 @@ def main() -> None:
     """Train until the last step, whatever happens on the way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--out", default="elastic-run/remote", help="folder or URL all nodes reach")
+    parser.add_argument(
+        "--out", default="outputs/elastic/remote", help="folder or URL all nodes reach"
+    )
     parser.add_argument("--disk", type=Path, help="folder on this node's own disk")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank in an iteration")

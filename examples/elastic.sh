@@ -3,7 +3,7 @@
 # the last one is killed, loses its disk, and comes back empty.
 #   bash examples/elastic.sh [FOLDER] [STEPS] [NODES] [OPTIONS OF elastic.py]...
 set -euo pipefail
-out=$(realpath -m "${1:-elastic-run}")
+out=$(realpath -m "${1:-outputs/elastic}")
 steps=${2:-300}
 num_nodes=${3:-3}
 options=("${@:4}")

@@ -40,18 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, summary in (
-        ("list", "one line for each checkpoint, the newest first"),
-        ("inspect", "layers × places, and where each layer would be recovered from"),
+        ("list", "print one line for each checkpoint, the newest first"),
+        ("inspect", "print which layers are where, and where each would be recovered from"),
         ("verify", "read everything and compare the checksums"),
+        ("export", "write one file that plain Lightning reads"),
     ):
-        command = actions.add_parser(name, help=summary, description=summary)
-        command.add_argument("paths", nargs="+", metavar="PATH")
+        sentence = f"{summary[0].upper()}{summary[1:]}."
+        command = actions.add_parser(name, help=summary, description=sentence)
+        command.add_argument("paths", nargs="+", metavar="PATH", help="a folder or URL")
         if name != "list":
             command.add_argument("--step", type=int, help="this step; else the newest complete one")
-    export = actions.add_parser("export", help="write one file that plain Lightning reads")
-    export.add_argument("paths", nargs="+", metavar="PATH")
-    export.add_argument("--output", required=True, metavar="FILE", help="such as model.ckpt")
-    export.add_argument("--step", type=int, help="this step; else the newest complete one")
+        if name == "export":
+            command.add_argument("--output", required=True, metavar="FILE", help="such as m.ckpt")
     pruning = actions.add_parser(
         "prune",
         help="delete old checkpoints",

@@ -8,12 +8,12 @@ tensor peak stands in. Prices differ by contract and day, so none is built in: g
 Short names and those of drivers are understood: `H100`, `a100`, `NVIDIA A100-SXM4-40GB`.
 """
 
-import difflib
 import functools
 import re
 from dataclasses import dataclass
 
 from lightning_hetero.core.errors import ClusterError
+from lightning_hetero.core.reading import nearest
 
 __all__ = ["KNOWN_DEVICES", "DeviceSpec", "canonical_name", "find_device"]
 
@@ -156,13 +156,7 @@ def find_device(name: str, custom: tuple[DeviceSpec, ...] = ()) -> DeviceSpec:
         return KNOWN_DEVICES[known]
     names = sorted({*KNOWN_DEVICES, *(device.name for device in custom)})
     raise ClusterError(
-        f"Unknown device {name[:80]!r}.{_nearest(name, names)} Known: {', '.join(names)}. Describe "
+        f"Unknown device {name[:80]!r}.{nearest(name, names)} Known: {', '.join(names)}. Describe "
         "another one under `devices:`, or measure it with `lightning-hetero profile` and give its "
         "file."
     )
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    lower = {known.lower(): known for known in names}
-    close = difflib.get_close_matches(name[:80].lower(), lower, n=1)
-    return f" Did you mean {lower[close[0]]}?" if close else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.core.reading import build, load_file, parse_json, parse_yaml, show
+from lightning_hetero.core.reading import build, load_file, nearest, parse_json, parse_yaml, show
 from lightning_hetero.core.reading.huggingface_cache import cached_config, hub_cache
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
@@ -244,7 +244,7 @@ def _unknown(name: str) -> str:
         "nor a YAML file of sizes nor a folder with a config.json"
     )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return f"{text}."
+        return f"{text}.{nearest(name, KNOWN_MODELS)}"
     return (
         f"{text} nor a model in the Hugging Face cache ({hub_cache()}). If it is on Hugging Face, "
         f"get its sizes with `hf download {name} config.json`."

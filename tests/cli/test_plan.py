@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -232,17 +233,27 @@ def test_no_command_and_unknown_commands_are_refused(capsys):
     assert "COMMAND" in capsys.readouterr().err
 
 
+_CHECKPOINT = [
+    f"checkpoint {action}" for action in ("list", "inspect", "verify", "export", "prune")
+]
+
+
 @pytest.mark.parametrize(
-    "command", ["plan", "simulate", "compare", "profile", "checkpoint", "stragglers"]
+    "command",
+    ["plan", "simulate", "compare", "profile", "checkpoint", "stragglers", *_CHECKPOINT],
 )
 def test_help_fits_a_terminal_of_80_columns(monkeypatch, capsys, command):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert stop.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 5
-    assert max(map(len, lines)) <= 80
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    usage, sentence, *_ = text.split("\n\n")
+    assert usage.startswith("usage: ")
+    assert sentence[0].isupper()
+    assert sentence.endswith(".")
+    assert not re.search(r"^  \S+\n(?!    )", text, re.MULTILINE), "an argument says nothing"
 
 
 def test_the_module_runs_as_a_script():

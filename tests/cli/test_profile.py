@@ -78,7 +78,7 @@ def test_profiles_of_two_device_types_merge_into_one_file(words):
         (["--device", "abacus"], "no device"),
         (["--output", "no/where.json"], "folder doesn't exist"),
         (["--merge", "none.json"], "Can't read the profile"),
-        (["--sequence-lengths", "0"], "1 or more"),
+        (["--sequence-lengths", "16", "0"], "samples of [16, 0] tokens"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, change, message, capsys):

@@ -64,6 +64,7 @@ def test_a_stage_that_does_not_fit_is_said(words, capsys):
     ("change", "message"),
     [
         (["--model", "llama-0b"], "Unknown model"),
+        (["--model", "lama-7b"], "Did you mean llama-7b?"),
         (["--model", "llama-7b"], "covers 24 layers"),
         (["--cluster", "none.yaml"], "Can't read the cluster"),
         (["--profile", "c.yaml"], "not valid JSON"),

@@ -164,3 +164,15 @@ def test_a_command_of_the_list_has_options_that_its_script_knows(command):
     for argument in arguments:
         if argument.startswith("--") and argument != "--config":
             assert f'"{argument}"' in source, argument
+
+
+def test_examples_write_where_git_does_not_look() -> None:
+    """What `--out` is by default, or the first argument of a shell script."""
+    written = {
+        path.name: re.findall(r'"--out",.*?default=(?:Path\()?"([^"]+)"|out=.*?:-([^}]+)}', text)
+        for path in EXAMPLES.iterdir()
+        if path.suffix in (".py", ".sh") and "out" in (text := path.read_text("utf-8"))
+    }
+    found = {name: "".join(parts) for name, folders in written.items() for parts in folders}
+    assert {"elastic.py", "elastic.sh", "soak.py"} <= found.keys()
+    assert all(folder.startswith("outputs/") for folder in found.values()), found

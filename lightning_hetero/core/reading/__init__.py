@@ -7,12 +7,20 @@ errors, which says where in the file which value is wrong and what to write inst
 
 from lightning_hetero.core.reading.fields import build, check_keys, parse_range
 from lightning_hetero.core.reading.quantities import parse_quantity, unit_of_field
-from lightning_hetero.core.reading.text import load_file, parse_json, parse_yaml, read_text, show
+from lightning_hetero.core.reading.text import (
+    load_file,
+    nearest,
+    parse_json,
+    parse_yaml,
+    read_text,
+    show,
+)
 
 __all__ = [
     "build",
     "check_keys",
     "load_file",
+    "nearest",
     "parse_json",
     "parse_quantity",
     "parse_range",

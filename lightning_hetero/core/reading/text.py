@@ -4,11 +4,12 @@ Both parsers fail in many ways on texts that nobody meant for them (deep nesting
 digits, impossible dates); each becomes the error that the caller names.
 """
 
+import difflib
 import json
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import yaml
 
 from lightning_hetero.core.errors import HeteroError
 
-__all__ = ["load_file", "parse_json", "parse_yaml", "read_text", "show"]
+__all__ = ["load_file", "nearest", "parse_json", "parse_yaml", "read_text", "show"]
 
 _T = TypeVar("_T")
 _SHOWN = 80
@@ -34,6 +35,13 @@ def show(value: object) -> str:
         # An integer of more digits than Python prints.
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return " Did you mean …?" with the name that is like one nobody knows; empty without."""
+    lower = {known.lower(): known for known in names}
+    close = difflib.get_close_matches(name[:_SHOWN].lower(), lower, n=1)
+    return f" Did you mean {lower[close[0]]}?" if close else ""
 
 
 def read_text(path: str | Path, what: str, error: type[HeteroError]) -> str:

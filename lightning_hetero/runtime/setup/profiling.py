@@ -50,8 +50,8 @@ class ProfileOptions:
         lengths = [length for batch in self.microbatches for length in batch]
         if not self.tp_degrees or not all(self.microbatches) or min(*numbers, *lengths, 1) < 1:
             raise ProfileError(
-                f"Can't measure micro-batches {list(self.microbatches)}, TP degrees "
-                f"{list(self.tp_degrees)}, blocks up to {self.max_block}, {self.num_repeats} "
+                f"Can't measure samples of {lengths} tokens, TP degrees {list(self.tp_degrees)}, "
+                f"blocks up to {self.max_block} and {self.num_repeats} "
                 "repeats: all must be 1 or more."
             )
         if not self.microbatches:
