@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import PlanError
-from lightning_hetero.core.ownership import check_owner_shares
+from lightning_hetero.core.ownership import check_owners, check_owners_exist
 from lightning_hetero.core.reading import build, load_file, parse_json
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.table import format_table
@@ -150,6 +150,9 @@ class ParallelPlan:
     owner_shares: tuple[float, ...] | None = None
     """Share of all masters, optimizer states and summed gradients that each global rank owns, idle
     ranks included, relative to their sum; None leaves ownership to the strategy."""
+    host_owners: tuple[int, ...] = ()
+    """Global ranks that keep what they own in the memory of their host, where the optimizer's step
+    then runs, too."""
     _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -177,8 +180,7 @@ class ParallelPlan:
                     pipeline_index=pipeline_index, stage_index=stage_index, tp_rank=tp_rank
                 )
         object.__setattr__(self, "_places", places)
-        if self.owner_shares is not None:
-            check_owner_shares(self.owner_shares, self.ranks[-1])
+        check_owners(self.owner_shares, self.host_owners, self.ranks[-1])
 
     @property
     def num_layers(self) -> int:
@@ -249,11 +251,7 @@ class ParallelPlan:
                 f"The plan names rank {missing[0]} but {world_size} processes run (ranks 0 to "
                 f"{world_size - 1}). Start {self.ranks[-1] + 1} processes or change the plan."
             )
-        if self.owner_shares is not None and len(self.owner_shares) != world_size:
-            raise PlanError(
-                f"The plan's owner_shares are for {len(self.owner_shares)} ranks but {world_size} "
-                "processes run. Start as many, or leave owner_shares out."
-            )
+        check_owners_exist(self.owner_shares, self.host_owners, world_size)
 
     def check_num_layers(self, num_layers: int) -> None:
         """Raise PlanError unless the plan covers a model of `num_layers` layers."""
@@ -319,7 +317,7 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready dicts and lists; `layers` is [first, last + 1)."""
-        return {
+        data: dict[str, Any] = {
             "pipelines": [
                 {
                     "stages": [
@@ -334,7 +332,9 @@ class ParallelPlan:
                 | _given(pipeline, "num_microbatches")
                 for pipeline in self.pipelines
             ]
-        } | ({} if self.owner_shares is None else {"owner_shares": list(self.owner_shares)})
+        }
+        owners = {"owner_shares": self.owner_shares, "host_owners": self.host_owners}
+        return data | {name: list(value) for name, value in owners.items() if value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -28,6 +28,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
@@ -41,7 +42,7 @@ from lightning_hetero.core.slices import Ownership
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.data.module import HeteroDataModule
-from lightning_hetero.runtime.iteration.config import EngineConfig
+from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
@@ -91,6 +92,9 @@ class HeteroStrategy(HookedStrategy):
             `ownership="parameter"` for those that need whole matrices.
         standby_check_steps: Optimizer steps after which both copies of each slice are compared, so
             that a device that computes wrongly is found; 0 never compares.
+        owned_device: Where masters and optimizer state live: on the "device", on the host ("cpu"),
+            where the optimizer then steps (`AdamW(fused=True)` is fastest there), or "auto", as the
+            plan's `host_owners` say.
         exchange: How weights and gradients travel between ranks: by "messages" between two ranks,
             by "collectives" of all that hold a layer (gradients are summed in the pipelines' order
             either way), or by collectives with "reduce-scatter", which sums in the compute dtype
@@ -150,6 +154,7 @@ class HeteroStrategy(HookedStrategy):
         ) = Ownership.AUTO,
         redundancy: int = 0,
         standby_check_steps: int = 100,
+        owned_device: OwnedDevice | Literal["auto", "device", "cpu"] = OwnedDevice.AUTO,
         exchange: ExchangeKind
         | Literal["auto", "messages", "collectives", "reduce-scatter"] = ExchangeKind.AUTO,
         tp_plan: Mapping[str, str] | None = None,
@@ -199,6 +204,7 @@ class HeteroStrategy(HookedStrategy):
             sequence_parallel=sequence_parallel,
             config=EngineConfig(
                 ownership=Ownership(ownership),
+                owned_device=OwnedDevice(owned_device),
                 exchange=ExchangeKind(exchange),
                 standby_check_steps=standby_check_steps,
                 layer_options=LayerOptions(
@@ -337,13 +343,13 @@ class HeteroStrategy(HookedStrategy):
         self._attach_logs()
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.owned_gradients = self._slices.owned_gradients
-        self.precision_plugin.sum_over_ranks = lambda tensor: self.reduce(tensor, reduce_op="sum")
+        self.precision_plugin.sum_over_ranks = self._sum_over_ranks
         if trains:
             self.setup_optimizers(trainer)
             self._slices.check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trains:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
 
     def _set_up_engine(self, *, trains: bool) -> None:
         """Find or make the plans, and all that runs them; collective."""
@@ -383,6 +389,11 @@ class HeteroStrategy(HookedStrategy):
             rank_zero_info("%s", start)
             if plans.auto is None and start.idle_warning is not None:
                 rank_zero_warn(start.idle_warning)
+
+    def _sum_over_ranks(self, own: Tensor) -> Tensor:
+        """Return the sum where the slices are; ranks reduce on their devices."""
+        total: Tensor = self.reduce(own.to(self.root_device), reduce_op="sum")
+        return total.to(own.device)
 
     def _attach_logs(self) -> None:
         """Let callbacks log as the module does now; Lightning gave them what was there before."""

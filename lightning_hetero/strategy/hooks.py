@@ -351,7 +351,7 @@ class HookedStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
         self._slices.load_optimizers(self._trainer, lambda: self.optimizers, states)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
 
     # -- the end --------------------------------------------------------------------------------
 

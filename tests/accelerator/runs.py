@@ -36,6 +36,8 @@ class Job:
     folder: str = ""
     """Where a checkpoint is written half-way, from which the run then begins again."""
     options: tuple[tuple[str, Any], ...] = ()
+    clip: float | None = None
+    """Norm to which gradients are clipped."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Found:
     """Those of steady iterations."""
     told: str = ""
     """The error that ended the run."""
+    owned_on: frozenset[str] = frozenset()
+    """The devices of slices and optimizer states."""
 
 
 class _Module(ToyModule):
@@ -75,6 +79,7 @@ class _Look(L.Callback):
         self.losses: list[Tensor] = []
         self.waits: Counter[tuple[str, str]] = Counter()
         self.weights: dict[str, list[float]] = {}
+        self.owned_on: frozenset[str] = frozenset()
 
     def on_train_batch_start(self, *_: Any) -> None:
         device.waits.clear()
@@ -86,10 +91,13 @@ class _Look(L.Callback):
         strategy: Any = trainer.strategy
         strategy.change_plan(self._plans[trainer.global_step // 2 % len(self._plans)])
 
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
         strategy: Any = trainer.strategy
         if self._path is not None:
             trainer.save_checkpoint(self._path)
+        states = [trainer.optimizers[0].state[p] for p in module.parameters()]
+        moments = [item[key] for item in states for key in item if key != "step"]
+        self.owned_on = frozenset(t.device.type for t in (*module.parameters(), *moments))
         state = strategy.whole_state_dict()
         self.weights = {name: value.cpu().flatten().tolist() for name, value in state.items()}
 
@@ -112,7 +120,12 @@ def train(rank: int, job: Job) -> Found:
             **dict(job.options),
         )
         accelerator = device.TestAccelerator() if job.on_accelerator else "cpu"
-        options = {"accelerator": accelerator, "devices": job.world_size, "max_steps": max_steps}
+        options = {
+            "accelerator": accelerator,
+            "devices": job.world_size,
+            "max_steps": max_steps,
+            "gradient_clip_val": job.clip,
+        }
         trainer = L.Trainer(
             strategy=strategy, callbacks=[look], **(quiet(num_sanity_val_steps=0) | options)
         )
@@ -128,4 +141,4 @@ def train(rank: int, job: Job) -> Found:
             return Found([float(loss) for loss in look.losses], {}, waits, told)
         losses += look.losses
         waits += look.waits
-    return Found([float(loss) for loss in losses], look.weights, waits)
+    return Found([float(loss) for loss in losses], look.weights, waits, owned_on=look.owned_on)

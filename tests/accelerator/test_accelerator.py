@@ -81,3 +81,17 @@ def test_gradients_that_are_not_finite_are_told_of_an_iteration_later(processes)
             assert len(item.losses) == num_losses
     skipping = (("nonfinite_gradients", "skip"),)
     check(processes, replace(job, options=skipping), skips=True)
+
+
+@pytest.mark.parametrize("exchange", ["messages", "collectives"])
+def test_slices_on_the_host_are_stepped_there(processes, exchange: str, tmp_path: Path):
+    options = (("owned_device", "cpu"), ("exchange", exchange))
+    changing = Job(plans=(EQUAL, STAGES), options=options, clip=0.3)
+    resuming = Job(plans=(EQUAL,), options=options, folder=str(tmp_path))
+    for job in (changing, resuming):
+        assert [item.owned_on for item in check(processes, job)] == [{"cpu"}] * 2
+
+
+def test_a_plan_says_which_ranks_own_on_their_host(processes):
+    found = check(processes, Job(plans=(STAGES | {"host_owners": [1]},), clip=0.3))
+    assert [item.owned_on for item in found] == [{device.NAME}, {"cpu"}]

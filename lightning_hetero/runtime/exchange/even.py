@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
+from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["EvenPieces", "GatheredUnit", "ScatteredUnit"]
@@ -203,7 +204,10 @@ class GatheredUnit(_EvenUnit):
 
     def post(self) -> None:
         """Post the all-gather."""
-        given = self._given = self.pieces.pack_own(self._views[0], self.options.dtype)
+        given = self.pieces.pack_own(self._views[0], self.options.dtype)
+        if given.device != self.store.device:
+            given = end_to_end([given], given.dtype, self.store.device)
+        self._given = given
         received = self._received = self._empty(len(self.pieces.members) * given.numel())
         self._work = dist.all_gather_into_tensor(received, given, group=self.group, async_op=True)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import TransferTable, Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, split_works, wait_for_all
+from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import (
     ComputeWeights,
     SliceStore,
@@ -111,10 +112,6 @@ class _Sent:
     peers: list[int]
     rows: list[Tensor]
 
-    def flat(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the rows, each in one dim."""
-        return [row.to(dtype).reshape(-1) for row in self.rows]
-
 
 @dataclass
 class _Unit:
@@ -152,7 +149,7 @@ class _Unit:
     def _exchange_messages(self, sent: Sequence[_Sent]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
         for item in sent:
-            self._kept.append(torch.cat(item.flat(self.options.dtype)))
+            self._kept.append(self._packed(item.rows))
             operations += [
                 dist.P2POp(dist.isend, self._kept[-1], peer, group) for peer in item.peers
             ]
@@ -168,12 +165,12 @@ class _Unit:
         members = self.unit.kind.members
         rows: dict[int, list[Tensor]] = {}
         for item in sent:
-            rows |= dict.fromkeys(item.peers, item.flat(self.options.dtype))
+            rows |= dict.fromkeys(item.peers, item.rows)
         sizes = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
         in_splits = [sum(row.numel() for row in rows.get(peer, ())) for peer in members]
         out_splits = [sizes.get(peer, 0) for peer in members]
         leaving = [row for peer in members for row in rows.get(peer, ())]
-        given = torch.cat(leaving) if leaving else self._empty(0)
+        given = self._packed(leaving) if leaving else self._empty(0)
         received = self._empty(sum(out_splits))
         work = dist.all_to_all_single(
             received, given, out_splits, in_splits, group=group, async_op=True
@@ -181,6 +178,9 @@ class _Unit:
         self._receives, self._kept = [work], [given]
         by_source = dict(zip(members, torch.split(received, out_splits), strict=True))
         return [by_source[parcel.source] for parcel in self.parcels.arriving]
+
+    def _packed(self, rows: Sequence[Tensor]) -> Tensor:
+        return end_to_end(rows, self.options.dtype, self.store.device)
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.options.dtype, device=self.store.device)
@@ -256,6 +256,8 @@ class PulledParcels(_Unit):
     def post(self) -> None:
         """Copy what is kept here, and post what travels."""
         for target, source in self._views.copies:
+            if source.device != target.device:
+                source = end_to_end([source], target.dtype, target.device).view(target.shape)
             target.copy_(source)
         self._buffers = self._exchange(self._views.sending)
 
@@ -334,7 +336,7 @@ class PushedParcels(_Unit):
                 # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
                 totals[spec.name] = piece.detach().reshape(master.shape).to(dtype)
                 return
-            totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=master.device)
+            totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
         total = totals[spec.name]
         rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
         rows += piece.reshape(rows.shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.routes import Routes
+from lightning_hetero.runtime.slices.host_memory import arrive_on_host, wait_for_device
 from lightning_hetero.runtime.slices.weights import ComputeWeights
 
 __all__ = ["Push"]
@@ -102,9 +103,14 @@ class Push:
                 unit.wait()
             self._options.side_stream.join(self._options.side_stream.mark())
         totals: dict[str, Tensor] = {}
+        store = self._weights.store
         for unit in self._here.values():
-            totals |= unit.sum()
+            sums = unit.sum()
+            # Unit by unit, so that the device never holds the sums of all.
+            totals |= sums if store.owned_device == store.device else arrive_on_host(sums)
             unit.finish()
+        if store.owned_device != store.device:
+            wait_for_device(store.device)
         return totals
 
     def gradients(self) -> list[Tensor]:

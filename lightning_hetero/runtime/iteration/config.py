@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import torch
 
@@ -14,7 +14,7 @@ from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 
-__all__ = ["EngineConfig", "IterationKey", "Phase"]
+__all__ = ["EngineConfig", "IterationKey", "OwnedDevice", "Phase"]
 
 
 class Phase(IntEnum):
@@ -24,6 +24,17 @@ class Phase(IntEnum):
     VALIDATE = 1
     TEST = 2
     PREDICT = 3
+
+
+class OwnedDevice(StrEnum):
+    """Where owned slices live: masters, optimizer states and summed gradients."""
+
+    AUTO = "auto"
+    """On the ranks' devices, but for those that the first plan's `host_owners` name."""
+    DEVICE = "device"
+    """On the device of each rank."""
+    CPU = "cpu"
+    """In the memory of each rank's host; the optimizer's step runs there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,7 @@ class EngineConfig:
     """For each rank the one that stands by for it; empty without redundancy."""
     standby_check_steps: int = 100
     """Optimizer steps after which slices and standbys are compared; 0 never compares them."""
+    owned_device: OwnedDevice = OwnedDevice.AUTO
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
     compute_dtype: torch.dtype = torch.float32
@@ -74,6 +86,12 @@ class EngineConfig:
         if num_microbatches > 1 and self.fp32_gradients:
             return torch.promote_types(self.compute_dtype, torch.float32)
         return self.compute_dtype
+
+    def is_host_owner(self, plan: ParallelPlan, global_rank: int) -> bool:
+        """Whether a rank's owned slices live on its host, if the first plan is this one."""
+        if self.owned_device is OwnedDevice.AUTO:
+            return global_rank in plan.host_owners
+        return self.owned_device is OwnedDevice.CPU
 
     def owners(
         self, specs: Sequence[ParameterSpec], plan: ParallelPlan, *, world_size: int

@@ -286,8 +286,9 @@ class Engine:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
         used = self.plans.running.used_somewhere(gradients, agreed.reports.num_missing)
         kept = {name: gradient for name, gradient in gradients.items() if name in used}
+        scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if kept:
-            torch._foreach_mul_(list(kept.values()), loss.scale)
+            torch._foreach_mul_(list(kept.values()), scale)
         masters = self.store.masters
         self.gradients = {name: item.to(masters[name].dtype) for name, item in kept.items()}
         self.gradients_are_finite = True
@@ -296,7 +297,7 @@ class Engine:
         is_late = self._late.is_late and not is_now
         if is_late:
             for gradient in self.gradients.values():
-                gradient.masked_fill_(loss.has_nonfinite, 0)
+                gradient.masked_fill_(is_broken, 0)
         judgement = partial(self._judge, self.plan, str(key), is_late)
         self._late.judge(agreed.sums[:, :NUM_TOTALS], judgement, now=is_now)
         return loss.value
@@ -392,6 +393,7 @@ class Engine:
             global_rank=self.comms.global_rank,
             device=self.device,
             dtype=self.config.master_dtype,
+            on_host=self.config.is_host_owner(plan, self.comms.global_rank),
         )
         materialize(self.module, store, self.comms, seed=self.config.seed)
         return store

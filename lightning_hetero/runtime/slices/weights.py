@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.slices import Interval, ParameterSpec, Slice, kept_rows
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.slices.host_memory import empty_at
 from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
@@ -52,8 +53,9 @@ class SliceStore:
         layout: The module's parameters, still whole.
         slices: Owners of every parameter.
         global_rank: This rank.
-        device: Where the slices live.
+        device: Where the rank computes.
         dtype: Dtype of floating-point masters; None keeps the parameters' own.
+        on_host: Whether the slices live in the host's memory, not on the device.
     """
 
     def __init__(
@@ -64,11 +66,14 @@ class SliceStore:
         global_rank: int,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        on_host: bool = False,
     ) -> None:
         self.layout = layout
         self.slices = slices
         self.global_rank = global_rank
         self.device = device
+        self.owned_device = torch.device("cpu") if on_host else device
+        """Where the slices live, and so what the optimizer keeps of them."""
         self.specs = {spec.name: spec for spec in layout.specs}
         self.kept = {name: kept_rows(slices[name], global_rank) for name in self.specs}
         """The rows of each parameter that this rank keeps, as owner or standby: its slice."""
@@ -127,7 +132,7 @@ class SliceStore:
     def adopt_rows(self, name: str, rows: Tensor) -> None:
         """Keep a copy of this rank's slice of a parameter and register it in the module."""
         dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
-        own = torch.empty(self.shape_of(name), dtype=dtype, device=self.device)
+        own = empty_at(self.owned_device, self.shape_of(name), dtype, reached_from=self.device)
         own.copy_(rows.reshape(own.shape))
         self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
         self.register(name)
@@ -176,7 +181,7 @@ class ComputeWeights:
     def __init__(
         self, store: SliceStore, table: TransferTable, *, dtype: torch.dtype, share_memory: bool
     ) -> None:
-        self._store = store
+        self.store = store
         self.table = table
         self.shards: dict[str, nn.Parameter] = {}
         self.intervals: dict[str, tuple[Interval, ...]] = {}
@@ -205,12 +210,13 @@ class ComputeWeights:
         *,
         share_memory: bool,
     ) -> None:
-        master = self._store.masters[spec.name]
+        master = self.store.masters[spec.name]
         shape = spec.shape_of_rows(sum(stop - start for start, stop in intervals))
         kind = dtype if master.is_floating_point() else master.dtype
-        shard = torch.empty(shape, dtype=kind, device=master.device)
+        shard = torch.empty(shape, dtype=kind, device=self.store.device)
         self.intervals[spec.name] = intervals
-        kept = self._store.kept[spec.name]
+        kept = self.store.kept[spec.name]
+        share_memory &= master.device == shard.device
         if share_memory and kind == master.dtype and master.numel() and len(kept) == 1:
             local = local_rows(intervals, *kept[0])
             if local is not None:
@@ -225,31 +231,31 @@ class ComputeWeights:
     @property
     def outer(self) -> dict[str, nn.Parameter]:
         """The weights held here of parameters outside the layers."""
-        specs = self._store.specs
+        specs = self.store.specs
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return global rows of this rank's shard as a view."""
         local = local_rows(self.intervals[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not held here"
-        return narrow_rows(self.shards[name].detach(), self._store.specs[name], *local)
+        return narrow_rows(self.shards[name].detach(), self.store.specs[name], *local)
 
     @contextmanager
     def in_module(self) -> Iterator[None]:
         """Hold the compute weights in the module's slots for the time of the context."""
         for name, parameter in (self.shards | self._stubs).items():
-            self._store.layout.put(name, parameter)
+            self.store.layout.put(name, parameter)
         try:
             yield
         finally:
             for name in (*self.shards, *self._stubs):
-                self._store.register(name)
+                self.store.register(name)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Hide what is cut from the user's step; the modules that compute with it show it."""
         for name, shard in self._cut.items():
-            hide_values(shard, self._store.specs[name].shape, _OF_CUT.format(name=name))
+            hide_values(shard, self.store.specs[name].shape, _OF_CUT.format(name=name))
         try:
             yield
         finally:
@@ -258,7 +264,7 @@ class ComputeWeights:
     def take_back(self) -> None:
         """Put slices whose data somebody replaced back where they were, with their new values."""
         for name, home in self._homes.items():
-            master = self._store.masters[name]
+            master = self.store.masters[name]
             if master.data_ptr() != home.data_ptr():
                 home.copy_(master.detach())
                 master.data = home
@@ -278,7 +284,7 @@ class ComputeWeights:
     def release(self) -> None:
         """Give slices that are views of the compute weights memory of their own again."""
         for name in self.shared:
-            master = self._store.masters[name]
+            master = self.store.masters[name]
             master.data = master.data.clone(memory_format=torch.contiguous_format)
         self.shared.clear()
 
