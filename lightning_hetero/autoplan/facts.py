@@ -20,6 +20,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidatePlans, Workload
 from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -106,6 +107,8 @@ class RunFacts:
     """Bytes of a value of master weights and optimizer states."""
     redundancy: int = 0
     """Standbys of each slice."""
+    owned_device: OwnedDevice = OwnedDevice.AUTO
+    """Where owned slices live."""
     data: Callable[[], DataFacts] | None = None
     """Says what is known of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None where samples are dealt as they come."""
@@ -144,6 +147,7 @@ class RunFacts:
             summed_bytes=math.ceil(self.summed_bytes * share),
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
             redundancy=self.redundancy,
+            host_owned=self.owned_device is OwnedDevice.CPU,
         )
 
 

@@ -10,6 +10,7 @@ from lightning_hetero.autoplan.facts import NUM_STATES, RunFacts
 from lightning_hetero.autoplan.request import RunPlans
 from lightning_hetero.autoplan.summary import state_memory
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.simulator import usable_bytes
 
 __all__ = ["with_owner_shares"]
@@ -43,7 +44,7 @@ def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
         spec.numel * facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for spec in specs
     )
-    if states > sum(free):
+    if states > sum(free) and facts.owned_device is not OwnedDevice.CPU:
         raise ConfigurationError(
             f"Masters and optimizer states take {states / _GIB:.3g} GiB, but all ranks together "
             f"have {sum(free) / _GIB:.3g} GiB beside weights and gradients. Add devices, or more "

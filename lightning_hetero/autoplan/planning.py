@@ -36,6 +36,7 @@ from lightning_hetero.planner import (
     plan,
     propose_plans,
 )
+from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
@@ -46,8 +47,8 @@ from lightning_hetero.simulator import (
     StageShape,
     StateLayout,
     bound_line,
+    fitting_lines,
     prediction_lines,
-    recomputation_lines,
 )
 
 __all__ = ["make_plan"]
@@ -140,6 +141,9 @@ class _Job:
         if isinstance(cluster, str | Path):
             cluster = Cluster.load(cluster)
         cluster = cluster or cluster_of(seats)
+        if facts.owned_device is OwnedDevice.DEVICE:
+            nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
+            cluster = replace(cluster, nodes=nodes)
         if cluster.num_ranks != facts.comms.world_size:
             raise ClusterError(
                 f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
@@ -331,7 +335,7 @@ def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: boo
         f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch, by "
         f"{_source(measured=measured)}",
         *prediction_lines(simulation, workload.num_tokens),
-        *recomputation_lines(result.best.plan, simulation),
+        *fitting_lines(result.best.plan, simulation),
         bound_line(f"faster than {bound_s:.4g} s", gap),
         f"limited by      {result.limit}",
     ]

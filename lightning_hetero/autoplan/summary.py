@@ -27,9 +27,9 @@ from lightning_hetero.simulator import (
     RooflineCost,
     StageFacts,
     devices_line,
+    fitting_lines,
     plan_table,
     prediction_lines,
-    recomputation_lines,
     simulate,
     simulated_facts,
 )
@@ -212,7 +212,7 @@ class StartUp:
         simulation = simulate(self.plan, cost, [[microbatch] * count for count in counts])
         lines = [
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
-            *recomputation_lines(self.plan, simulation),
+            *fitting_lines(self.plan, simulation),
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines
@@ -240,5 +240,6 @@ def state_memory(
         owned_bytes = facts.master_bytes * (NUM_STATES if spec.requires_grad else 1)
         for item in slices[spec.name]:
             for rank in item.keepers:
-                used[rank][2] += (item.stop - item.start) * spec.row_numel * owned_bytes
+                if not facts.owned_device.is_on_host(plan, rank):
+                    used[rank][2] += (item.stop - item.start) * spec.row_numel * owned_bytes
     return [MemoryTerms(*terms) for terms in used]

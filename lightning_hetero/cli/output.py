@@ -149,6 +149,7 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
                 "recompute_s": simulation.stage_recompute_s[pipeline][index],
                 "memory_bytes": round(memory.total),
                 **{f"{term}_bytes": round(value) for term, value in memory._asdict().items()},
+                "host_bytes": round(max(simulation.host_bytes[rank] for rank in stage.ranks)),
                 "usable_bytes": round(cost.usable_bytes(device)),
                 "busy": simulation.stage_busy[pipeline][index],
             }

@@ -51,11 +51,11 @@ from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,
     bound_line,
+    fitting_lines,
     memory_tables,
     plan_table,
     plot_timeline,
     prediction_lines,
-    recomputation_lines,
     simulate,
     simulated_facts,
 )
@@ -257,7 +257,7 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
     best = result.best
     lines = [
         *prediction_lines(best.simulation, result.workload.num_tokens),
-        *recomputation_lines(best.plan, best.simulation),
+        *fitting_lines(best.plan, best.simulation),
         _compared_line(best.simulation.iteration_time_s, baselines),
         _bound_line(result),
         f"limited by      {result.limit}",

@@ -25,10 +25,10 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
     Simulation,
+    fitting_lines,
     plan_table,
     plot_timeline,
     prediction_lines,
-    recomputation_lines,
     save_trace,
     simulate,
     simulated_facts,
@@ -96,7 +96,7 @@ def _summary(
 ) -> list[str]:
     """Return iteration time, throughput, money, bottleneck and stages that don't fit."""
     lines = prediction_lines(simulation, num_tokens)
-    lines += recomputation_lines(plan, simulation)
+    lines += fitting_lines(plan, simulation)
     lines.append(f"limited by      {simulation.bottleneck}")
     price = cost.cluster.price_per_hour
     if price is not None:

@@ -40,6 +40,11 @@ class Node:
     """Number of devices, 1 or more."""
     price_per_hour: float | None = None
     """Price of the whole node for an hour, in any one currency; None if unknown."""
+    host_memory_bytes: float | None = None
+    """Memory of the machine itself that its ranks may use together for what they own, bytes; None
+    if none."""
+    host_memory_bytes_per_s: float = 200e9
+    """Bandwidth of that memory, which the optimizer's steps on the host share, bytes/s."""
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -51,6 +56,12 @@ class Node:
             raise ClusterError(
                 f"Node of {self.device} has count {self.count}; it must be {_MOST_DEVICES:,} or "
                 "less."
+            )
+        host = self.host_memory_bytes
+        if not (host is None or host > 0) or not self.host_memory_bytes_per_s > 0:
+            raise ClusterError(
+                f"Node of {self.device} has host_memory_bytes {host} and host_memory_bytes_per_s "
+                f"{self.host_memory_bytes_per_s}; both must be above 0, or left out."
             )
         if self.price_per_hour is not None and not self.price_per_hour >= 0:
             raise ClusterError(
@@ -207,11 +218,11 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster as YAML-ready dicts and lists, without what is left at its default."""
-        data: dict[str, Any] = {"nodes": [_without_none(asdict(node)) for node in self.nodes]}
+        data: dict[str, Any] = {"nodes": [_without_defaults(node) for node in self.nodes]}
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name in ("links", "devices") and value:
-                data[item.name] = [_without_none(asdict(entry)) for entry in value]
+                data[item.name] = [_without_defaults(entry) for entry in value]
             elif isinstance(value, float | int) and value != item.default:
                 data[item.name] = value
         for link in data.get("links", ()):
@@ -270,8 +281,10 @@ class Cluster:
         return format_table(("node", "devices", "ranks", "memory", "TFLOP/s"), rows)
 
 
-def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in data.items() if value is not None}
+def _without_defaults(part: Node | Link | DeviceSpec) -> dict[str, Any]:
+    """Return the fields of a part of the cluster that aren't as they would be anyway."""
+    defaults = {item.name: item.default for item in fields(part)}
+    return {key: value for key, value in asdict(part).items() if value != defaults[key]}
 
 
 def _with_devices(data: Any, measured: Sequence[DeviceSpec]) -> Any:

@@ -34,6 +34,8 @@ class DeviceSpec:
     """Device memory bandwidth, bytes/s."""
     intra_node_bytes_per_s: float
     """Bandwidth to a peer in the same node, one direction, bytes/s."""
+    host_bytes_per_s: float = 25e9
+    """Bandwidth to the memory of its host, one direction, bytes/s (PCIe 4.0 with 16 lanes)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -43,14 +45,24 @@ class DeviceSpec:
             "memory_bytes",
             "memory_bytes_per_s",
             "intra_node_bytes_per_s",
+            "host_bytes_per_s",
         ):
             value = getattr(self, name)
             if not value > 0:
                 raise ClusterError(f"Device {self.name!r} has {name} {value}; it must be above 0.")
 
 
+_PCIE_3, _PCIE_4, _PCIE_5 = 12.5, 25, 50
+"""What copies between device and pinned host memory reach over 16 lanes, GB/s."""
+
+
 def _device(
-    name: str, tflops: float, memory_gib: float, memory_gb_per_s: float, link_gb_per_s: float
+    name: str,
+    tflops: float,
+    memory_gib: float,
+    memory_gb_per_s: float,
+    link_gb_per_s: float,
+    host_gb_per_s: float,
 ) -> DeviceSpec:
     return DeviceSpec(
         name=name,
@@ -58,41 +70,42 @@ def _device(
         memory_bytes=int(memory_gib * _GIB),
         memory_bytes_per_s=memory_gb_per_s * 1e9,
         intra_node_bytes_per_s=link_gb_per_s * 1e9,
+        host_bytes_per_s=host_gb_per_s * 1e9,
     )
 
 
 KNOWN_DEVICES: dict[str, DeviceSpec] = {
     device.name: device
     for device in (
-        #       name          TFLOP/s  GiB  GB/s  GB/s to a peer in the node
-        _device("A100-40GB", 312, 40, 1555, 300),
-        _device("A100-80GB", 312, 80, 2039, 300),
-        _device("A800-80GB", 312, 80, 2039, 200),
-        _device("H100-80GB", 989, 80, 3350, 450),
-        _device("H100-PCIe-80GB", 756, 80, 2039, 300),
-        _device("H100-NVL-94GB", 835, 94, 3938, 300),
-        _device("H800-80GB", 989, 80, 3350, 200),
-        _device("H200-141GB", 989, 141, 4800, 450),
-        _device("GH200-96GB", 989, 96, 4000, 450),
-        _device("H20-96GB", 148, 96, 4000, 450),
-        _device("B200-180GB", 2250, 180, 7700, 900),
-        _device("MI300X-192GB", 1307, 192, 5300, 64),
-        _device("V100-16GB", 125, 16, 900, 150),
-        _device("V100-32GB", 125, 32, 900, 150),
-        _device("A10", 125, 24, 600, 32),
-        _device("A10G", 70, 24, 600, 32),
-        _device("A30", 165, 24, 933, 100),
-        _device("A40", 150, 48, 696, 56),
-        _device("L4", 121, 24, 300, 32),
-        _device("L40S", 362, 48, 864, 32),
-        _device("T4", 65, 16, 320, 16),
-        _device("RTX-2080", 81, 8, 448, 16),
-        _device("RTX-3090", 71, 24, 936, 28),
-        _device("RTX-4090", 165, 24, 1008, 32),
-        _device("RTX-5090", 209, 32, 1792, 64),
-        _device("RTX-6000-Ada", 364, 48, 960, 32),
-        _device("RTX-A6000", 155, 48, 768, 56),
-        _device("Titan-RTX", 130, 24, 672, 50),
+        #       name          TFLOP/s  GiB  GB/s  GB/s to a peer in the node and to the host
+        _device("A100-40GB", 312, 40, 1555, 300, _PCIE_4),
+        _device("A100-80GB", 312, 80, 2039, 300, _PCIE_4),
+        _device("A800-80GB", 312, 80, 2039, 200, _PCIE_4),
+        _device("H100-80GB", 989, 80, 3350, 450, _PCIE_5),
+        _device("H100-PCIe-80GB", 756, 80, 2039, 300, _PCIE_5),
+        _device("H100-NVL-94GB", 835, 94, 3938, 300, _PCIE_5),
+        _device("H800-80GB", 989, 80, 3350, 200, _PCIE_5),
+        _device("H200-141GB", 989, 141, 4800, 450, _PCIE_5),
+        _device("GH200-96GB", 989, 96, 4000, 450, 450),
+        _device("H20-96GB", 148, 96, 4000, 450, _PCIE_5),
+        _device("B200-180GB", 2250, 180, 7700, 900, _PCIE_5),
+        _device("MI300X-192GB", 1307, 192, 5300, 64, _PCIE_5),
+        _device("V100-16GB", 125, 16, 900, 150, _PCIE_3),
+        _device("V100-32GB", 125, 32, 900, 150, _PCIE_3),
+        _device("A10", 125, 24, 600, 32, _PCIE_4),
+        _device("A10G", 70, 24, 600, 32, _PCIE_4),
+        _device("A30", 165, 24, 933, 100, _PCIE_4),
+        _device("A40", 150, 48, 696, 56, _PCIE_4),
+        _device("L4", 121, 24, 300, 32, _PCIE_4),
+        _device("L40S", 362, 48, 864, 32, _PCIE_4),
+        _device("T4", 65, 16, 320, 16, _PCIE_3),
+        _device("RTX-2080", 81, 8, 448, 16, _PCIE_3),
+        _device("RTX-3090", 71, 24, 936, 28, _PCIE_4),
+        _device("RTX-4090", 165, 24, 1008, 32, _PCIE_4),
+        _device("RTX-5090", 209, 32, 1792, 64, _PCIE_5),
+        _device("RTX-6000-Ada", 364, 48, 960, 32, _PCIE_4),
+        _device("RTX-A6000", 155, 48, 768, 56, _PCIE_4),
+        _device("Titan-RTX", 130, 24, 672, 50, _PCIE_3),
     )
 }
 """Device types that a cluster may name without describing them."""

@@ -162,7 +162,7 @@ class Estimator(StageTimes):
 
     def _is_short_of_memory(self, parts: Mapping[PipelineKey, PipelineEstimate] | None) -> bool:
         """Return whether other owners could make an arrangement faster, or possible."""
-        if not self.cost.layout.sharded:
+        if not self.cost.layout.is_owned_by_room:
             return False
         return parts is None or any(part.is_memory_bound for part in parts.values())
 

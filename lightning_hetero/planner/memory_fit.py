@@ -177,7 +177,7 @@ def _recompute_for_owners(
 
     `elsewhere` are the parameters that others have room to own.
     """
-    if not cost.layout.sharded:
+    if not cost.layout.is_owned_by_room:
         return None
     recomputed: dict[_Stage, int | None] = {}
     lacking = cost.model.num_params - elsewhere

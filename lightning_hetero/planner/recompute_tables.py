@@ -112,7 +112,8 @@ class RecomputeTables:
         owned = held / use.num_pipelines if layout.sharded else held
         if use.owned_params is not None:
             owned = np.full_like(held, use.owned_params)
-        states = held * (layout.weight_bytes + layout.summed_bytes) + owned * layout.kept_bytes
+        states = held * (layout.weight_bytes + layout.summed_bytes)
+        states = states + owned * layout.device_kept_bytes
         room = cost.usable_bytes(shape.device) - states
         kept, of_input = cost.layer_bytes(shape)
         saved = (kept - of_input) * self._tokens

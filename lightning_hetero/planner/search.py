@@ -9,7 +9,7 @@
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
@@ -20,6 +20,7 @@ from lightning_hetero.planner.arrangement import Arrangement
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimator import Estimate, Estimator
+from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.local_search import Candidate, Judge, improve
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
@@ -146,7 +147,25 @@ def plan(
     """
     options = options or PlanningOptions()
     cost = cost or RooflineCost(cluster, model)
-    return _PlanSearch(cost, workload, options, progress or (lambda _what, _share: None)).run()
+    progress = progress or (lambda _what, _share: None)
+    try:
+        return _PlanSearch(cost, workload, options, progress).run()
+    except _FitsNowhere:
+        relaxed = cost_on_hosts(cost)
+        if relaxed is None:
+            raise
+    found = _PlanSearch(relaxed, workload, options, progress).run()
+    pairs = [with_host_owners(item.plan, cost, workload.microbatch) for item in found.candidates]
+    candidates = [
+        replace(item, plan=owning, simulation=simulation)
+        for item, (owning, simulation) in zip(found.candidates, pairs, strict=True)
+    ]
+    candidates.sort(key=lambda item: item.simulation.iteration_time_s)
+    return replace(found, candidates=tuple(candidates))
+
+
+class _FitsNowhere(PlanningError):
+    """No plan has room for the model on devices alone."""
 
 
 class _PlanSearch:
@@ -185,7 +204,7 @@ class _PlanSearch:
         self.progress("Proposing groups", 0.0)
         candidates = self._simulated()
         if not candidates:
-            raise PlanningError(_nowhere(self.cost, self.workload, self.tp_degrees))
+            raise _FitsNowhere(_nowhere(self.cost, self.workload, self.tp_degrees))
         ranked = self._improve(candidates)
         self.progress("Bounding", 0.95)
         chosen = []
@@ -370,11 +389,11 @@ def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> 
     cluster, model = cost.cluster, cost.model
     room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
     states = model.num_params * (cost.layout.weight_bytes + cost.layout.summed_bytes)
-    states += model.num_params * cost.layout.kept_bytes
+    states += model.num_params * cost.layout.device_kept_bytes
     return (
         f"{model.name} fits nowhere: its weights, gradients and optimizer states take "
         f"{states / 2**30:.1f} GiB, activations of {sum(workload.microbatch)} tokens a micro-batch "
         f"come on top, and {cluster.num_ranks} devices have {room / 2**30:.1f} GiB to use (TP "
-        f"degrees {list(tp_degrees)}). Add devices, allow a larger TP degree, or shorten the "
-        "sequences or micro-batches."
+        f"degrees {list(tp_degrees)}). Add devices, allow a larger TP degree, shorten the "
+        "sequences or micro-batches, or say how much host_memory_bytes every node has for states."
     )

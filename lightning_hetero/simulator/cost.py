@@ -8,9 +8,9 @@ baseline systems, which keep everything on every replica and all-reduce gradient
 `StateLayout`.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
@@ -19,7 +19,6 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
-from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator.collectives import MessageCurve, ring_s
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
@@ -28,6 +27,7 @@ from lightning_hetero.simulator.memory import (
     push_buffer_bytes,
     usable_bytes,
 )
+from lightning_hetero.simulator.state_layout import PRECISIONS, StateLayout
 
 __all__ = [
     "PRECISIONS",
@@ -36,8 +36,11 @@ __all__ = [
     "StateLayout",
 ]
 
-PRECISIONS = {"bf16-mixed": (2, 4, 16), "bf16-true": (2, 4, 8), "32-true": (4, 4, 16)}
-"""Bytes per parameter of weights, of summed gradients, and of what an owner keeps."""
+_SUM_BYTES = 4
+"""Of an fp32 gradient that goes to the host."""
+_HOST_STEP_BYTES = 42
+"""Of host memory for each parameter: Adam reads 4 and writes 3 fp32 values, the sum is scaled, and
+the weight is narrowed for its way back."""
 
 
 class StageShape(NamedTuple):
@@ -57,72 +60,13 @@ class StageShape(NamedTuple):
     """(bytes/s, latency in seconds) inside the TP group; None is the device's own."""
     recomputed_layers: int = 0
     """How many of its layers compute their activations again in backward."""
+    owns_on_host: bool = False
+    """Whether its ranks keep what they own in their hosts' memory."""
 
     @property
     def layer(self) -> "StageShape":
         """One of its layers alone, its activations kept."""
         return self._replace(num_layers=1, has_embedding=False, has_head=False, recomputed_layers=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateLayout:
-    """Bytes per parameter, and who keeps which: by default this package's slices and owners."""
-
-    weight_bytes: int = 2
-    """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
-    gradient_bytes: int = 2
-    """Gradients on their way to their owners, bytes per parameter; this is what a push moves."""
-    summed_bytes: int = 4
-    """Gradients that a holder sums over its micro-batches, bytes per parameter."""
-    owned_bytes: int = 16
-    """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
-    activation_factor: float = 1.0
-    """Bytes of micro-batches over what is counted of them; above 1 if a run has shown it."""
-    sharded: bool = True
-    """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
-    are all-reduced around a ring and no weights are pulled."""
-    exchange: ExchangeKind = ExchangeKind.MESSAGES
-    """How holders that share ownership exchange. Pulls are a ring's all-gather unless they are
-    messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise."""
-    redundancy: int = 0
-    """Standbys of each slice, 0 or 1: they keep and push what owners do, and pull nothing."""
-    overlap: bool = True
-    """Whether gradients leave layer by layer during the last backward, or all after it."""
-    blocking_messages: bool = False
-    """Whether both stages stand still while an activation travels, as in frameworks that send and
-    receive on the stream that computes."""
-
-    @property
-    def num_keepers(self) -> int:
-        """Ranks that keep each slice: its owner and its standbys."""
-        return 1 + self.redundancy if self.sharded else 1
-
-    @property
-    def pushed_bytes(self) -> int:
-        """Gradients on their way to all keepers of a slice, bytes per parameter."""
-        return self.gradient_bytes * self.num_keepers
-
-    @property
-    def kept_bytes(self) -> int:
-        """What all keepers of a slice have, bytes per parameter."""
-        return self.owned_bytes * self.num_keepers
-
-    @classmethod
-    def of_precision(cls, precision: str, *, redundancy: int = 0) -> Self:
-        """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
-        weight, summed, owned = PRECISIONS[precision]
-        return cls(
-            weight_bytes=weight,
-            gradient_bytes=weight,
-            summed_bytes=summed,
-            owned_bytes=owned,
-            redundancy=redundancy,
-        )
-
-    @classmethod
-    def replicated(cls, *, blocking_messages: bool = False) -> Self:
-        """Return the layout of mixed-precision data parallelism without sharding."""
-        return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)
 
 
 class CostModel(ABC):
@@ -155,6 +99,13 @@ class CostModel(ABC):
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
         self._updates: dict[tuple[StageShape, float], float] = {}
         self._peaks: dict[tuple[StageShape, int, int, int, float | None], MemoryTerms] = {}
+
+    def with_layout(self, layout: StateLayout) -> Self:
+        """Return the same costs of a run that keeps its states another way."""
+        other = copy.copy(self)
+        other.layout = layout
+        other._compute, other._updates, other._peaks = {}, {}, {}
+        return other
 
     @abstractmethod
     def measure_stage_s(
@@ -192,6 +143,13 @@ class CostModel(ABC):
         if shape is None:
             shape = self._shapes[key] = self._find_shape(stage)
         return shape
+
+    def shape_in(self, plan: ParallelPlan, stage: StagePlan) -> StageShape:
+        """Return the shape of a stage, which owns on its hosts if the plan says so of all ranks."""
+        shape = self.shape_of(stage)
+        if not plan.host_owners or not set(stage.ranks) <= set(plan.host_owners):
+            return shape
+        return shape._replace(owns_on_host=True)
 
     def compute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> tuple[float, float]:
         """Return forward and backward seconds of one micro-batch on a stage."""
@@ -293,8 +251,9 @@ class CostModel(ABC):
         """Return the bytes of what a rank without layers owns under a plan that says so."""
         assert plan.owner_shares is not None
         owned = plan.owner_shares[rank] * self.model.num_params / sum(plan.owner_shares)
-        layout, count = self.layout, plan.num_pipelines
-        return owned * layout.kept_bytes + push_buffer_bytes(0.0, owned, count, layout.pushed_bytes)
+        layout, is_here = self.layout, rank not in plan.host_owners
+        buffers = push_buffer_bytes(0.0, owned, plan.num_pipelines, layout.pushed_bytes)
+        return owned * layout.device_kept_bytes * is_here + buffers
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the parameters that one rank of a stage owns where holders share alike."""
@@ -350,11 +309,15 @@ class CostModel(ABC):
             if owned is None:
                 owned = self.num_owned_params(shape, num_pipelines)
             buffers = push_buffer_bytes(held, owned, num_pipelines, layout.pushed_bytes)
+            kept_bytes = 0 if shape.owns_on_host else layout.device_kept_bytes
+            if not kept_bytes:
+                # The sums of one layer at a time, on their way to the host.
+                buffers += _SUM_BYTES * min(owned, self.model.params_per_layer)
             passing = self.passing_memory(shape, held_tokens, longest)
             found = self._peaks[key] = passing.with_states(
                 weights=held * layout.weight_bytes,
                 gradients=held * layout.summed_bytes,
-                owned=owned * layout.kept_bytes,
+                owned=owned * kept_bytes,
                 buffers=buffers if layout.sharded else 0.0,
             )
         return found
@@ -381,9 +344,21 @@ class CostModel(ABC):
         key = (shape, owned_params)
         found = self._updates.get(key)
         if found is None:
-            num_kept = owned_params * self.layout.num_keepers
-            found = self._updates[key] = self.step_s(shape, num_kept)
+            on_host = shape.owns_on_host or self.layout.host_owned
+            step_s = self.host_step_s if on_host else self.step_s
+            found = self._updates[key] = step_s(shape, owned_params * self.layout.num_keepers)
         return found
+
+    def host_step_s(self, shape: StageShape, num_owned: float) -> float:
+        """Return the seconds of a step on the host: sums that come, weights that go, and Adam.
+
+        All devices of a node step at once, over the memory that they share.
+        """
+        nodes = [node for node in self.cluster.nodes if node.device == shape.device]
+        rate = min(node.host_memory_bytes_per_s / node.count for node in nodes)
+        moved = _SUM_BYTES + self.layout.weight_bytes
+        link = self.device(shape.device).host_bytes_per_s
+        return num_owned * (moved / link + _HOST_STEP_BYTES / rate)
 
     def usable_bytes(self, device: str) -> float:
         """Return the memory of a device that a plan may fill."""

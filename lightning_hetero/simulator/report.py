@@ -21,13 +21,13 @@ __all__ = [
     "alike_pipelines",
     "bound_line",
     "devices_line",
+    "fitting_lines",
     "list_indices",
     "memory_tables",
     "memory_terms",
     "memory_unit",
     "plan_table",
     "prediction_lines",
-    "recomputation_lines",
     "simulated_facts",
 ]
 
@@ -59,6 +59,8 @@ class StageFacts(NamedTuple):
     """All memory of its device."""
     busy: float | None = None
     """Share of the iteration in which it computes, 0 to 1."""
+    host_bytes: float = 0.0
+    """What each of its ranks keeps of its owned states on its host."""
 
     @property
     def used_bytes(self) -> float | None:
@@ -148,7 +150,7 @@ def memory_tables(
         for index, known in enumerate(facts[members[0]]):
             terms = memory_terms(known)
             title = f"pipeline {list_indices(members)} stage {index} {known.device}"
-            total = sum(terms.values()), known.device_bytes or 0.0
+            total = sum(terms.values()), known.device_bytes or 0.0, known.host_bytes
             columns.append((title, [terms[name] for name in TERM_NAMES], total))
     tables = []
     for start in range(0, len(columns), _MEMORY_COLUMNS):
@@ -156,10 +158,11 @@ def memory_tables(
         values = zip(*(terms for _, terms, _ in shown), strict=True)
         lines = zip(TERM_NAMES.values(), values, strict=True)
         rows = [(name, *(f"{value / unit_bytes:,.1f}" for value in row)) for name, row in lines]
-        totals = [
-            tuple(f"{total[which] / unit_bytes:,.1f}" for _, _, total in shown) for which in (0, 1)
-        ]
-        sections = (tuple(rows), (("sum", *totals[0]), ("device", *totals[1])))
+        totals = [tuple(f"{total[i] / unit_bytes:,.1f}" for _, _, total in shown) for i in range(3)]
+        ends = [("sum", *totals[0]), ("device", *totals[1])]
+        if any(total[2] for _, _, total in shown):
+            ends.append(("owned on the host", *totals[2]))
+        sections = (tuple(rows), tuple(ends))
         header = (f"what ({unit})", *(title for title, _, _ in shown))
         tables.append(PlanTable(header=header, sections=sections))
     return tables
@@ -188,6 +191,7 @@ def simulated_facts(
                 memory=simulation.stage_memory[p][s],
                 device_bytes=cost.device(device).memory_bytes,
                 busy=simulation.stage_busy[p][s],
+                host_bytes=max(simulation.host_bytes[rank] for rank in stage.ranks),
             )
             for s, stage in enumerate(pipeline.stages)
         ]
@@ -206,8 +210,23 @@ def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
     ]
 
 
-def recomputation_lines(plan: ParallelPlan, simulation: Simulation) -> list[str]:
-    """Return one line on what computing activations again costs, none if nothing is."""
+def fitting_lines(plan: ParallelPlan, simulation: Simulation) -> list[str]:
+    """Return what it takes to make a plan fit: recomputation, states on hosts; [] if nothing."""
+    return [*_recomputation_lines(plan, simulation), *_host_lines(simulation)]
+
+
+def _host_lines(simulation: Simulation) -> list[str]:
+    ranks = [rank for rank, num_bytes in enumerate(simulation.host_bytes) if num_bytes]
+    if not ranks:
+        return []
+    total = sum(simulation.host_bytes) / _GIB
+    return [
+        f"host memory     ranks {_ranges(ranks)} keep {total:,.1f} GiB of masters and optimizer "
+        "states on their hosts, and step there"
+    ]
+
+
+def _recomputation_lines(plan: ParallelPlan, simulation: Simulation) -> list[str]:
     if not simulation.recompute_s:
         return []
     stages: dict[tuple[int, ...], list[int]] = {}

@@ -13,6 +13,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel, StageShape
+from lightning_hetero.simulator.host_bytes import host_bytes
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.owned_exchange import exchange_of
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
@@ -53,6 +54,8 @@ class Simulation:
     """[pipeline][stage] peak of each of the stage's ranks, by terms."""
     memory_bytes: tuple[float, ...]
     """Peak bytes per global rank; of idle ranks what they own, 0 unless the plan says so."""
+    host_bytes: tuple[float, ...]
+    """Bytes of owned states on the host per global rank."""
     stage_recompute_s: tuple[tuple[float, ...], ...]
     """[pipeline][stage] seconds that compute activations again, part of what it computes."""
     exchange_s: float
@@ -134,7 +137,7 @@ def simulate(
     firsts = [members[0] for members in kinds]
     pipelines = [plan.pipelines[index] for index in firsts]
     batches = [microbatches[index] for index in firsts]
-    shapes = [[cost.shape_of(stage) for stage in p.stages] for p in pipelines]
+    shapes = [[cost.shape_in(plan, stage) for stage in p.stages] for p in pipelines]
     exchange = exchange_of(plan, kinds, cost)
     compute: list[PipelineTimes | EqualTimes] = []
     budgets = [StageBudgets(p, cost, work) for p, work in zip(pipelines, batches, strict=True)]
@@ -180,6 +183,7 @@ def simulate(
         stage_busy=every_busy,
         stage_memory=every_memory,
         memory_bytes=_rank_memory(plan, cost, every_memory),
+        host_bytes=host_bytes(plan, cost),
         stage_recompute_s=tuple([again[kind] for kind in kind_of]),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
@@ -201,7 +205,9 @@ def _alike(
     kinds: dict[object, list[int]] = {}
     kind_of: list[object] = []
     for index, (pipeline, batches) in enumerate(zip(plan.pipelines, microbatches, strict=True)):
-        shapes = tuple([(cost.shape_of(s), s.activation_budget_bytes) for s in pipeline.stages])
+        shapes = tuple(
+            [(cost.shape_in(plan, s), s.activation_budget_bytes) for s in pipeline.stages]
+        )
         nodes = tuple([cost.node_of_rank[rank] for s in pipeline.stages for rank in s.ranks])
         key: object = index if is_ordered else (shapes, nodes, _summary(batches))
         members = kinds.setdefault(key, [])

@@ -87,6 +87,7 @@ class EngineOptions:
             summed_bytes=4 if self.config.fp32_gradients else 2,
             master_bytes=master.itemsize,
             redundancy=self.redundancy,
+            owned_device=self.config.owned_device,
             data=find_data(trainer),
         )
 

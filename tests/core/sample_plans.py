@@ -29,9 +29,12 @@ def random_plan(
         pipelines.append(PipelinePlan(stages=tuple(stages)))
     shares = [rng.randint(0, 3) for _ in range(world_size)]
     shares[rng.randrange(world_size)] += 1
-    return ParallelPlan(
-        pipelines=tuple(pipelines), owner_shares=tuple(map(float, shares))
-    ), world_size
+    plan = ParallelPlan(
+        pipelines=tuple(pipelines),
+        owner_shares=tuple(map(float, shares)),
+        host_owners=tuple(rank for rank in range(world_size) if rng.random() < 0.2),
+    )
+    return plan, world_size
 
 
 def _stage(rng: Random, ranks: tuple[int, ...], layers: range) -> StagePlan:

@@ -36,6 +36,12 @@ class OwnedDevice(StrEnum):
     CPU = "cpu"
     """In the memory of each rank's host; the optimizer's step runs there."""
 
+    def is_on_host(self, plan: ParallelPlan, global_rank: int) -> bool:
+        """Whether a rank's owned slices live on its host, if the first plan is this one."""
+        return self is OwnedDevice.CPU or (
+            self is OwnedDevice.AUTO and global_rank in plan.host_owners
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class IterationKey:
@@ -86,12 +92,6 @@ class EngineConfig:
         if num_microbatches > 1 and self.fp32_gradients:
             return torch.promote_types(self.compute_dtype, torch.float32)
         return self.compute_dtype
-
-    def is_host_owner(self, plan: ParallelPlan, global_rank: int) -> bool:
-        """Whether a rank's owned slices live on its host, if the first plan is this one."""
-        if self.owned_device is OwnedDevice.AUTO:
-            return global_rank in plan.host_owners
-        return self.owned_device is OwnedDevice.CPU
 
     def owners(
         self, specs: Sequence[ParameterSpec], plan: ParallelPlan, *, world_size: int

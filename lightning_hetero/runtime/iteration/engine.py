@@ -393,7 +393,7 @@ class Engine:
             global_rank=self.comms.global_rank,
             device=self.device,
             dtype=self.config.master_dtype,
-            on_host=self.config.is_host_owner(plan, self.comms.global_rank),
+            on_host=self.config.owned_device.is_on_host(plan, self.comms.global_rank),
         )
         materialize(self.module, store, self.comms, seed=self.config.seed)
         return store

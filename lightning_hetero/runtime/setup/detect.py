@@ -64,6 +64,8 @@ class Seat:
     """Whether it computes on the host's CPU."""
     shares_memory: bool = True
     """Whether a CPU's memory is for all ranks of the host together."""
+    host_memory_bytes: float | None = None
+    """Memory of the machine beside its device's; None where that is the same."""
     correction: MemoryCorrection = field(default_factory=MemoryCorrection)
     """What earlier runs out of memory say of it; its `device` has the corrected memory."""
 
@@ -98,6 +100,7 @@ def detect_seats(
         slowdown=slowdown,
         is_cpu=device.type == "cpu",
         shares_memory=memory_bytes is None and corrected == spec.memory_bytes,
+        host_memory_bytes=None if device.type == "cpu" else _host_memory_bytes(),
         correction=correction,
     )
     return tuple(comms.gather_objects(seat))
@@ -133,7 +136,11 @@ def cluster_of(seats: Sequence[Seat]) -> Cluster:
     any_cpu = any(seat.is_cpu for seat in seats)
     nodes, hosts = [], []
     for (host, name), group in groupby(seats, key=lambda seat: (seat.host, seat.device.name)):
-        nodes.append(Node(device=name, count=len(list(group))))
+        members = list(group)
+        host_bytes = members[0].host_memory_bytes
+        if host_bytes is not None:  # All of the host's devices share it.
+            host_bytes *= len(members) / sum(seat.host == host for seat in seats)
+        nodes.append(Node(device=name, count=len(members), host_memory_bytes=host_bytes))
         hosts.append(host)
     devices = _devices_of(seats)
     latency_s = _CPU_LINK_LATENCY_S if any_cpu else 3e-6
@@ -195,10 +202,14 @@ def describe_device(device: torch.device) -> DeviceSpec:
     return DeviceSpec(
         name=f"{device.type}-{_slug(_processor_name())}",
         peak_flops_per_s=_CPU_FLOPS_PER_S * torch.get_num_threads(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=_host_memory_bytes(),
         memory_bytes_per_s=_CPU_BYTES_PER_S,
         intra_node_bytes_per_s=_CPU_LINK_BYTES_PER_S,
     )
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def match_device(name: str, memory_bytes: int) -> DeviceSpec | None:

@@ -1,0 +1,70 @@
+"""Let hosts own where a model fits on no devices, and only for the stages that must.
+
+The search runs once more as if all ranks kept what they own in their hosts' memory. Of its plans
+those ranks do so whose devices have no room for it.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
+
+__all__ = ["cost_on_hosts", "with_host_owners"]
+
+_USABLE = 0.9
+"""Of a host's memory: the rest is its own, and the data's."""
+_GIB = 2**30
+
+
+def cost_on_hosts(cost: CostModel) -> CostModel | None:
+    """Return the costs of plans that own on hosts; None if that isn't possible, or so already."""
+    if not cost.layout.is_owned_by_room:
+        return None
+    if any(node.host_memory_bytes is None for node in cost.cluster.nodes):
+        return None
+    return cost.with_layout(replace(cost.layout, host_owned=True))
+
+
+def with_host_owners(
+    plan: ParallelPlan, cost: CostModel, microbatch: MicroBatchShape
+) -> tuple[ParallelPlan, Simulation]:
+    """Return a plan whose ranks without room own on their hosts, and its simulation.
+
+    Args:
+        plan: Fits if no device holds what it owns; its pipelines name numbers of micro-batches.
+        cost: What it costs where devices own.
+        microbatch: What every micro-batch holds.
+
+    Raises:
+        PlanningError: A host has too little memory.
+    """
+    batches = [[microbatch] * (item.num_microbatches or 0) for item in plan.pipelines]
+    memory = simulate(plan, cost, batches).stage_memory
+    owners = [
+        rank
+        for pipeline, index, stage in plan.iter_stages()
+        if memory[pipeline][index].total > cost.usable_bytes(cost.shape_of(stage).device)
+        for rank in stage.ranks
+    ]
+    found = replace(plan, host_owners=tuple(sorted(owners)))
+    simulation = simulate(found, cost, batches)
+    _check_hosts(simulation, cost)
+    return found, simulation
+
+
+def _check_hosts(simulation: Simulation, cost: CostModel) -> None:
+    needed: Counter[int] = Counter()
+    for rank, num_bytes in enumerate(simulation.host_bytes):
+        needed[cost.node_of_rank[rank]] += round(num_bytes)
+    for index, num_bytes in needed.items():
+        node = cost.cluster.nodes[index]
+        room = _USABLE * (node.host_memory_bytes or 0.0)
+        if num_bytes > room:
+            raise PlanningError(
+                f"{cost.model.name} fits nowhere: devices have no room for masters and optimizer "
+                f"states, and node {index} ({node.count} × {node.device}) would keep "
+                f"{num_bytes / _GIB:.1f} GiB of them in its own memory, of which "
+                f"{room / _GIB:.1f} GiB may be used. Add nodes or memory."
+            )

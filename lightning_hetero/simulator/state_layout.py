@@ -1,0 +1,84 @@
+"""Bytes per parameter of weights, gradients and states, and who keeps which."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from lightning_hetero.core.transfers import ExchangeKind
+
+__all__ = ["PRECISIONS", "StateLayout"]
+
+PRECISIONS = {"bf16-mixed": (2, 4, 16), "bf16-true": (2, 4, 8), "32-true": (4, 4, 16)}
+"""Bytes per parameter of weights, of summed gradients, and of what an owner keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayout:
+    """Bytes per parameter, and who keeps which: by default this package's slices and owners."""
+
+    weight_bytes: int = 2
+    """Weights a holder computes with, bytes per parameter; this is what a pull moves."""
+    gradient_bytes: int = 2
+    """Gradients on their way to their owners, bytes per parameter; this is what a push moves."""
+    summed_bytes: int = 4
+    """Gradients that a holder sums over its micro-batches, bytes per parameter."""
+    owned_bytes: int = 16
+    """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
+    activation_factor: float = 1.0
+    """Bytes of micro-batches over what is counted of them; above 1 if a run has shown it."""
+    host_owned: bool = False
+    """Whether every rank keeps what it owns in its host's memory."""
+    sharded: bool = True
+    """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
+    are all-reduced around a ring and no weights are pulled."""
+    exchange: ExchangeKind = ExchangeKind.MESSAGES
+    """How holders that share ownership exchange. Pulls are a ring's all-gather unless they are
+    messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise."""
+    redundancy: int = 0
+    """Standbys of each slice, 0 or 1: they keep and push what owners do, and pull nothing."""
+    overlap: bool = True
+    """Whether gradients leave layer by layer during the last backward, or all after it."""
+    blocking_messages: bool = False
+    """Whether both stages stand still while an activation travels, as in frameworks that send and
+    receive on the stream that computes."""
+
+    @property
+    def is_owned_by_room(self) -> bool:
+        """Whether room on devices may decide who owns what."""
+        return self.sharded and not self.host_owned
+
+    @property
+    def num_keepers(self) -> int:
+        """Ranks that keep each slice: its owner and its standbys."""
+        return 1 + self.redundancy if self.sharded else 1
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Gradients on their way to all keepers of a slice, bytes per parameter."""
+        return self.gradient_bytes * self.num_keepers
+
+    @property
+    def kept_bytes(self) -> int:
+        """What all keepers of a slice have, bytes per parameter."""
+        return self.owned_bytes * self.num_keepers
+
+    @property
+    def device_kept_bytes(self) -> int:
+        """The part of it that is on devices."""
+        return 0 if self.host_owned else self.kept_bytes
+
+    @classmethod
+    def of_precision(cls, precision: str, *, redundancy: int = 0) -> Self:
+        """Return the layout of a run with the Trainer's `precision` and an Adam optimizer."""
+        weight, summed, owned = PRECISIONS[precision]
+        return cls(
+            weight_bytes=weight,
+            gradient_bytes=weight,
+            summed_bytes=summed,
+            owned_bytes=owned,
+            redundancy=redundancy,
+        )
+
+    @classmethod
+    def replicated(cls, *, blocking_messages: bool = False) -> Self:
+        """Return the layout of mixed-precision data parallelism without sharding."""
+        return cls(sharded=False, overlap=False, blocking_messages=blocking_messages)

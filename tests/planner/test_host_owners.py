@@ -1,0 +1,94 @@
+"""Hosts own where a model fits on no devices: only what must, and only what they have room for."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.errors import ClusterError, PlanError, PlanningError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner import PlanningOptions, Workload, plan
+from lightning_hetero.simulator import RooflineCost, fitting_lines, simulate
+
+GIB = 2**30
+MODEL = ModelSpec.load("llama-7b")
+WORKLOAD = Workload(sequence_length=1024, global_batch_size=16)
+
+
+def cluster(host_memory_bytes: float | None, *, small: str = "RTX-3090") -> Cluster:
+    return Cluster(
+        nodes=(
+            Node(device="L40S", count=2, host_memory_bytes=host_memory_bytes),
+            Node(device=small, count=2, host_memory_bytes=host_memory_bytes),
+        )
+    )
+
+
+def find(host_memory_bytes: float | None, *, small: str = "RTX-3090"):
+    options = PlanningOptions(tp_degrees=(1,), num_candidates=1)
+    return plan(cluster(host_memory_bytes, small=small), MODEL, WORKLOAD, options)
+
+
+def test_hosts_own_what_devices_have_no_room_for():
+    with pytest.raises(PlanningError, match="or say how much host_memory_bytes"):
+        find(None)
+    found = find(256 * GIB)
+    best, simulation = found.best.plan, found.best.simulation
+    cost = RooflineCost(cluster(256 * GIB), MODEL)
+    batches = [[WORKLOAD.microbatch] * item.num_microbatches for item in best.pipelines]
+    on_devices = simulate(replace(best, host_owners=()), cost, batches)
+    assert best.host_owners
+    assert best.host_owners != best.ranks, "those with room own on their devices"
+    for pipeline, index, stage in best.iter_stages():
+        usable = cost.usable_bytes(cost.shape_of(stage).device)
+        there, here = (s.stage_memory[pipeline][index] for s in (on_devices, simulation))
+        is_host = stage.ranks[0] in best.host_owners
+        assert (there.total > usable) is is_host, "only where it must"
+        assert here.total <= usable
+        assert here.owned == (0 if is_host else there.owned)
+        assert simulation.host_bytes[stage.ranks[0]] == (there.owned if is_host else 0)
+    assert simulation.step_s > on_devices.step_s, "the host is slower, and copies take time"
+    assert simulation.iteration_time_s >= found.lower_bound_s
+    (line,) = [line for line in fitting_lines(best, simulation) if line.startswith("host")]
+    assert f"{sum(simulation.host_bytes) / GIB:,.1f} GiB" in line
+
+
+def test_the_step_on_a_host_takes_its_copies_and_its_memory():
+    nodes = (Node(device="L40S", count=2, host_memory_bytes=GIB, host_memory_bytes_per_s=100e9),)
+    cost = RooflineCost(Cluster(nodes=nodes), MODEL)
+    two = ParallelPlan.even(world_size=2, num_layers=MODEL.num_layers, num_stages=2)
+    stage = two.pipelines[0].stages[0]
+    shape = cost.shape_in(replace(two, host_owners=(0,)), stage)
+    assert shape.owns_on_host
+    assert cost.shape_in(two, stage) == cost.shape_of(stage)
+    expected = 1e9 * ((4 + 2) / 25e9 + 42 / 50e9)
+    assert cost.update_s(shape, 1e9) == pytest.approx(expected)
+    assert cost.update_s(cost.shape_of(stage), 1e9) < expected
+
+
+def test_hosts_own_nothing_where_devices_have_room():
+    with_hosts, without = find(256 * GIB, small="A100-80GB"), find(None, small="A100-80GB")
+    assert with_hosts.best == without.best
+    assert not with_hosts.best.plan.host_owners
+
+
+def test_hosts_without_room_are_refused_with_the_bytes():
+    with pytest.raises(PlanningError, match=r"in its own memory, of which 1\.8 GiB may"):
+        find(2 * GIB)
+
+
+def test_bad_host_owners_and_hosts_are_refused():
+    two = ParallelPlan.even(world_size=2, num_layers=2, num_stages=2)
+    for wrong in ((0, 0), (-1,)):
+        with pytest.raises(PlanError, match="name each once, ranks start at 0"):
+            replace(two, host_owners=wrong)
+    with pytest.raises(PlanError, match="host_owners name rank 2 but 2 processes run"):
+        replace(two, host_owners=(2,)).check_world_size(2)
+    with pytest.raises(ClusterError, match="host_memory_bytes 0"):
+        Node(device="T4", count=1, host_memory_bytes=0)
+    sizes = "host_memory_bytes: 64 GiB, host_memory_bytes_per_s: 80 GB/s"
+    text = f"nodes: [{{device: T4, count: 1, {sizes}}}]"
+    read = Cluster.from_yaml(text)
+    assert read.nodes[0].host_memory_bytes == 64 * GIB
+    assert Cluster.from_yaml(read.to_yaml()) == read
