@@ -9,7 +9,7 @@ from tests.fuzz.judge import DEFECT, EQUAL, IMPOSSIBLE, REFUSED, judge
 from tests.fuzz.recipes import draw
 from tests.processes import ProcessPool
 
-SECONDS = float(os.environ.get("FUZZ_SECONDS", "15"))
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "30"))
 """`make fuzz` takes five minutes, of other cases."""
 FEWEST = 12
 
