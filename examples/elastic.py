@@ -52,6 +52,7 @@ def main() -> None:
         "--out", default="outputs/elastic/remote", help="folder or URL all nodes reach"
     )
     parser.add_argument("--disk", type=Path, help="folder on this node's own disk")
+    parser.add_argument("--in-place", action="store_true", help="lose ranks, restart nobody else")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank in an iteration")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait before each step")
@@ -64,11 +65,12 @@ def main() -> None:
     checkpoint = LayerwiseCheckpoint(
         arguments.out, every_n_train_steps=10, local_dir=arguments.disk, replicas=2
     )
+    progress = Progress(arguments.pace)
     trainer = L.Trainer(
         strategy=HeteroStrategy(),
         accelerator="cpu",
         max_steps=arguments.steps,
-        callbacks=[checkpoint, ElasticRestart(), Progress(arguments.pace)],
+        callbacks=[checkpoint, ElasticRestart(in_place=arguments.in_place), progress],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -60,6 +60,14 @@ class ElasticRestart(Callback):
     Needs a `LayerwiseCheckpoint` beside it and, to start again by itself, torchrun with
     `--max-restarts`.
 
+    With `in_place=True` the script begins twice: the process that was started runs it until its
+    first `fit` (or `validate`, …), and from then on only keeps a worker, which runs it from top to
+    end. Each generation of ranks is a fit of its own to callbacks, loggers and data modules: they
+    see `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again.
+    `trainer.global_rank`, `world_size` and `is_global_zero` are new from there on: rank 0 may be
+    another process, which then logs. `on_exception` isn't called. What a callback saves in its
+    `state_dict` is put back to the checkpoint's step, whatever else it holds stays.
+
     Args:
         preemption_notice: Whom to ask whether this machine will be taken away, such as
             `AwsSpotNotice()`; several are asked in turn. SIGTERM always counts.

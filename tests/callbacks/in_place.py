@@ -1,11 +1,11 @@
 """Runs whose ranks are lost, on forks of one process that has imported torch: nothing starts twice.
 
-`play` is a node: a keeper and its workers. Each worker appends to `worker-PID.jsonl` what it
-trained, as `RunLog` does to `events.jsonl`.
+A node is a keeper and its workers (`play`), or torchrun's agent and workers that it starts again
+(`play_restarts`). Each worker appends to `worker-PID.jsonl` what it trained, as `RunLog` does to
+`events.jsonl`.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,6 +23,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
@@ -77,6 +79,7 @@ def trainer_of(
     num_steps: int,
     every: int,
     heartbeat_s: float = 30.0,
+    in_place: bool = True,
     **more: Any,
 ) -> Any:
     """Return a Trainer as a script would make it."""
@@ -87,7 +90,8 @@ def trainer_of(
     )
     strategy = HeteroStrategy(num_stages=1, timeout=timedelta(minutes=2), **more)
     options = {**quiet(max_steps=num_steps), "enable_checkpointing": True}
-    elastic = ElasticRestart(in_place=True, heartbeat_timeout=timedelta(seconds=heartbeat_s))
+    silence = timedelta(seconds=heartbeat_s)
+    elastic = ElasticRestart(in_place=in_place, heartbeat_timeout=silence)
     callbacks = [checkpoint, elastic, RunLog(folder / "events.jsonl")]
     return L.Trainer(
         strategy=strategy, devices=num_ranks, callbacks=[*callbacks, Record(folder)], **options
@@ -119,13 +123,32 @@ def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
     return losses
 
 
-def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
-    """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
+def _log_to(folder: Path) -> None:
     use_default_start_method()
     torch.set_num_threads(1)
     log = (folder / "log").open("a")
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log.fileno(), stream.fileno())
+
+
+def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
+    """Be a node whose workers torchrun starts again; forks, so they import nothing."""
+    _log_to(folder)
+
+    def start() -> None:
+        os.environ["FIRST_RANK"] = os.environ["RANK"]
+        (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        work()
+
+    options = [f"--nproc-per-node={num_ranks}", "--standalone", "--max-restarts=100"]
+    options += ["--monitor-interval=0.1", "--start-method=fork", "none"]
+    config, _, _ = config_from_args(parse_args(options))
+    elastic_launch(config, start)()
+
+
+def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
+    """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
+    _log_to(folder)
     block_signals()
     port = free_port()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
@@ -157,11 +180,14 @@ def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
 class Node:
     """A node under a test's control."""
 
-    def __init__(self, folder: Path, num_ranks: int, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, num_ranks: int, *, in_place: bool = True, **options: Any
+    ) -> None:
         self.folder = folder
         folder.mkdir()
-        work = partial(train, folder, num_ranks=num_ranks, **options)
-        self.process = fork_server().Process(target=play, args=(folder, num_ranks, work))
+        work = partial(train, folder, num_ranks=num_ranks, in_place=in_place, **options)
+        be_node = play if in_place else play_restarts
+        self.process = fork_server().Process(target=be_node, args=(folder, num_ranks, work))
         self.process.start()
 
     def let_go_on_to(self, step: int) -> None:
@@ -197,6 +223,17 @@ class Node:
             time.sleep(0.01)
         raise AssertionError(f"rank {rank} didn't train step {step}:\n{self.log()}")
 
+    def wait_for_recovery(self, struck_at_s: float, timeout_s: float = 300.0) -> float:
+        """Return the seconds from a fault to the end of the first step of a fit begun after it."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and self.process.exitcode is None:
+            files = self.folder.glob("worker-*.jsonl")
+            ends = [end_s for path in files if (end_s := _next_step(path, struck_at_s))]
+            if ends:
+                return min(ends) - struck_at_s
+            time.sleep(0.01)
+        raise AssertionError(f"no step follows:\n{self.log()}")
+
     def log(self) -> str:
         """Return what its processes printed."""
         return (self.folder / "log").read_text()[-6000:]
@@ -208,6 +245,17 @@ class Node:
         return int(self.process.exitcode)
 
 
+def _next_step(path: Path, struck_at_s: float) -> float:
+    """Return when a worker first ended a step of a fit begun after a fault, 0 if it hasn't."""
+    has_begun = False
+    for line in path.read_text().split("\n")[:-1]:
+        item = json.loads(line)
+        has_begun |= "begin" in item and item["at_s"] > struck_at_s
+        if has_begun and "step" in item:
+            return float(item["at_s"])
+    return 0.0
+
+
 @contextmanager
 def playing(folder: Path, num_ranks: int, **options: Any) -> Iterator[Node]:
     """Give a node; what is left of it ends with the context."""
@@ -217,6 +265,3 @@ def playing(folder: Path, num_ranks: int, **options: Any) -> Iterator[Node]:
     finally:
         node.process.kill()
         node.process.join()
-
-
-assert multiprocessing  # The fork server of `tests.processes` starts nodes.
