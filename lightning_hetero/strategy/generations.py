@@ -12,6 +12,10 @@ a fit that ends because another rank is lost is followed by another one:
 5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
    processes meet, the plan is made for who is left, and the checkpoint gives the state.
 
+Under NCCL by construction, not by trial: operations are aborted before anything waits for them,
+each generation makes communicators of its own, and an error that poisons a process (CUDA's) is its
+own, so it ends that process alone.
+
 A retry inside of the iteration was weighed: it would spare the set-up, but loaders, optimizers,
 loops and callbacks know ranks and shares, and each would need a second way to change them. What
 leads a new process back into the run has led there before, so it leads an old one, too.

@@ -31,7 +31,7 @@ from lightning_hetero.runtime.generation.membership import (
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector
-from lightning_hetero.runtime.ranks.meeting import connect_store
+from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 
@@ -43,6 +43,8 @@ __all__ = ["Processes", "StartMethod", "check_queues", "device_of"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _T = TypeVar("_T")
+_FORMING_S = 90.0
+"""After which a generation that hasn't formed never will: its store doesn't answer."""
 
 
 class Processes:
@@ -265,7 +267,8 @@ class Processes:
             beating.beats_of, limit_s=silence.total_seconds(), nap_s=silence.total_seconds() / 5
         )
         ranks = {member.number: rank for rank, member in enumerate(old.members)}
-        new = membership.form(list(ranks), lambda number: silent_rank(ranks[number]))
+        with ended_when_late(ranks[membership.number], "the membership's store", _FORMING_S):
+            new = membership.form(list(ranks), lambda number: silent_rank(ranks[number]))
         beating.end(0.0)
         self._connections = Connections()
         self._enter(new)

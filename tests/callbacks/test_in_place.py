@@ -37,8 +37,9 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
     with playing(
         tmp_path / "run", NUM_RANKS, num_steps=NUM_STEPS, every=4, heartbeat_s=12.0
     ) as node:
-        node.let_go_on_to(6)
-        node.wait_for_step(1, 6)
+        # Before the first checkpoint that is due.
+        node.let_go_on_to(2)
+        node.wait_for_step(1, 2)
         (node.folder / "dies-in-set-up").write_text("1")
         node.strike(0)
         node.let_go_on_to(14)

@@ -109,8 +109,8 @@ class Worker:
         self._status: int | None = None
         self.member: tuple[str, int] | None = None
         """Prefix of its membership, and its number."""
-        self.is_told = False
-        """Whether the membership knows that it has died."""
+        self.died_in_training: bool | None = None
+        """Whether it died before training had ended; None until the membership knows of it."""
 
     def look(self) -> None:
         """See whether it has ended, and read what it has told; for one thread."""
@@ -258,12 +258,13 @@ class Keeper:
                         signal.SIGKILL
                     )  # The others have given it up, and it hasn't noticed.
             elif worker in dead:
-                if not worker.is_told:
+                if worker.died_in_training is None:
+                    worker.died_in_training = not membership.has_ended(of_run)
                     membership.tell_gone(of_run, number, worker.describe_end())
-                    worker.is_told = True
                 outlook = _Outlook.OVER
                 if membership.has_ended(of_run):
-                    outlook = _Outlook.ENDED
+                    # What fails after training, in code that follows, is a failure of the script.
+                    outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
                 elif membership.is_anybody_left(of_run):
                     outlook = _Outlook.GOES_ON
         self._seen = len(dead), outlook

@@ -163,7 +163,7 @@ class Membership:
         patience_s: How long a generation may take to form, while those that are waited for beat.
     """
 
-    def __init__(self, store: Store, *, number: int, node: str, patience_s: float = 30.0) -> None:
+    def __init__(self, store: Store, *, number: int, node: str, patience_s: float = 60.0) -> None:
         store.set_timeout(timedelta(seconds=patience_s))
         self._store = store
         self._own = Member(number, node)

@@ -33,6 +33,7 @@ __all__ = [
     "check_alike",
     "connect_store",
     "end_process",
+    "ended_when_late",
 ]
 
 EXIT_CODE = 13
@@ -94,7 +95,7 @@ def connect_store(
     if global_rank == 0 and not agent_serves:
         allow_connections(_CONNECTIONS_PER_RANK * world_size)
     timeout_s = start_timeout.total_seconds()
-    with _ended_when_late(global_rank, f"{address}:{port}", timeout_s):
+    with ended_when_late(global_rank, f"the store at {address}:{port}", timeout_s):
         try:
             store = TCPStore(
                 address,
@@ -121,12 +122,12 @@ def _late(global_rank: int, world_size: int, timeout_s: float, why: str) -> Peer
 
 
 @contextmanager
-def _ended_when_late(global_rank: int, address: str, timeout_s: float) -> Iterator[None]:
-    """End the process if it still connects when its own timeouts should have raised.
+def ended_when_late(global_rank: int, store: str, timeout_s: float) -> Iterator[None]:
+    """End the process if it still talks to a store when its own timeouts should have raised.
 
-    They don't hold for a server that is frozen: it takes connections and never answers.
+    They don't hold for a server that is frozen or cut off: it never answers.
     """
-    reason = f"the store at {address} takes connections and doesn't answer. Look at rank 0."
+    reason = f"{store} is connected and doesn't answer. Look at the process that serves it."
     timer = threading.Timer(timeout_s + min(10.0, timeout_s), end_process, [global_rank, reason])
     timer.daemon = True
     timer.start()

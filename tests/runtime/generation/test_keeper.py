@@ -53,7 +53,7 @@ def keep(folder: Path, port: int, codes: list[int | None]) -> None:
             time.sleep(0.01)
             if (folder / "ends").exists():
                 member.tell_end()
-                code = 0
+                code = 5 if (folder / "fails-after").exists() else 0
         return code
 
     def start(rank: int, environment: dict[str, str], _: int) -> int:
@@ -93,6 +93,14 @@ def test_a_worker_that_dies_alone_is_no_event_for_whoever_started_the_keeper(
     (tmp_path / "ends").touch()
     keeper.join(120.0)
     assert keeper.exitcode == 0
+
+
+def test_what_fails_after_training_is_a_failure_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "fails-after").touch()
+    keeper = start(tmp_path, [None])
+    (tmp_path / "ends").touch()
+    keeper.join(120.0)
+    assert keeper.exitcode == 5
 
 
 def test_where_nobody_goes_on_the_launcher_hears_the_first_code(tmp_path: Path) -> None:
