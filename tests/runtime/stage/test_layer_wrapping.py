@@ -191,11 +191,19 @@ def test_checkpointing_under_unequal_degrees_trains_alike(pool: ProcessPool) -> 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_compiled_layers_train_alike_in_stages_and_under_degrees(pool: ProcessPool) -> None:
-    # Few lengths and one kind of layer: what takes long is to capture each anew.
-    options = (("compile_layers", True), ("activation_checkpointing", "full"))
-    case = replace(SHARDED, options=options, num_rows=12, num_microbatches=2)
+    # Few ranks, layers and lengths: what takes long is to capture each anew.
+    case = Case(
+        plan=plan_of(pipeline(stage([2, 0], 0, 1), stage(1, 1, 2))),
+        world_size=3,
+        model="packed",
+        num_layers=2,
+        batch_size=3,
+        num_rows=6,
+        num_microbatches=2,
+        options=(("compile_layers", True), ("activation_checkpointing", "full")),
+    )
     expected = pool.run(train, 1, case.on_single_device())[0]
-    for outcome, num_compiled in pool.run(train_compiled, 4, case, timeout_s=280.0):
+    for outcome, num_compiled in pool.run(train_compiled, 3, case, timeout_s=280.0):
         assert num_compiled > 0
         assert_same_training(outcome, expected)
 
