@@ -15,6 +15,7 @@ from lightning_hetero.autoplan.facts import NUM_STATES, AutoPlanned, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import ParameterSpec, Slice, holdings_of
 from lightning_hetero.core.table import format_table
@@ -55,7 +56,7 @@ class StartUp:
     """What an automatic plan rests on."""
     specs: Sequence[ParameterSpec]
     """The module's parameters."""
-    slices: Mapping[str, Sequence[Slice]]
+    slices: Mapping[str, tuple[Slice, ...]]
     """Their owners and standbys."""
     num_batches: int
     """A loader's batches that make an iteration."""
@@ -138,7 +139,7 @@ class StartUp:
 
     def _standby_lines(self) -> list[str]:
         """Return who stands by for whom, nothing without redundancy."""
-        pairs = {i.owner: i.standby for items in self.slices.values() for i in items}
+        pairs = {i.owner: i.standby for _, items in list_owners(self.slices) for i in items}
         named = [f"{owner} by {rank}" for owner, rank in sorted(pairs.items()) if rank is not None]
         if not named:
             return []

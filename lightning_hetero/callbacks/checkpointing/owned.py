@@ -78,7 +78,7 @@ class OwnedState:
                 OwnedSlice(
                     spec=spec,
                     kept=store.kept[name],
-                    owned=tuple(store.owned(name)),
+                    owned=store.owned[name],
                     parameter=store.masters[name],
                 )
                 for name, spec in store.specs.items()

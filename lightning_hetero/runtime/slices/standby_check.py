@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.core.owners import list_owners
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
@@ -36,13 +37,17 @@ def digest_of(rows: Tensor) -> Tensor:
     return digest
 
 
+_Pair = tuple[int, int]
+"""(owner, standby)"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Account:
     """What one rank says of its slices."""
 
     device: str
-    digests: dict[int, dict[str, int]]
-    """By their owner, itself or for whom it stands by: of each parameter's rows."""
+    digests: dict[_Pair, dict[str, int]]
+    """Of each slice that both ranks of a pair keep, it being one of them."""
 
 
 class StandbyCheck:
@@ -59,6 +64,13 @@ class StandbyCheck:
         self._comms = comms
         self._num_steps = num_steps if store.has_standbys else 0
         self._steps = 0
+        self._shared: dict[_Pair, list[tuple[str, int, int]]] = defaultdict(list)
+        """(parameter, first row, last row + 1) of what this rank keeps with another one."""
+        for names, items in list_owners(store.slices):
+            for item in items:
+                if item.standby is not None and store.global_rank in item.keepers:
+                    rows = [(name, item.start, item.stop) for name in names]
+                    self._shared[item.owner, item.standby] += rows
 
     def after_step(self) -> None:
         """Count an optimizer's step, and compare if it is time.
@@ -77,29 +89,27 @@ class StandbyCheck:
             StepError: They differ; on every rank.
         """
         own = self._account()
-        short = {key: zlib.crc32(repr(found).encode()) for key, found in own.digests.items()}
+        short = {pair: zlib.crc32(repr(found).encode()) for pair, found in own.digests.items()}
         everyone = self._comms.gather_objects(short)
         differing = [
             (owner, standby)
-            for standby, found in enumerate(everyone)
-            for owner, digest in found.items()
-            if owner != standby and digest != everyone[owner][owner]
+            for rank, found in enumerate(everyone)
+            for (owner, standby), digest in found.items()
+            if rank == standby and digest != everyone[owner][owner, standby]
         ]
         if differing:
             raise _difference(differing, self._comms.gather_objects(own), self._steps)
 
     def _account(self) -> _Account:
-        found: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-        rank = self._store.global_rank
-        for name, items in self._store.slices.items():
-            for item in items:
-                if rank in item.keepers and item.standby is not None:
-                    rows = self._store.rows(name, self._store.masters[name], item.start, item.stop)
-                    found[item.owner].append((name, digest_of(rows)))
-        digests: dict[int, dict[str, int]] = {}
-        for owner, pairs in found.items():
-            values = torch.stack([digest for _, digest in pairs]).tolist()
-            digests[owner] = dict(zip([name for name, _ in pairs], values, strict=True))
+        digests: dict[_Pair, dict[str, int]] = {}
+        for pair, shared in self._shared.items():
+            found = [
+                digest_of(self._store.rows(name, self._store.masters[name], start, stop))
+                for name, start, stop in shared
+            ]
+            values = torch.stack(found).tolist()
+            names = [f"{name} (rows {start} to {stop - 1})" for name, start, stop in shared]
+            digests[pair] = dict(zip(names, values, strict=True))
         place = f"{self._store.device} on {socket.gethostname()}"
         return _Account(device=place, digests=digests)
 
@@ -109,11 +119,11 @@ def _difference(
 ) -> StepError:
     lines = []
     for owner, standby in differing:
-        first, second = accounts[owner].digests[owner], accounts[standby].digests[owner]
+        first, second = (accounts[rank].digests[owner, standby] for rank in (owner, standby))
         names = [name for name, digest in first.items() if second.get(name) != digest]
         lines.append(
             f"rank {owner} ({accounts[owner].device}) and rank {standby} "
-            f"({accounts[standby].device}), which stands by for it, in {len(names)} parameters "
+            f"({accounts[standby].device}), which stands by for it, in {len(names)} slices "
             f"such as {names[0]}"
         )
     pairs = {frozenset(pair) for pair in differing}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.owners import list_owners
 from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
@@ -65,7 +66,7 @@ def check_steps_alike(
                 raise ConfigurationError(f"{verdict.refusal} (Found on rank {rank}.)")
     pairs = {
         (item.owner, item.standby)
-        for items in store.slices.values()
+        for _, items in list_owners(store.slices)
         for item in items
         if item.standby is not None
     }

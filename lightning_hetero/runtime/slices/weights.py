@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.slices import Interval, ParameterSpec, Slice, kept_rows
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -61,7 +62,7 @@ class SliceStore:
     def __init__(
         self,
         layout: ModelLayout,
-        slices: Mapping[str, Sequence[Slice]],
+        slices: Mapping[str, tuple[Slice, ...]],
         *,
         global_rank: int,
         device: torch.device,
@@ -75,10 +76,17 @@ class SliceStore:
         self.owned_device = torch.device("cpu") if on_host else device
         """Where the slices live, and so what the optimizer keeps of them."""
         self.specs = {spec.name: spec for spec in layout.specs}
-        self.kept = {name: kept_rows(slices[name], global_rank) for name in self.specs}
+        self.kept: dict[str, tuple[Interval, ...]] = {}
         """The rows of each parameter that this rank keeps, as owner or standby: its slice."""
-        self.has_standbys = any(item.standby is not None for i in slices.values() for item in i)
+        self.owned: dict[str, tuple[Interval, ...]] = {}
+        """Those that it owns, which only it counts and saves."""
+        self.has_standbys = False
         """Whether ranks keep more than they own."""
+        for names, items in list_owners(slices):
+            owned = tuple((i.start, i.stop) for i in items if i.owner == global_rank)
+            self.owned |= dict.fromkeys(names, owned)
+            self.kept |= dict.fromkeys(names, kept_rows(items, global_rank))
+            self.has_standbys |= any(item.standby is not None for item in items)
         self.dtype = dtype
         self.masters: dict[str, nn.Parameter] = {}
         self._stubs: dict[str, nn.Parameter] = {}
@@ -104,17 +112,11 @@ class SliceStore:
         assert local is not None, f"rows {start}-{stop} of {name} are not kept here"
         return narrow_rows(own, self.specs[name], *local)
 
-    def owned(self, name: str) -> Iterator[Interval]:
-        """Yield the rows that this rank owns, which only it counts and saves."""
-        for item in self.slices[name]:
-            if item.owner == self.global_rank:
-                yield item.start, item.stop
-
     def owned_parts(self, name: str, own: Tensor) -> list[Tensor]:
         """Return what this rank owns out of a tensor like its slice; all, without standbys."""
         if not self.has_standbys:
             return [own]
-        return [self.rows(name, own, *rows) for rows in self.owned(name)]
+        return [self.rows(name, own, *rows) for rows in self.owned[name]]
 
     def adopt(self, name: str, whole: Tensor) -> None:
         """Keep this rank's slice of a whole parameter and register it in the module.
