@@ -13,6 +13,7 @@ what the first run wrote; and under plain Lightning, one batch as large as those
 The text is the source of Python's standard library. Nothing in `FineTuned` knows about plans.
 """
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def report(
         f"\ntrained     {trainer.global_step} steps of a {model.config.model_type} with "
         f"{model.num_parameters():,} parameters, from {module.folder or 'its config'}"
         f"\ntrain loss  {module.losses[0]:.3f} -> {module.losses[-1]:.3f}"
-        f"\nval loss    {float(trainer.callback_metrics['val_loss']):.3f}"
+        f"\nval loss    {float(trainer.callback_metrics.get('val_loss', math.nan)):.3f}"
         f"\nmodel       {module.output}, read back by from_pretrained"
         f"\n\nIt writes, after {PROMPT!r}:\n\n{tokenizer.decode(tokens[0])}"
     )
