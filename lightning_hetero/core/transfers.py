@@ -5,8 +5,10 @@ holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table r
 directions. All pieces of one *unit* (a layer, or what lies before or after the layers) travel
 together: in one message for each peer, so with owners among the holders, D pipelines and k layers
 in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
-collective among the unit's `members`, k in all. With redundancy a push goes to owner and standby of
-each slice, twice the bytes; a pull takes from the owner what the holder doesn't keep itself.
+collective among the unit's `members`, k in all. Small neighbours with the same members are one
+unit, as DDP has its buckets: a message costs as much as many kilobytes. With redundancy a push goes
+to owner and standby of each slice, twice the bytes; a pull takes from the owner what the holder
+doesn't keep itself.
 
 Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
 all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one.
@@ -17,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import (
@@ -223,9 +226,15 @@ class UnitKind:
 class Unit:
     """Parameters that travel together."""
 
-    index: int
+    indices: tuple[int, ...]
+    """What `unit_of` says of them, ascending: one, or several that are small."""
     specs: tuple[ParameterSpec, ...]
     kind: UnitKind
+
+    @property
+    def index(self) -> int:
+        """The first of them, which names the unit."""
+        return self.indices[0]
 
     def messages(self, global_rank: int, *, push: bool) -> list[Message]:
         """Return the messages that a rank sends, receives or copies, by (owner, holder)."""
@@ -244,12 +253,37 @@ class Unit:
         ]
 
 
+class _Bundle(NamedTuple):
+    """What a unit is made of."""
+
+    indices: tuple[int, ...]
+    specs: tuple[ParameterSpec, ...]
+    members: tuple[int, ...]
+    numel: int
+
+    def is_joined_by(self, following: "_Bundle", most_numel: int) -> bool:
+        """Whether what follows travels with it."""
+        return self.numel + following.numel <= most_numel and self.members == following.members
+
+    def joined(self, following: "_Bundle") -> "_Bundle":
+        """Return both as one."""
+        indices, specs = self.indices + following.indices, self.specs + following.specs
+        return _Bundle(indices, specs, self.members, self.numel + following.numel)
+
+
 class TransferTable:
     """The messages of one plan, seen from any rank; computed once per plan.
 
     Messages are listed in the one global order that all ranks follow: units ascending for pull
     (order of need), descending for push (order in which backward ends), and inside a unit by
     (owner, holder), so that no rank waits for one that waits for it.
+
+    Args:
+        specs: The parameters; names are unique.
+        slices: Owners of every parameter.
+        plan: The plan.
+        merged_numel: Neighbours with the same members that have no more elements than this together
+            are one unit.
     """
 
     def __init__(
@@ -257,7 +291,10 @@ class TransferTable:
         specs: Sequence[ParameterSpec],
         slices: Mapping[str, Sequence[Slice]],
         plan: ParallelPlan,
+        *,
+        merged_numel: int = 0,
     ) -> None:
+        self._merged_numel = merged_numel
         self._specs = {spec.name: spec for spec in specs}
         holders = PlanHolders(plan)
         self._holders = {spec.name: holders.of(spec) for spec in specs}
@@ -280,12 +317,17 @@ class TransferTable:
         return self._units_of(lambda spec: spec.requires_grad)
 
     def _units_of(self, is_taken: Callable[[ParameterSpec], bool]) -> tuple[Unit, ...]:
-        units = []
-        for index, members in self._members.items():
-            specs = tuple(spec for spec in members if is_taken(spec))
-            if specs:
-                units.append(Unit(index, specs, self._kind_of(specs)))
-        return tuple(units)
+        bundles: list[_Bundle] = []
+        for index, found in self._members.items():
+            specs = tuple(spec for spec in found if is_taken(spec))
+            if not specs:
+                continue
+            numel = sum(spec.numel for spec in specs)
+            bundle = _Bundle((index,), specs, self._kind_of(specs).members, numel)
+            if bundles and bundles[-1].is_joined_by(bundle, self._merged_numel):
+                bundle = bundles.pop().joined(bundle)
+            bundles.append(bundle)
+        return tuple(Unit(item.indices, item.specs, self._kind_of(item.specs)) for item in bundles)
 
     def _kind_of(self, specs: Sequence[ParameterSpec]) -> UnitKind:
         lots = tuple(self._lot_of(spec.name) for spec in specs)

@@ -154,7 +154,7 @@ class EvenPieces:
         return [narrow_rows(whole, spec, *rows) for whole, spec, rows in items]
 
 
-@dataclass
+@dataclass(eq=False)
 class _EvenUnit:
     """One unit's part in every exchange."""
 

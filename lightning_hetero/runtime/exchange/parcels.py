@@ -53,6 +53,10 @@ class _Parcel:
     parts: tuple[_Part, ...]
     numel: int
 
+    def split(self, buffer: Tensor) -> Sequence[Tensor]:
+        """Return each part's elements in one dim."""
+        return buffer.split_with_sizes([part.numel for part in self.parts])
+
 
 class Parcels:
     """What a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
@@ -92,6 +96,11 @@ class Parcels:
         owned_here = (*self.arriving, *self.kept)
         self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
         """What arrives and what is kept, in order of pipeline, then rank."""
+        contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
+        self.has_whole_slices = len(contents) == 1 and all(
+            part.is_whole_slice for parcel in self.summed for part in parcel.parts
+        )
+        """Whether all that is summed are whole slices of the same parameters."""
         self.indices_leaving, self.indices_arriving, self.indices_kept = (
             tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
             for parcels in (self.leaving, self.arriving, self.kept)
@@ -110,10 +119,12 @@ class _Sent:
     """Rows that leave this rank for one or more peers alike."""
 
     peers: list[int]
+    numel: int
     rows: list[Tensor]
+    """In one dim where that is a view."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Unit:
     """One unit's part in every exchange: what is sent, received and kept."""
 
@@ -163,12 +174,11 @@ class _Unit:
 
     def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[_Sent]) -> list[Tensor]:
         members = self.unit.kind.members
-        rows: dict[int, list[Tensor]] = {}
-        for item in sent:
-            rows |= dict.fromkeys(item.peers, item.rows)
+        sizes = {peer: item.numel for item in sent for peer in item.peers}
+        in_splits = [sizes.get(peer, 0) for peer in members]
         sizes = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
-        in_splits = [sum(row.numel() for row in rows.get(peer, ())) for peer in members]
         out_splits = [sizes.get(peer, 0) for peer in members]
+        rows = {peer: item.rows for item in sent for peer in item.peers}
         leaving = [row for peer in members for row in rows.get(peer, ())]
         given = self._packed(leaving) if leaving else self._empty(0)
         received = self._empty(sum(out_splits))
@@ -208,8 +218,8 @@ class _Views:
     """(target, source) of what is owned and held here."""
     sending: list[_Sent]
     """Peers that need the same rows share one buffer."""
-    targets: list[tuple[list[Tensor], list[int]]]
-    """Of each parcel that arrives (rows to fill, elements of each)."""
+    targets: list[list[Tensor]]
+    """Of each parcel that arrives the rows to fill, in one dim where that is a view."""
 
 
 class PulledParcels(_Unit):
@@ -229,7 +239,8 @@ class PulledParcels(_Unit):
         sending: dict[tuple[_Part, ...], _Sent] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                sending[parcel.parts] = _Sent([], [self._of_slice(part) for part in parcel.parts])
+                rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
+                sending[parcel.parts] = _Sent([], parcel.numel, rows)
             sending[parcel.parts].peers.append(parcel.destination)
         return _Views(
             copies=[
@@ -240,7 +251,7 @@ class PulledParcels(_Unit):
             ],
             sending=list(sending.values()),
             targets=[
-                ([self._of_shard(part) for part in parcel.parts], [p.numel for p in parcel.parts])
+                [_in_line(self._of_shard(part)) for part in parcel.parts]
                 for parcel in self.parcels.arriving
             ],
         )
@@ -255,18 +266,24 @@ class PulledParcels(_Unit):
 
     def post(self) -> None:
         """Copy what is kept here, and post what travels."""
-        for target, source in self._views.copies:
-            if source.device != target.device:
-                source = end_to_end([source], target.dtype, target.device).view(target.shape)
-            target.copy_(source)
+        copies = self._views.copies
+        if copies and self.store.owned_device != self.store.device:
+            for target, source in copies:
+                own = end_to_end([source], target.dtype, target.device)
+                target.copy_(own.view(target.shape))
+        elif copies:
+            targets, sources = zip(*copies, strict=True)
+            torch._foreach_copy_(targets, sources)
         self._buffers = self._exchange(self._views.sending)
 
     def wait(self) -> None:
         """Wait for the weights, and put them where they belong."""
         self._wait_for_arrivals()
-        for buffer, (targets, sizes) in zip(self._buffers, self._views.targets, strict=True):
-            for target, part in zip(targets, torch.split(buffer, sizes), strict=True):
-                target.copy_(part.view(target.shape))
+        arrived = zip(self._buffers, self.parcels.arriving, self._views.targets, strict=True)
+        for buffer, parcel, targets in arrived:
+            pairs = zip(parcel.split(buffer), targets, strict=True)
+            parts = [part if to.ndim == 1 else part.view(to.shape) for part, to in pairs]
+            torch._foreach_copy_(targets, parts)
         self._buffers = []
 
 
@@ -284,7 +301,7 @@ class PushedParcels(_Unit):
         """Post the gradients, which are final."""
         buffers = self._exchange(
             [
-                _Sent([parcel.destination], self._gradients(parcel))
+                _Sent([parcel.destination], parcel.numel, self._gradients(parcel))
                 for parcel in self.parcels.leaving
             ]
         )
@@ -297,16 +314,11 @@ class PushedParcels(_Unit):
 
     def sum(self) -> dict[str, Tensor]:
         """Return the sums of what this rank keeps, in order of pipeline, then rank."""
+        if self.parcels.has_whole_slices and not self._is_kept_twice:
+            return self._sum_whole_slices()
         totals: dict[str, Tensor] = {}
         for parcel in self.parcels.summed:
-            if parcel.source == self.store.global_rank:
-                pieces = self._gradients(parcel)
-                if self._is_kept_twice:
-                    pieces = [piece.to(self.options.dtype) for piece in pieces]
-            else:
-                sizes = [part.numel for part in parcel.parts]
-                pieces = list(torch.split(self._buffers.pop(parcel.source), sizes))
-            for part, piece in zip(parcel.parts, pieces, strict=True):
+            for part, piece in zip(parcel.parts, self._pieces(parcel), strict=True):
                 self._add(totals, part, piece)
         return totals
 
@@ -319,19 +331,50 @@ class PushedParcels(_Unit):
         """
         return self.unit.kind.has_standbys
 
+    def _sum_whole_slices(self) -> dict[str, Tensor]:
+        """Sum slice by slice, in as few operations as there are holders."""
+        first, *others = self.parcels.summed
+        masters = self._summed_masters.values()
+        # Nobody else's in this iteration, so they become the sums themselves if dtypes allow.
+        pieces = zip(self._pieces(first), masters, strict=True)
+        totals = [piece.detach().to(_sum_dtype(master)) for piece, master in pieces]
+        for parcel in others:
+            torch._foreach_add_(totals, self._pieces(parcel))
+        return {
+            name: total.view(master.shape)
+            for (name, master), total in zip(self._summed_masters.items(), totals, strict=True)
+        }
+
+    @cached_property
+    def _summed_masters(self) -> dict[str, nn.Parameter]:
+        names = [self._spec(part).name for part in self.parcels.summed[0].parts]
+        return {name: self.store.masters[name] for name in names}
+
+    def _pieces(self, parcel: _Parcel) -> Sequence[Tensor]:
+        """Return a parcel's gradients, each in one dim; what has arrived is let go."""
+        if parcel.source == self.store.global_rank:
+            pieces = self._gradients(parcel)
+            if self._is_kept_twice:
+                pieces = [piece.to(self.options.dtype) for piece in pieces]
+            return pieces
+        return parcel.split(self._buffers.pop(parcel.source))
+
     def _gradients(self, parcel: _Parcel) -> list[Tensor]:
         """Return a parcel's rows of this rank's gradients, zeros where there is none."""
         rows = []
         for part in parcel.parts:
-            spec = self._spec(part)
-            rows.append(narrow_rows(self.weights.gradient(spec.name), spec, *part.held))
+            spec, (start, stop) = self._spec(part), part.held
+            gradient = self.weights.gradient(spec.name)
+            if part.numel != gradient.numel():
+                gradient = narrow_rows(gradient, spec, start, stop)
+            rows.append(gradient.reshape(-1))
         return rows
 
     def _add(self, totals: dict[str, Tensor], part: _Part, piece: Tensor) -> None:
         spec = self._spec(part)
         if spec.name not in totals:
             master = self.store.masters[spec.name]
-            dtype = torch.promote_types(master.dtype, torch.float32)
+            dtype = _sum_dtype(master)
             if part.is_whole_slice and not self._is_kept_twice:
                 # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
                 totals[spec.name] = piece.detach().reshape(master.shape).to(dtype)
@@ -340,3 +383,14 @@ class PushedParcels(_Unit):
         total = totals[spec.name]
         rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
         rows += piece.reshape(rows.shape)
+
+
+def _sum_dtype(master: Tensor) -> torch.dtype:
+    if master.dtype is torch.float32:
+        return torch.float32
+    return torch.promote_types(master.dtype, torch.float32)
+
+
+def _in_line(rows: Tensor) -> Tensor:
+    """Return rows in one dim if that is a view, else as they are."""
+    return rows.view(-1) if rows.is_contiguous() else rows

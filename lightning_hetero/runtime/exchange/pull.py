@@ -75,8 +75,8 @@ class Pull:
         self._all = self._prepare(routes, routes.table.units)
         self._trainable = self._prepare(routes, routes.table.trainable_units)
         self._stale: dict[int, PulledUnit] | None = self._all
-        """Units that the next pull moves; None if nothing has changed."""
-        self._posted: dict[int, torch.cuda.Event | None] = {}
+        """Units that the next pull moves, by what lies in them; None if nothing has changed."""
+        self._posted: dict[PulledUnit, torch.cuda.Event | None] = {}
         """Units under way; on CUDA, the end of their packing and local copies."""
         self._moved: list[PulledUnit] = []
         """Units whose sends may not have left yet."""
@@ -86,8 +86,10 @@ class Pull:
         """How often each compute weight had been changed in place when it arrived."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
-        found = ((unit.index, routes.pulled(unit, self._weights)) for unit in units)
-        return {index: pulled for index, pulled in found if pulled is not None}
+        found = ((unit.indices, routes.pulled(unit, self._weights)) for unit in units)
+        return {
+            index: pulled for indices, pulled in found if pulled is not None for index in indices
+        }
 
     def mark_stale(self, *, only_trainable: bool = False) -> None:
         """Say that slices have changed, or only those of trainable parameters."""
@@ -107,10 +109,12 @@ class Pull:
         self._weights.take_back()
         with self._options.side_stream.after_compute():
             for index, unit in self._stale.items():
+                if unit in self._posted:
+                    continue
                 with traced(f"pull.post {index}"):
                     unit.post()
                 self._moved.append(unit)
-                self._posted[index] = self._options.side_stream.mark()
+                self._posted[unit] = self._options.side_stream.mark()
                 _mark(unit.arriving_weights.values(), partial(self.wait_unit, index))
 
     def _check_unchanged(self) -> None:
@@ -127,16 +131,15 @@ class Pull:
                     "gradients and use it under torch.no_grad(): then it travels in each step."
                 )
 
-    def wait_unit(self, unit: int) -> None:
-        """Wait until a unit's weights are here; returns at once if they are already."""
-        if unit not in self._posted:
+    def wait_unit(self, index: int) -> None:
+        """Wait until a layer's weights are here; returns at once if they are already."""
+        pulled = None if self._stale is None else self._stale.get(index)
+        if pulled not in self._posted:
             return
-        assert self._stale is not None
-        pulled = self._stale[unit]
         with self._options.clock.waiting():
-            self._options.side_stream.join(self._posted.pop(unit))
+            self._options.side_stream.join(self._posted.pop(pulled))
             if pulled.travels:
-                with traced(f"pull.wait {unit}"):
+                with traced(f"pull.wait {index}"):
                     pulled.wait()
         weights = pulled.arriving_weights
         self._arrived |= _versions_of(weights)
@@ -148,8 +151,9 @@ class Pull:
         Raises:
             ModelError: The step has changed a weight.
         """
-        for unit in tuple(self._posted):
-            self.wait_unit(unit)
+        if self._posted:
+            for index in self._stale or ():
+                self.wait_unit(index)
         for name, version in _versions_of(self._weights.shards).items():
             if self._arrived[name] != version:
                 raise ModelError(

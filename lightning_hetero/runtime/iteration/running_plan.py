@@ -33,6 +33,9 @@ __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
 
 MAX_KNOWN_PLANS = 16
 """Plans whose tables are kept; another one's are computed anew when it runs."""
+MERGED_NUMEL = 2**20
+"""Elements of small layers that travel as one unit: 2 or 4 MB, which a fast link moves in the time
+that it takes to begin."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -181,7 +184,8 @@ class PlanSwitch:
 
     def table_of(self, plan: ParallelPlan) -> TransferTable:
         """Return what a plan would move between which ranks; communicates nothing."""
-        return TransferTable(self._specs, self._store.slices, plan)
+        slices = self._store.slices
+        return TransferTable(self._specs, slices, plan, merged_numel=MERGED_NUMEL)
 
     def _routes_of(self, plan: ParallelPlan) -> Routes:
         routes = self._known.pop(plan, None)
