@@ -334,21 +334,25 @@ class PushedParcels(_Unit):
     def _sum_whole_slices(self) -> dict[str, Tensor]:
         """Sum slice by slice, in as few operations as there are holders."""
         first, *others = self.parcels.summed
-        masters = self._summed_masters.values()
         # Nobody else's in this iteration, so they become the sums themselves if dtypes allow.
-        pieces = zip(self._pieces(first), masters, strict=True)
-        totals = [piece.detach().to(_sum_dtype(master)) for piece, master in pieces]
+        pieces = zip(self._pieces(first), self._summed, strict=True)
+        totals = [
+            piece if piece.dtype is dtype else piece.to(dtype) for piece, (_, dtype, _) in pieces
+        ]
         for parcel in others:
-            torch._foreach_add_(totals, self._pieces(parcel))
-        return {
-            name: total.view(master.shape)
-            for (name, master), total in zip(self._summed_masters.items(), totals, strict=True)
-        }
+            torch._foreach_add_(totals, [*self._pieces(parcel)])
+        named = zip(self._summed, totals, strict=True)
+        return {name: total.view(shape) for (name, _, shape), total in named}
 
     @cached_property
-    def _summed_masters(self) -> dict[str, nn.Parameter]:
+    def _summed(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """Names of whole slices, and the dtypes and shapes of their sums."""
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]
-        return {name: self.store.masters[name] for name in names}
+        masters = [self.store.masters[name] for name in names]
+        return [
+            (name, _sum_dtype(master), master.shape)
+            for name, master in zip(names, masters, strict=True)
+        ]
 
     def _pieces(self, parcel: _Parcel) -> Sequence[Tensor]:
         """Return a parcel's gradients, each in one dim; what has arrived is let go."""
@@ -362,13 +366,27 @@ class PushedParcels(_Unit):
     def _gradients(self, parcel: _Parcel) -> list[Tensor]:
         """Return a parcel's rows of this rank's gradients, zeros where there is none."""
         rows = []
-        for part in parcel.parts:
-            spec, (start, stop) = self._spec(part), part.held
-            gradient = self.weights.gradient(spec.name)
-            if part.numel != gradient.numel():
+        for shard, spec, (start, stop), is_all in self._held[parcel.destination]:
+            gradient = shard.grad
+            if gradient is None:
+                gradient = torch.zeros_like(shard)
+            if not is_all:
                 gradient = narrow_rows(gradient, spec, start, stop)
             rows.append(gradient.reshape(-1))
         return rows
+
+    @cached_property
+    def _held(self) -> dict[int, list[tuple[nn.Parameter, ParameterSpec, Interval, bool]]]:
+        """By owner: weights of this rank, which of their rows it owns, and whether it's all."""
+        found = {}
+        for parcel in (*self.parcels.leaving, *self.parcels.kept):
+            items = [(self._spec(part), part) for part in parcel.parts]
+            found[parcel.destination] = [
+                (shard, spec, part.held, part.numel == shard.numel())
+                for spec, part in items
+                for shard in [self.weights.shards[spec.name]]
+            ]
+        return found
 
     def _add(self, totals: dict[str, Tensor], part: _Part, piece: Tensor) -> None:
         spec = self._spec(part)

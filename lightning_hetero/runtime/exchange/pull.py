@@ -7,7 +7,8 @@ reads a weight elsewhere in a step, such as a penalty on weights, waits for it t
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ class Pull:
         """Units under way; on CUDA, the end of their packing and local copies."""
         self._moved: list[PulledUnit] = []
         """Units whose sends may not have left yet."""
-        self._seen: dict[str, tuple[int, int]] = {}
-        """How slices were when the last pull ended."""
+        self._seen: list[tuple[int, int]] = []
+        """How the slices were when the last pull ended."""
         self._arrived: dict[str, int] = {}
         """How often each compute weight had been changed in place when it arrived."""
 
@@ -96,8 +97,11 @@ class Pull:
         trainable = only_trainable and self._stale is not self._all
         self._stale = self._trainable if trainable else self._all
 
-    def start(self) -> None:
+    def start(self, *, needed: Iterable[int] = ()) -> None:
         """Post every message of this rank, units ascending, and make the local copies.
+
+        Args:
+            needed: Units to wait for at once.
 
         Raises:
             ModelError: A slice has changed that isn't stale.
@@ -115,16 +119,20 @@ class Pull:
                     unit.post()
                 self._moved.append(unit)
                 self._posted[unit] = self._options.side_stream.mark()
+        for index in needed:
+            self.wait_unit(index)
+        for index, unit in self._stale.items():
+            if unit in self._posted:
                 _mark(unit.arriving_weights.values(), partial(self.wait_unit, index))
 
     def _check_unchanged(self) -> None:
         """Refuse weights that were changed where no pull is due: others would have old ones."""
         if self._stale is self._all:
             return
-        for name, before in self._seen.items():
-            master = self._store.masters[name]
+        masters, seen = self._store.masters, self._seen
+        for (name, master), mark, before in zip(masters.items(), self._marks(), seen, strict=True):
             is_due = self._stale is not None and master.requires_grad
-            if not is_due and before != _mark_of(master):
+            if mark != before and not is_due:
                 raise ModelError(
                     f"Parameter {name} was changed between steps, without an optimizer's step on "
                     "it, as a hook does that averages weights into frozen ones. Let it require "
@@ -154,25 +162,33 @@ class Pull:
         if self._posted:
             for index in self._stale or ():
                 self.wait_unit(index)
-        for name, version in _versions_of(self._weights.shards).items():
-            if self._arrived[name] != version:
-                raise ModelError(
-                    f"A step changes parameter {name} in place, which each micro-batch does, and "
-                    "to this rank's copy only. Change it in on_train_batch_end, leave max_norm of "
-                    "embeddings out, or register what isn't optimized as a buffer."
-                )
+        versions = _versions_of(self._weights.shards)
+        if versions != self._arrived:
+            self._refuse_changed(versions)
         for pulled in self._moved:
             pulled.finish()
         self._moved.clear()
         self._stale = None
-        self._seen = {name: _mark_of(item) for name, item in self._store.masters.items()}
+        self._seen = self._marks()
+
+    def _refuse_changed(self, versions: Mapping[str, int]) -> NoReturn:
+        name = next(name for name, version in versions.items() if self._arrived[name] != version)
+        raise ModelError(
+            f"A step changes parameter {name} in place, which each micro-batch does, and "
+            "to this rank's copy only. Change it in on_train_batch_end, leave max_norm of "
+            "embeddings out, or register what isn't optimized as a buffer."
+        )
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return what differs after most changes of slices; not after `master.data.mul_(...)`."""
+        masters = self._store.masters.values()
+        pairs = zip(map(_version_of, masters), map(Tensor.data_ptr, masters), strict=True)
+        return list(pairs)
+
+
+_version_of = attrgetter("_version")
 
 
 def _versions_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     with torch._C.DisableTorchFunctionSubclass():  # It asks for no values.
-        return {name: weight._version for name, weight in weights.items()}
-
-
-def _mark_of(master: Tensor) -> tuple[int, int]:
-    """Return what differs after most changes; not after `master.data.mul_(...)`."""
-    return master._version, master.data_ptr()
+        return dict(zip(weights, map(_version_of, weights.values()), strict=True))

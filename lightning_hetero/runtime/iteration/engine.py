@@ -187,9 +187,7 @@ class Engine:
                 self._calls.allowed(),
             ):
                 # Pull. What lies outside the layers may be read at once, before or after them.
-                running.pull.start()
-                running.pull.wait_unit(-1)
-                running.pull.wait_unit(self.layout.num_layers)
+                running.pull.start(needed=(-1, self.layout.num_layers))
                 # Forward and backward; a unit's push begins in its last backward pass.
                 if is_training:
                     running.push.start()
@@ -284,13 +282,11 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        used = self.plans.running.used_somewhere(gradients, agreed.reports.num_missing)
-        kept = {name: gradient for name, gradient in gradients.items() if name in used}
+        kept = self.plans.running.used_somewhere(gradients, agreed.reports.num_missing)
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
         if kept:
             torch._foreach_mul_(list(kept.values()), scale)
-        masters = self.store.masters
-        self.gradients = {name: item.to(masters[name].dtype) for name, item in kept.items()}
+        self.gradients = self.store.as_masters(kept)
         self.gradients_are_finite = True
         # To leave a step out, the host must know before the step.
         is_now = self.config.nonfinite_gradients is NonfiniteGradients.SKIP

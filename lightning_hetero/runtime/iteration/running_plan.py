@@ -6,11 +6,12 @@ iteration to the next.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hetero.core.actions import Action, schedule_1f1b, schedule_forward
 from lightning_hetero.core.errors import PlanError
@@ -80,18 +81,21 @@ class RunningPlan:
             stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
         )
 
-    def used_somewhere(self, names: Iterable[str], num_missing: Mapping[str, int]) -> set[str]:
-        """Return those of the parameters for which any holder has a gradient.
+    def used_somewhere(
+        self, gradients: dict[str, Tensor], num_missing: Mapping[str, int]
+    ) -> dict[str, Tensor]:
+        """Return the gradients of those parameters for which any holder has one.
 
         Args:
-            names: Parameters.
+            gradients: By parameter.
             num_missing: How many holders have none, of those for which any hasn't.
         """
-        return {
-            name
-            for name in names
-            if name not in num_missing or num_missing[name] < len(self.table.holdings(name))
+        unused = {
+            name for name, number in num_missing.items() if number == len(self.table.holdings(name))
         }
+        if not unused:
+            return gradients
+        return {name: item for name, item in gradients.items() if name not in unused}
 
     def read_watch(self) -> ReadWatch | None:
         """Return what watches a micro-batch at an end of a pipeline; None if it isn't watched."""

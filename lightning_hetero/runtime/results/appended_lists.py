@@ -8,7 +8,8 @@ micro-batch at a time. What they append is taken out again, put together like wh
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,9 +17,6 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.outputs import Path, StepRecord, Unjoined, join
 
 __all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
-
-
-_OTHERS = frozenset((bool, str, type(None), dict, list, tuple, set))
 
 
 @dataclass
@@ -40,13 +38,12 @@ class AppendedLists:
         self._numbers = dict(self._look_at_numbers())
 
     def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(self.module).items():
-            kind = type(value)
-            if kind in _OTHERS or name[0] == "_":
-                continue
-            if kind in (int, float):
+        attributes = vars(self.module)
+        for name in _attributes_of(attributes).numbers:
+            value = attributes[name]
+            if not isinstance(value, Tensor):
                 yield name, value
-            elif isinstance(value, Tensor) and not value.is_inference():
+            elif not value.is_inference():
                 yield name, (id(value), value._version, value.numel() == 1)
 
     def _changed(self) -> Iterator[str]:
@@ -103,14 +100,42 @@ class AppendedLists:
 
     def _lists(self) -> dict[Path, list[Any]]:
         found: dict[Path, list[Any]] = {}
-        for name, value in vars(self.module).items():
-            if type(value) is list:
-                found[(name,)] = value
-                if value and type(value[0]) is list:
-                    found |= {(name, index): item for index, item in enumerate(value)}
-            elif isinstance(value, dict) and name[0] != "_":
-                found |= {(name, key): item for key, item in value.items() if type(item) is list}
+        attributes = vars(self.module)
+        for name in _attributes_of(attributes).lists:
+            value = found[(name,)] = attributes[name]
+            if value and type(value[0]) is list:
+                found |= {(name, index): item for index, item in enumerate(value)}
+        for name in _attributes_of(attributes).dicts:
+            items = attributes[name].items()
+            found |= {(name, key): item for key, item in items if type(item) is list}
         return found
+
+
+class _Attributes(NamedTuple):
+    """Names of a module's attributes that are looked at."""
+
+    lists: tuple[str, ...]
+    dicts: tuple[str, ...]
+    numbers: tuple[str, ...]
+    """Numbers, and tensors."""
+
+
+def _attributes_of(attributes: Mapping[str, Any]) -> _Attributes:
+    return _sorted_out(tuple(attributes), tuple(map(type, attributes.values())))
+
+
+@lru_cache(maxsize=64)
+def _sorted_out(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Attributes:
+    """Sort names by the kinds of their values, which seldom change from step to step."""
+    items = list(zip(names, kinds, strict=True))
+    public = [(name, kind) for name, kind in items if name[0] != "_"]
+    return _Attributes(
+        lists=tuple(name for name, kind in items if kind is list),
+        dicts=tuple(name for name, kind in public if issubclass(kind, dict)),
+        numbers=tuple(
+            name for name, kind in public if kind in (int, float) or issubclass(kind, Tensor)
+        ),
+    )
 
 
 def warn_of_numbers(names: Collection[str]) -> None:

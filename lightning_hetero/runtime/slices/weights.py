@@ -154,12 +154,20 @@ class SliceStore:
         """Put this rank's slice into the parameter's slots."""
         self.layout.put(name, self.masters[name])
 
+    def as_masters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors in the dtypes of their masters."""
+        masters = self.masters
+        if all(item.dtype is masters[name].dtype for name, item in tensors.items()):
+            return tensors
+        return {name: item.to(masters[name].dtype) for name, item in tensors.items()}
+
     def follow_freezing(self) -> bool:
         """Take note of what the user has frozen or thawed since; returns whether there is any."""
+        specs = self.specs
         changed = [
             name
             for name, master in self.masters.items()
-            if master.requires_grad != self.specs[name].requires_grad
+            if master.requires_grad is not specs[name].requires_grad
         ]
         for name in changed:
             flag = self.masters[name].requires_grad
@@ -203,6 +211,13 @@ class ComputeWeights:
         }
         """Weights that tensor parallelism has cut; their modules compute with them."""
         self._homes = {name: master.data for name, master in store.masters.items()}
+        self._addresses = [home.data_ptr() for home in self._homes.values()]
+        self._places = [
+            (slot.module._parameters, slot.attribute, name, parameter)
+            for name, parameter in (self.shards | self._stubs).items()
+            for slot in store.layout.slots[name]
+        ]
+        """Where a module keeps its parameters, and what is there in an iteration."""
 
     def _hold(
         self,
@@ -245,13 +260,14 @@ class ComputeWeights:
     @contextmanager
     def in_module(self) -> Iterator[None]:
         """Hold the compute weights in the module's slots for the time of the context."""
-        for name, parameter in (self.shards | self._stubs).items():
-            self.store.layout.put(name, parameter)
+        for slots, attribute, _, parameter in self._places:
+            slots[attribute] = parameter
         try:
             yield
         finally:
-            for name in (*self.shards, *self._stubs):
-                self.store.register(name)
+            masters = self.store.masters
+            for slots, attribute, name, _ in self._places:
+                slots[attribute] = masters[name]
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -265,6 +281,8 @@ class ComputeWeights:
 
     def take_back(self) -> None:
         """Put slices whose data somebody replaced back where they were, with their new values."""
+        if [*map(Tensor.data_ptr, self.store.masters.values())] == self._addresses:
+            return
         for name, home in self._homes.items():
             master = self.store.masters[name]
             if master.data_ptr() != home.data_ptr():

@@ -1,6 +1,7 @@
 """Tensors as bytes, end to end, and their forms, without which the bytes say nothing."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -67,9 +68,14 @@ def unpack(packed: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     return tensors
 
 
-def offsets_of(forms: Sequence[Form]) -> list[int]:
+def offsets_of(forms: Sequence[Form]) -> tuple[int, ...]:
     """Return where each packed tensor begins, and the length of all."""
+    return _offsets_of(tuple(forms))
+
+
+@lru_cache(maxsize=256)
+def _offsets_of(forms: tuple[Form, ...]) -> tuple[int, ...]:
     offsets = [0]
     for form in forms:
         offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-    return offsets
+    return tuple(offsets)

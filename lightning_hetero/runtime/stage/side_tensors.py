@@ -15,6 +15,7 @@ import operator
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,11 +51,15 @@ class _Space(NamedTuple):
     inside: dict[str, "_Seen"]
     """The lists and dicts in it."""
 
+    def is_same(self) -> bool:
+        """Whether nothing can have changed."""
+        now, before = self.names, self.before
+        if self.inside or len(now) != len(before):
+            return False
+        return all(map(operator.is_, now.values(), before.values()))
+
     def changes(self) -> Iterator[tuple[str, Any]]:
         """Yield the names in it whose values have changed, and how."""
-        is_same = len(self.names) == len(self.before) and not self.inside
-        if is_same and all(map(operator.is_, self.names.values(), self.before.values())):
-            return
         for name, value in self.names.items():
             same = self.before.get(name, _NOTHING) is value and name not in self.inside
             change = None if same or name in _INTERNAL else self.seen(name).change_to(value)
@@ -97,7 +102,7 @@ class LayerLeavings:
         handover.tensors[:1] = [hidden]
         left = [
             (space.name, name, _dump(change, handover.tensors))
-            for space in (*before, _rest_space(rest))
+            for space in _changed(before, rest)
             for name, change in space.changes()
         ]
         handover.left.append(pickle.dumps(left) if left else b"")
@@ -131,7 +136,7 @@ class LayerLeavings:
 
     def refuse_pieces(self, index: int, before: Sequence[_Space], rest: Rest) -> None:
         """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""
-        for space in (*before, _rest_space(rest)):
+        for space in _changed(before, rest):
             for name, change in space.changes():
                 if any(
                     isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(change)
@@ -162,15 +167,24 @@ class LayerLeavings:
 
 
 def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:
-    kinds = set(map(type, names.values()))
-    inside = {}
-    if list in kinds or dict in kinds:
-        inside = {
-            key: _Seen(value)
-            for key, value in names.items()
-            if type(value) in _CONTAINERS and key not in _INTERNAL
-        }
-    return _Space(name, names, names.copy(), inside)
+    containers = _containers(tuple(names), tuple(map(type, names.values())))
+    return _Space(name, names, names.copy(), {key: _Seen(names[key]) for key in containers})
+
+
+@lru_cache(maxsize=1024)
+def _containers(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
+    """Return the names of lists and dicts: found once for all modules that are made alike."""
+    items = zip(names, kinds, strict=True)
+    return tuple(name for name, kind in items if kind in _CONTAINERS and name not in _INTERNAL)
+
+
+def _changed(before: Sequence[_Space], rest: Rest) -> Iterator[_Space]:
+    """Yield the places where something may have changed, the rest of an output last."""
+    for space in before:
+        if not space.is_same():
+            yield space
+    if rest:
+        yield _rest_space(rest)
 
 
 def _rest_space(rest: Rest) -> _Space:
