@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 from tests.callbacks.servers import S3Server
-from tests.processes import LAUNCHER_VARIABLES, ProcessPool
+from tests.processes import LAUNCHER_VARIABLES, MOST_TRAVEL_ALONE, ProcessPool
 
 # A compiler's helpers would import torch first, for a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -43,7 +43,7 @@ def _nothing_left_of_a_trainer() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ProcessPool]:
     """Gloo processes, started once for all tests."""
-    processes = ProcessPool()
+    processes = ProcessPool(MOST_TRAVEL_ALONE)
     yield processes
     processes.close()
 

@@ -33,6 +33,9 @@ _FIRST_PORT, _NUM_PORTS = 12_000, 18_000
 _last_port = _FIRST_PORT + os.getpid() * 997 % _NUM_PORTS
 _DIED = "the process died"
 SILENT = "no answer in time"
+MOST_TRAVEL_ALONE = 3_000
+"""Elements of layers that travel as one: most of the tests' layers are by themselves with it, as
+large ones are, and the smallest are not."""
 
 
 class ProcessFailed(Exception):
@@ -76,9 +79,14 @@ def use_default_start_method() -> None:
 
 
 class ProcessPool:
-    """Processes that run functions together, started on first use."""
+    """Processes that run functions together, started on first use.
 
-    def __init__(self) -> None:
+    Args:
+        merged_numel: Elements of small layers that travel as one unit; None leaves it as it is.
+    """
+
+    def __init__(self, merged_numel: int | None = None) -> None:
+        self._merged_numel = merged_numel
         self._processes: list[mp.Process] = []
         self._connections: list[Connection] = []
 
@@ -127,7 +135,7 @@ class ProcessPool:
         context = fork_server()
         while len(self._processes) < world_size:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._merged_numel), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -159,9 +167,14 @@ def _hang_up(sockets: set[tuple[str, str]]) -> None:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, merged_numel: int | None) -> None:
     import torch
     import torch.distributed as dist
+
+    from lightning_hetero.runtime.iteration import running_plan
+
+    if merged_numel is not None:
+        running_plan.MERGED_NUMEL = merged_numel
 
     torch.set_num_threads(1)
     use_default_start_method()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.accelerator import device
 from tests.accelerator.runs import Found, Job, train
-from tests.processes import ProcessPool
+from tests.processes import MOST_TRAVEL_ALONE, ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = [
@@ -23,7 +23,7 @@ STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
 @pytest.fixture(scope="module")
 def processes() -> Iterator[ProcessPool]:
     """Processes of their own: the device stays in them."""
-    made = ProcessPool()
+    made = ProcessPool(MOST_TRAVEL_ALONE)
     yield made
     made.close()
 

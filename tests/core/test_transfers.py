@@ -184,6 +184,30 @@ def test_layers_of_1024_ranks_are_of_few_kinds(degrees):
         assert calls == 80 // num_stages, "one a layer of the rank's stage"
 
 
+def test_small_neighbours_travel_as_one_unit_where_the_same_ranks_take_part():
+    specs = [
+        ParameterSpec(name="embedding", shape=(4, 5), roles=frozenset({OuterRole.FIRST})),
+        *(ParameterSpec(name=f"{i}", shape=(8, 2), layer=i) for i in range(6)),
+        ParameterSpec(name="head", shape=(50,), roles=frozenset({OuterRole.LAST})),
+    ]
+    plan = ParallelPlan.even(world_size=4, num_layers=6, num_stages=2)
+    slices = assign_owners(specs, plan, world_size=4, ownership=Ownership.HOLDERS)
+    apart = TransferTable(specs, slices, plan)
+    table = TransferTable(specs, slices, plan, merged_numel=48)
+    assert [unit.indices for unit in table.units] == [(-1, 0), (1, 2), (3, 4, 5), (6,)]
+    for rank in range(4):
+        pieces, merged = (
+            Counter(
+                (message.source, message.destination, piece)
+                for message in each.push(rank)
+                for piece in message.pieces
+            )
+            for each in (apart, table)
+        )
+        assert pieces == merged
+        assert len(table.push(rank)) < len(apart.push(rank))
+
+
 def uneven_plan(rng: Random, num_pipelines: int, num_stages: int, num_layers: int) -> ParallelPlan:
     """Return TP-1 pipelines of `num_stages` stages, each with a layer split of its own."""
     pipelines = []

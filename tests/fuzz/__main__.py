@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.fuzz.judge import DEFECT, REFUSED, Verdict, judge
 from tests.fuzz.recipes import Recipe, draw, simpler
-from tests.processes import ProcessPool
+from tests.processes import MOST_TRAVEL_ALONE, ProcessPool
 
 
 def main() -> int:
@@ -15,7 +15,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first case (default: 0)")
     parser.add_argument("--case", type=int, help="run this case only, and make it simpler")
     arguments = parser.parse_args()
-    pool = ProcessPool()
+    pool = ProcessPool(MOST_TRAVEL_ALONE)
     try:
         if arguments.case is not None:
             return _show(pool, draw(arguments.case))

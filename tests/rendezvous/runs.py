@@ -132,9 +132,9 @@ def record(rank: int, job: Job) -> Found:
 def _noted_tables(tables: list[TransferTable]) -> Any:
     start = Pull.start
 
-    def noted(pull: Pull) -> None:
+    def noted(pull: Pull, **options: Any) -> None:
         tables.append(pull._weights.table)
-        start(pull)
+        start(pull, **options)
 
     return mock.patch.object(Pull, "start", noted)
 

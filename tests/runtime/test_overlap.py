@@ -19,7 +19,7 @@ LAYERS = ((0, 1, 2), (0, 1), (2,))
 
 @pytest.fixture(scope="module")
 def traces(pool: ProcessPool) -> list[list[Span]]:
-    return pool.run(trace, len(LAYERS), PLAN, ToyOptions(num_layers=3), 4)
+    return pool.run(trace, len(LAYERS), PLAN, ToyOptions(num_layers=3, width=32), 4)
 
 
 def only(spans: list[Span], name: str) -> Span:

@@ -366,26 +366,26 @@ class PushedParcels(_Unit):
     def _gradients(self, parcel: _Parcel) -> list[Tensor]:
         """Return a parcel's rows of this rank's gradients, zeros where there is none."""
         rows = []
-        for shard, spec, (start, stop), is_all in self._held[parcel.destination]:
+        for shard, dim, start, length in self._held[parcel.destination]:
             gradient = shard.grad
             if gradient is None:
                 gradient = torch.zeros_like(shard)
-            if not is_all:
-                gradient = narrow_rows(gradient, spec, start, stop)
+            if length is not None:
+                gradient = gradient.narrow(dim, start, length)
             rows.append(gradient.reshape(-1))
         return rows
 
     @cached_property
-    def _held(self) -> dict[int, list[tuple[nn.Parameter, ParameterSpec, Interval, bool]]]:
-        """By owner: weights of this rank, which of their rows it owns, and whether it's all."""
+    def _held(self) -> dict[int, list[tuple[nn.Parameter, int, int, int | None]]]:
+        """By owner: weights of this rank with (dim, start, length) of its rows; all if None."""
         found = {}
         for parcel in (*self.parcels.leaving, *self.parcels.kept):
-            items = [(self._spec(part), part) for part in parcel.parts]
-            found[parcel.destination] = [
-                (shard, spec, part.held, part.numel == shard.numel())
-                for spec, part in items
-                for shard in [self.weights.shards[spec.name]]
-            ]
+            rows = found[parcel.destination] = []
+            for part in parcel.parts:
+                spec, (start, stop) = self._spec(part), part.held
+                shard = self.weights.shards[spec.name]
+                is_all = part.numel == shard.numel()
+                rows.append((shard, spec.cut_dim, start, None if is_all else stop - start))
         return found
 
     def _add(self, totals: dict[str, Tensor], part: _Part, piece: Tensor) -> None:

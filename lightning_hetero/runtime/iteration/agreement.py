@@ -120,6 +120,9 @@ class Agreement:
         self._device = device
         self._tree = RankTree(comms.control)
         self._known: dict[bytes, Reports] = {}
+        self._pipelines = b""
+        self._first_ranks: IntArray = np.empty(0, np.int64)
+        """Of each rank's pipeline the first rank, in the plan that ran last."""
         self._entries: tuple[LogEntry, ...] = ()
 
     def begin(
@@ -162,7 +165,9 @@ class Agreement:
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
         digests, num_samples, pipelines, fingerprints, is_leaving, kinds, returns = integers.T
-        _check_fingerprints(pipelines, fingerprints)
+        if pipelines.tobytes() != self._pipelines:
+            self._pipelines, self._first_ranks = pipelines.tobytes(), _first_ranks(pipelines)
+        _check_fingerprints(pipelines, fingerprints, self._first_ranks)
         reports = self._hear(digests.tobytes())
         if reports.entries != self._entries:
             self._entries = reports.entries
@@ -210,10 +215,15 @@ class _DeviceGather:
         return self._rows
 
 
-def _check_fingerprints(pipelines: IntArray, fingerprints: IntArray) -> None:
-    """Compare the batches of each pipeline's ranks; both by global rank."""
+def _first_ranks(pipelines: IntArray) -> IntArray:
+    """Return the first rank of each rank's pipeline, by global rank."""
     _, first_ranks, of_rank = np.unique(pipelines, return_index=True, return_inverse=True)
-    first_ranks = first_ranks[of_rank]
+    found: IntArray = first_ranks[of_rank]
+    return found
+
+
+def _check_fingerprints(pipelines: IntArray, fingerprints: IntArray, first_ranks: IntArray) -> None:
+    """Compare the batches of each pipeline's ranks; all by global rank."""
     wrong = (pipelines >= 0) & (fingerprints != fingerprints[first_ranks])
     if wrong.any():
         global_rank = int(wrong.argmax())

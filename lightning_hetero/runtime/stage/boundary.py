@@ -14,7 +14,7 @@ called as the user likes: more than once, by turns, or not at all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import Unknown, check_known
 
 __all__ = ["StageBoundary"]
+
+_WATCHED = nullcontext()
 
 
 class StageBoundary:
@@ -174,7 +176,8 @@ class StageBoundary:
         """
         if call.index == current.layers.start:
             call = self._enter(current, call)
-        current.begin_layer(call.index, again=again)
+        with self._unwatched(current):
+            current.begin_layer(call.index, again=again)
         output = call.run() if again else self._run(current, call)
         if call.index + 1 < current.layers.stop:
             return output
@@ -202,7 +205,7 @@ class StageBoundary:
         cuts = self._group is not None and self._group.cuts_tokens()
         before = [] if current.is_last_stage and not cuts else self._leavings.look(call.index)
         versions = call.versions() if current.has_stages else {}
-        with nullcontext() if current.reads is None else _disable_current_modes():
+        with self._unwatched(current):
             output = self._compute(current, call)
         if current.has_stages:
             self._note_changes(current, call, versions)
@@ -217,6 +220,10 @@ class StageBoundary:
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._leavings.note(before, form, rest, current.handed_on)
         return output
+
+    def _unwatched(self, current: MicrobatchPass) -> AbstractContextManager[Any]:
+        """Let nothing look at single operations: layers and pulls read no outer weights."""
+        return _WATCHED if current.reads is None else _disable_current_modes()
 
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer for the first time."""
