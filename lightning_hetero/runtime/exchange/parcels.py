@@ -13,105 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import Interval, ParameterSpec
-from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, split_works, wait_for_all
+from lightning_hetero.runtime.exchange.parcel_table import Parcel, Parcels, Part
 from lightning_hetero.runtime.slices.host_memory import end_to_end
-from lightning_hetero.runtime.slices.weights import (
-    ComputeWeights,
-    SliceStore,
-    local_rows,
-    narrow_rows,
-)
+from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["Parcels", "PulledParcels", "PushedParcels"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of one parameter in a parcel."""
-
-    index: int
-    """Of the parameter in its unit."""
-    numel: int
-    held: Interval
-    """Where they lie in this rank's shard, if it holds them."""
-    owned: Interval
-    """Where they lie in this rank's slice, if it keeps them."""
-    is_whole_slice: bool
-    """Whether they are all that this rank keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What goes from one rank to another in every exchange of a unit, or stays where it is."""
-
-    source: int
-    destination: int
-    pipeline_index: int
-    """The holder's."""
-    parts: tuple[_Part, ...]
-    numel: int
-
-    def split(self, buffer: Tensor) -> Sequence[Tensor]:
-        """Return each part's elements in one dim."""
-        return buffer.split_with_sizes([part.numel for part in self.parts])
-
-
-class Parcels:
-    """What a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
-
-    Args:
-        unit: A unit of the kind.
-        table: The plan's.
-        store: The rank's slices.
-        push: Whether gradients go to owners, or weights to holders.
-    """
-
-    def __init__(self, unit: Unit, table: TransferTable, store: SliceStore, *, push: bool) -> None:
-        rank = store.global_rank
-        names = [spec.name for spec in unit.specs]
-        holdings = [table.holding(name, rank) for name in names]
-        held_rows = [() if item is None else item.intervals for item in holdings]
-        kept_rows = [store.kept[name] for name in names]
-        found = []
-        for move in unit.kind.moves(rank, push=push):
-            source, destination = move.source, move.destination
-            holder, owner = (source, destination) if push else (destination, source)
-            parts = []
-            for index, start, stop in move.pieces:
-                held = _local(held_rows[index], start, stop) if holder == rank else (0, 0)
-                owned = _local(kept_rows[index], start, stop) if owner == rank else (0, 0)
-                numel = (stop - start) * unit.kind.row_numels[index]
-                is_whole = kept_rows[index] == ((start, stop),)
-                parts.append(_Part(index, numel, held, owned, is_whole))
-            holding = table.holding(names[move.pieces[0][0]], holder)
-            assert holding is not None
-            numel = sum(part.numel for part in parts)
-            parcel = _Parcel(source, destination, holding.pipeline_index, tuple(parts), numel)
-            found.append(parcel)
-        self.leaving = tuple(p for p in found if p.source == rank != p.destination)
-        self.arriving = tuple(p for p in found if p.source != rank == p.destination)
-        self.kept = tuple(p for p in found if p.source == rank == p.destination)
-        owned_here = (*self.arriving, *self.kept)
-        self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
-        """What arrives and what is kept, in order of pipeline, then rank."""
-        contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
-        self.has_whole_slices = len(contents) == 1 and all(
-            part.is_whole_slice for parcel in self.summed for part in parcel.parts
-        )
-        """Whether all that is summed are whole slices of the same parameters."""
-        self.indices_leaving, self.indices_arriving, self.indices_kept = (
-            tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
-            for parcels in (self.leaving, self.arriving, self.kept)
-        )
-        """The parameters of which any rows leave, arrive and are kept."""
-
-
-def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
-    local = local_rows(intervals, start, stop)
-    assert local is not None, f"rows {start}-{stop} are not held here"
-    return local
+__all__ = ["PulledParcels", "PushedParcels"]
 
 
 @dataclass
@@ -148,7 +57,7 @@ class _Unit:
     def _names(self, indices: Iterable[int]) -> set[str]:
         return {self.unit.specs[index].name for index in indices}
 
-    def _spec(self, part: _Part) -> ParameterSpec:
+    def _spec(self, part: Part) -> ParameterSpec:
         return self.unit.specs[part.index]
 
     def _exchange(self, sent: Sequence[_Sent]) -> list[Tensor]:
@@ -236,7 +145,7 @@ class PulledParcels(_Unit):
 
     @cached_property
     def _views(self) -> _Views:
-        sending: dict[tuple[_Part, ...], _Sent] = {}
+        sending: dict[tuple[Part, ...], _Sent] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
                 rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
@@ -256,11 +165,11 @@ class PulledParcels(_Unit):
             ],
         )
 
-    def _of_slice(self, part: _Part) -> Tensor:
+    def _of_slice(self, part: Part) -> Tensor:
         spec = self._spec(part)
         return narrow_rows(self.store.masters[spec.name].detach(), spec, *part.owned)
 
-    def _of_shard(self, part: _Part) -> Tensor:
+    def _of_shard(self, part: Part) -> Tensor:
         spec = self._spec(part)
         return narrow_rows(self.weights.shards[spec.name].detach(), spec, *part.held)
 
@@ -354,7 +263,7 @@ class PushedParcels(_Unit):
             for name, master in zip(names, masters, strict=True)
         ]
 
-    def _pieces(self, parcel: _Parcel) -> Sequence[Tensor]:
+    def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
         """Return a parcel's gradients, each in one dim; what has arrived is let go."""
         if parcel.source == self.store.global_rank:
             pieces = self._gradients(parcel)
@@ -363,7 +272,7 @@ class PushedParcels(_Unit):
             return pieces
         return parcel.split(self._buffers.pop(parcel.source))
 
-    def _gradients(self, parcel: _Parcel) -> list[Tensor]:
+    def _gradients(self, parcel: Parcel) -> list[Tensor]:
         """Return a parcel's rows of this rank's gradients, zeros where there is none."""
         rows = []
         for shard, dim, start, length in self._held[parcel.destination]:
@@ -388,7 +297,7 @@ class PushedParcels(_Unit):
                 rows.append((shard, spec.cut_dim, start, None if is_all else stop - start))
         return found
 
-    def _add(self, totals: dict[str, Tensor], part: _Part, piece: Tensor) -> None:
+    def _add(self, totals: dict[str, Tensor], part: Part, piece: Tensor) -> None:
         spec = self._spec(part)
         if spec.name not in totals:
             master = self.store.masters[spec.name]

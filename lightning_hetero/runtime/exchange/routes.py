@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable, Unit, UnitKind
 from lightning_hetero.runtime.exchange.even import EvenPieces, GatheredUnit, ScatteredUnit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
-from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels, PushedParcels
+from lightning_hetero.runtime.exchange.parcel_table import Parcels
+from lightning_hetero.runtime.exchange.parcels import PulledParcels, PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
 __all__ = ["MOST_BY_MESSAGES", "PulledUnit", "PushedUnit", "Routes", "are_collective"]

@@ -1,0 +1,99 @@
+"""What goes from whom to whom in any unit of a kind, as parcels of one rank for another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_hetero.core.slices import Interval
+from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.runtime.slices.weights import SliceStore, local_rows
+
+__all__ = ["Parcel", "Parcels", "Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one parameter in a parcel."""
+
+    index: int
+    """Of the parameter in its unit."""
+    numel: int
+    held: Interval
+    """Where they lie in this rank's shard, if it holds them."""
+    owned: Interval
+    """Where they lie in this rank's slice, if it keeps them."""
+    is_whole_slice: bool
+    """Whether they are all that this rank keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What goes from one rank to another in every exchange of a unit, or stays where it is."""
+
+    source: int
+    destination: int
+    pipeline_index: int
+    """The holder's."""
+    parts: tuple[Part, ...]
+    numel: int
+
+    def split(self, buffer: Tensor) -> Sequence[Tensor]:
+        """Return each part's elements in one dim."""
+        return buffer.split_with_sizes([part.numel for part in self.parts])
+
+
+class Parcels:
+    """What a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
+
+    Args:
+        unit: A unit of the kind.
+        table: The plan's.
+        store: The rank's slices.
+        push: Whether gradients go to owners, or weights to holders.
+    """
+
+    def __init__(self, unit: Unit, table: TransferTable, store: SliceStore, *, push: bool) -> None:
+        rank = store.global_rank
+        names = [spec.name for spec in unit.specs]
+        holdings = [table.holding(name, rank) for name in names]
+        held_rows = [() if item is None else item.intervals for item in holdings]
+        kept_rows = [store.kept[name] for name in names]
+        found = []
+        for move in unit.kind.moves(rank, push=push):
+            source, destination = move.source, move.destination
+            holder, owner = (source, destination) if push else (destination, source)
+            parts = []
+            for index, start, stop in move.pieces:
+                held = _local(held_rows[index], start, stop) if holder == rank else (0, 0)
+                owned = _local(kept_rows[index], start, stop) if owner == rank else (0, 0)
+                numel = (stop - start) * unit.kind.row_numels[index]
+                is_whole = kept_rows[index] == ((start, stop),)
+                parts.append(Part(index, numel, held, owned, is_whole))
+            holding = table.holding(names[move.pieces[0][0]], holder)
+            assert holding is not None
+            numel = sum(part.numel for part in parts)
+            parcel = Parcel(source, destination, holding.pipeline_index, tuple(parts), numel)
+            found.append(parcel)
+        self.leaving = tuple(p for p in found if p.source == rank != p.destination)
+        self.arriving = tuple(p for p in found if p.source != rank == p.destination)
+        self.kept = tuple(p for p in found if p.source == rank == p.destination)
+        owned_here = (*self.arriving, *self.kept)
+        self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
+        """What arrives and what is kept, in order of pipeline, then rank."""
+        contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
+        self.has_whole_slices = len(contents) == 1 and all(
+            part.is_whole_slice for parcel in self.summed for part in parcel.parts
+        )
+        """Whether all that is summed are whole slices of the same parameters."""
+        self.indices_leaving, self.indices_arriving, self.indices_kept = (
+            tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
+            for parcels in (self.leaving, self.arriving, self.kept)
+        )
+        """The parameters of which any rows leave, arrive and are kept."""
+
+
+def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
+    local = local_rows(intervals, start, stop)
+    assert local is not None, f"rows {start}-{stop} are not held here"
+    return local
