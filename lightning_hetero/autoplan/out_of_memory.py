@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.autoplan.summary import StartUp
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.table import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.simulator import TERM_NAMES, MemoryCorrection, MemoryTerms, OutOfMemory
@@ -99,6 +100,15 @@ class MemoryWatch:
         self._has_explained = False
         self._elsewhere = max(0, _resident_bytes() - _Live.of(engine, ()).states)
 
+    def has_room(self, plan: ParallelPlan) -> bool:
+        """Return whether each rank's memory holds its place in a plan like the one that runs."""
+        start = self._start
+        return (start if start.plan == self._engine.plan else self._now()).has_room(plan)
+
+    def _now(self) -> StartUp:
+        """Return what is known under the plan that runs now."""
+        return replace(self._start, plan=self._engine.plan)
+
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Note in the first error of memory what has happened, and keep what it teaches."""
@@ -122,7 +132,7 @@ class MemoryWatch:
         there += f", {requested:,} bytes more asked for." if requested else "."
         if place is None:
             return f"Rank {rank}, which has no layers, is out of memory: {there}"
-        start = replace(self._start, plan=engine.plan)
+        start = self._now()
         facts = start.stage_facts[place.pipeline_index][place.stage_index]
         lines = [
             f"Stage {place.stage_index} of pipeline {place.pipeline_index} (rank {rank}, "

@@ -33,6 +33,7 @@ from lightning_hetero.simulator import (
     prediction_lines,
     simulate,
     simulated_facts,
+    usable_bytes,
 )
 
 __all__ = ["StartUp", "state_memory"]
@@ -81,7 +82,26 @@ class StartUp:
             num_microbatches=engine.config.num_microbatches,
         )
 
-    @property
+    def has_room(self, plan: ParallelPlan) -> bool:
+        """Return whether each rank's memory holds its place in a plan like the one that runs.
+
+        That is weights and gradients of its place, what it owns, since slices keep their owners,
+        and micro-batches as far as they are predicted of the place.
+        """
+        needed = [terms.total for terms in state_memory(plan, self.facts, self.specs, self.slices)]
+        is_alike = [p.num_stages for p in plan.pipelines] == [
+            p.num_stages for p in self.plan.pipelines
+        ]
+        for pipeline, index, stage in plan.iter_stages():
+            known = self.stage_facts[pipeline][index].memory if is_alike else None
+            for rank in stage.ranks:
+                needed[rank] += 0.0 if known is None else known.total - known.states
+        return all(
+            num_bytes <= usable_bytes(self.cluster.device_of(rank).memory_bytes)
+            for rank, num_bytes in enumerate(needed)
+        )
+
+    @cached_property
     def stage_facts(self) -> list[list[StageFacts]]:
         """What is predicted of each stage, as [pipeline][stage]; memory as far as sizes are known.
 

@@ -64,6 +64,12 @@ class WatchedPlans:
     """One, or those among which a data module chooses."""
     models: tuple[RunModel, ...]
     """Of those that ran, the one that ran most first."""
+    has_room: Callable[[ParallelPlan], bool] = lambda _: True
+    """Says whether each rank's memory holds its place in a plan like one of these."""
+
+    def has_room_for(self, taken_by: Mapping[int, int]) -> bool:
+        """Return whether all plans still fit with ranks in others' places."""
+        return all(self.has_room(move_ranks(plan, taken_by)) for plan in self.plans)
 
     def predict_s(self, taken_by: Mapping[int, int]) -> float:
         """Return the seconds of an iteration with ranks in others' places."""
@@ -111,6 +117,7 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
         slow_ranks=slowness.ranks,
         slow_links=list(slowness.links),
         predict_s=lambda plan: run.predict_s(ranks_moved(model.facts.plan, plan)),
+        has_room=lambda plan: run.has_room_for(ranks_moved(model.facts.plan, plan)),
         config=_SEARCH,
     )
     if proposal is not None:

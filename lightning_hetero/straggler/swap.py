@@ -77,6 +77,7 @@ def propose_swap(
     slow_ranks: Mapping[int, float],
     slow_links: Collection[Pair],
     predict_s: Callable[[ParallelPlan], float],
+    has_room: Callable[[ParallelPlan], bool] | None = None,
     config: SwapConfig | None = None,
 ) -> SwapProposal | None:
     """Return the best plan found by swapping places, or None if no swap helps.
@@ -87,6 +88,8 @@ def propose_swap(
         slow_links: Pairs of ranks whose link is congested.
         predict_s: Predicts the iteration time of a plan under the present faults; with
             micro-batches balanced, if S2 goes along.
+        has_room: Says whether each rank's memory holds its place in a plan; asked only of plans
+            that would be taken. None takes all.
         config: How long to look.
     """
     settings = config or SwapConfig()
@@ -103,12 +106,12 @@ def propose_swap(
             (predict_s(candidate), index, candidate, move)
             for index, (candidate, move) in enumerate(candidates[: settings.predictions_per_swap])
         ]
-        if not tried:
+        enough_s = best_s * (1.0 - settings.least_gain)
+        tried = sorted((e for e in tried if e[0] <= enough_s), key=lambda entry: entry[:2])
+        chosen = next((e for e in tried if has_room is None or has_room(e[2])), None)
+        if chosen is None:
             break
-        found_s, _, candidate, move = min(tried, key=lambda entry: entry[:2])
-        if found_s > best_s * (1.0 - settings.least_gain):
-            break
-        best, best_s = candidate, found_s
+        best_s, _, best, move = chosen
         swaps += move
     if not swaps:
         return None

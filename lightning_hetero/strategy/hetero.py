@@ -28,7 +28,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
@@ -383,17 +382,12 @@ class HeteroStrategy(HookedStrategy):
         )
         self._steps = Steps(self._module, engine, self._dealer)
         start = StartUp.gather(facts, engine, plans.auto, num_batches=self._num_batches)
-        self._memory = MemoryWatch(start, engine, lambda: self.optimizers)
+        self.memory = MemoryWatch(start, engine, lambda: self.optimizers)
         if self.plan != self._announced:
             self._announced = self.plan
             rank_zero_info("%s", start)
             if plans.auto is None and start.idle_warning is not None:
                 rank_zero_warn(start.idle_warning)
-
-    def _sum_over_ranks(self, own: Tensor) -> Tensor:
-        """Return the sum where the slices are; ranks reduce on their devices."""
-        total: Tensor = self.reduce(own.to(self.root_device), reduce_op="sum")
-        return total.to(own.device)
 
     def _attach_logs(self) -> None:
         """Let callbacks log as the module does now; Lightning gave them what was there before."""

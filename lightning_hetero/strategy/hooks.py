@@ -18,6 +18,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -66,8 +67,8 @@ class HookedStrategy(ParallelStrategy):
         """Knows which samples are whose; there from `setup` on."""
         self._steps: Steps | None = None
         """Runs the steps; there from `setup` on."""
-        self._memory: MemoryWatch | None = None
-        """Explains errors of memory; there from `setup` on."""
+        self.memory: MemoryWatch | None = None
+        """Explains errors of memory, and says what fits; there from `setup` on."""
         self._failed = False
         self.has_begun_training = False
         """Whether a fit has come to its first step; then all that it needs is saved."""
@@ -259,10 +260,15 @@ class HookedStrategy(ParallelStrategy):
         with self._processes.watching():
             return self._steps.evaluate(*args, of_pipeline=of_pipeline)
 
+    def _sum_over_ranks(self, own: Tensor) -> Tensor:
+        """Return the sum where the slices are; ranks reduce on their devices."""
+        total: Tensor = self.reduce(own.to(self.root_device), reduce_op="sum")
+        return total.to(own.device)
+
     def _explaining_memory(self) -> AbstractContextManager[None]:
         """Say what fills the device if its memory runs out."""
-        assert self._memory is not None
-        return self._memory.explaining()
+        assert self.memory is not None
+        return self.memory.explaining()
 
     def _deposit_gradients(self) -> None:
         self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
@@ -366,7 +372,7 @@ class HookedStrategy(ParallelStrategy):
         self._slices.await_recovery()
         # Else `teardown` would move their state to the CPU, and the old engine stay in memory.
         self.optimizers = []
-        self._dealer = self._steps = self._memory = None
+        self._dealer = self._steps = self.memory = None
 
     @property
     def awaits_recovery(self) -> bool:

@@ -19,6 +19,7 @@ from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
+from lightning_hetero.straggler import swap_ranks
 
 PLAN = ParallelPlan.from_dict(
     {
@@ -119,6 +120,30 @@ def test_unknown_devices_get_no_figures_but_their_memory():
 def test_unknown_batches_get_no_prediction():
     text = str(start(A100S, sizes=lambda: BatchSizes(samples=None, sequence_length=128)))
     assert "not predicted: the sizes of model or batches aren't known" in text
+
+
+def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_what_it_owns():
+    known = start(A100S).stage_facts
+    (whole,), halves = ([stage.memory.total for stage in row] for row in known)
+
+    def cluster(*memory_bytes: float) -> Cluster:
+        devices = tuple(
+            replace(A100S.device_of(0), name=f"odd{rank}", memory_bytes=round(size / 0.9) + 1)
+            for rank, size in enumerate(memory_bytes)
+        )
+        nodes = tuple(Node(device=device.name, count=1) for device in devices)
+        return Cluster(nodes=nodes, devices=devices)
+
+    roomy = start(cluster(1.1 * whole, 1.1 * whole, 1.1 * halves[1]))
+    swapped = {pair: swap_ranks(PLAN, pair[:1], pair[1:]) for pair in ((0, 1), (0, 2))}
+    assert roomy.has_room(PLAN)
+    assert roomy.has_room(swapped[0, 1])
+    assert not roomy.has_room(swapped[0, 2])
+    # What a rank owns stays with it.
+    owning = assign_owners(
+        roomy.specs, PLAN, world_size=3, ownership=Ownership.EVEN, weights=(0, 1, 0)
+    )
+    assert not replace(roomy, slices=owning).has_room(swapped[0, 1])
 
 
 def test_idle_devices_are_counted():

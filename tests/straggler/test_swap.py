@@ -1,6 +1,7 @@
 """Laws of S3: places are swapped, nothing else; congested links leave gradient traffic."""
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,24 @@ def test_only_stages_of_equal_degree_change_places_as_a_whole():
     degrees = [pipeline.tp_degrees for pipeline in proposal.plan.pipelines]
     assert degrees == [(1, 4, 2)] * 2
     assert all(len(a) == len(b) for a, b in proposal.swaps)
+
+
+def test_only_plans_for_which_ranks_have_room_are_proposed():
+    plan = ParallelPlan.even(world_size=8, num_layers=8, num_stages=2)
+    link, asked = (0, 4), []
+
+    def has_room(plan):
+        asked.append(plan)
+        return {plan.place(rank).stage_index for rank in (0, 1)} == {0, 1}
+
+    find = partial(
+        propose_swap, plan, slow_ranks={}, slow_links=[link], predict_s=predictor({}, [link])
+    )
+    best, roomy = find(), find(has_room=has_room)
+    assert asked[0] == best.plan, "the best is asked for first"
+    assert has_room(roomy.plan)
+    assert roomy.after_s < roomy.before_s
+    assert find(has_room=lambda _: False) is None
 
 
 def test_nothing_is_proposed_where_nothing_helps():

@@ -141,7 +141,9 @@ class HeteroRun(PlainRun):
         )
         if not models:
             return restarts
-        watched = WatchedPlans(plans=plans, models=tuple(models))
+        memory = self._strategy.memory
+        assert memory is not None, "the strategy has not been set up"
+        watched = WatchedPlans(plans=plans, models=tuple(models), has_room=memory.has_room)
         return (*find_mitigations(watched, slowness), *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
