@@ -140,8 +140,9 @@ def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> Non
         (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
         work()
 
-    options = [f"--nproc-per-node={num_ranks}", "--standalone", "--max-restarts=100"]
-    options += ["--monitor-interval=0.1", "--start-method=fork", "none"]
+    options = [f"--nproc-per-node={num_ranks}", "--max-restarts=100", "--monitor-interval=0.1"]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={folder.name}"]
+    options += ["--start-method=fork", "none"]
     config, _, _ = config_from_args(parse_args(options))
     elastic_launch(config, start)()
 
