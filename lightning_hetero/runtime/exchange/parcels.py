@@ -287,7 +287,7 @@ class PushedParcels(_Unit):
     @cached_property
     def _held(self) -> dict[int, list[tuple[nn.Parameter, int, int, int | None]]]:
         """By owner: weights of this rank with (dim, start, length) of its rows; all if None."""
-        found = {}
+        found: dict[int, list[tuple[nn.Parameter, int, int, int | None]]] = {}
         for parcel in (*self.parcels.leaving, *self.parcels.kept):
             rows = found[parcel.destination] = []
             for part in parcel.parts:

@@ -25,9 +25,9 @@ def empty_at(
 
 def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return tensors in one dim on a device, (elements,), from there or from its host."""
-    if all(tensor.device == device for tensor in tensors):
+    if {tensor.device for tensor in tensors} == {device}:
         lines = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
-        packed = torch.empty(sum(map(len, lines)), dtype=dtype, device=device)
+        packed = torch.empty(sum(map(Tensor.numel, lines)), dtype=dtype, device=device)
         return torch.cat(lines, out=packed)
     host, sizes = torch.device("cpu"), [tensor.numel() for tensor in tensors]
     packed = empty_at(host, (sum(sizes),), dtype, reached_from=device)
