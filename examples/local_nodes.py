@@ -5,6 +5,7 @@ worker from a process that has imported torch already, so that a restart takes n
 """
 
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -25,6 +26,7 @@ from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint
 
 __all__ = [
     "Agents",
+    "LogTail",
     "forget",
     "fork",
     "launch",
@@ -126,6 +128,28 @@ class Agents:
         # The worker first, since the end of its agent would be a signal to it.
         self.signal(signal.SIGKILL, [*self.workers(name), self.processes[name].pid])
         self.processes.pop(name).join()
+
+
+class LogTail:
+    """What a run notes, read on from where the file ended before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return what is new; a line that a killed process has torn is left out."""
+        if not self.path.exists() or self.path.stat().st_size <= self._position:
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._position += len(whole) + len(newline)
+        found = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
 
 def forget(checkpoint: LayerwiseCheckpoint) -> None:

@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from local_nodes import Agents, forget, prepare_folder, run_alone
+from local_nodes import Agents, LogTail, forget, prepare_folder, run_alone
 from long_run_node import Settings, be_agent, checkpoint_of, train_alone
 from long_run_timeline import Event, Timeline, show
 from rich.console import Console
@@ -116,6 +116,7 @@ class Watch:
         self.settings = nodes.settings
         self.settings.events.touch()
         self.events: list[Event] = []
+        self._log = LogTail(self.settings.events)
         self._timeline, self._console = Timeline(), Console(soft_wrap=True)
 
     def did(self, event: str, **fields: Any) -> None:
@@ -136,9 +137,9 @@ class Watch:
         while not what(self.events[start:]):
             time.sleep(0.1)
             self.nodes.check()
-            num_known = len(self.events)
-            self.events = list(read_log(self.settings.events))
-            for event in self.events[num_known:]:
+            new = self._log.read()
+            self.events += new
+            for event in new:
                 if line := self._timeline.line(event):
                     self._console.print(line)
             if steps(MOST_STEPS)(self.events[start:]):
@@ -192,7 +193,6 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
     watch.order()
     watch.wait_for(happened("action", kind="undo"))
 
-    watch.wait_for(steps(16))
     watch.wait_for(is_settled)
     ranks, nodes_of = busy_link(watch.last("started")), watch.last("started")["nodes"]
     watch.order({"nodes": [nodes_of[rank] for rank in ranks], "bytes_per_s": 4e5})
@@ -200,22 +200,22 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
     # Whether another plan pays depends on what changing it has cost so far.
     watch.wait_for(steps(12))
     watch.order()
-    watch.wait_for(steps(8))
+    watch.wait_for(steps(5))
 
     nodes.kill("d")
     watch.did("killed", node="d")
     watch.wait_for(started(3))
-    watch.wait_for(steps(8))
+    watch.wait_for(steps(5))
     nodes.start("d")
     watch.did("joined", node="d")
     watch.wait_for(started(4))
-    watch.wait_for(steps(8))
+    watch.wait_for(steps(5))
 
     metadata.take_away("b")
     watch.did("notice", node="b")
     nodes.agents.processes.pop("b").join()
     watch.wait_for(started(3))
-    watch.wait_for(steps(8))
+    watch.wait_for(steps(5))
     watch.order(end=True)
     watch.wait_for(happened("ended"))
     for agent in nodes.agents.processes.values():

@@ -13,7 +13,6 @@ must have been trained, each time with the same loss. What the faults have cost 
 """
 
 import argparse
-import json
 import random
 import signal
 import sys
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from local_nodes import prepare_folder, run_alone
+from local_nodes import LogTail, prepare_folder, run_alone
 from soak_faults import KINDS, Faults, Nodes, playing
 from soak_node import Settings, train_alone
 from soak_table import Fault, compare, tell
@@ -40,27 +39,20 @@ class Watch:
         self.nodes = nodes
         self.events: list[dict[str, Any]] = []
         self.num_trained = 0
-        self._path = nodes.settings.events
-        self._position = 0
+        self._log = LogTail(nodes.settings.events)
         self._trained_at_s = time.monotonic()
 
     def look(self) -> None:
         """Read what is new; SystemExit if nothing was trained for too long."""
         time.sleep(0.05)
         self.nodes.repair()
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
-            whole, newline, _ = data.rpartition(b"\n")
-            self._position += len(whole) + len(newline)
-            new = [json.loads(line) for line in whole.splitlines()]
-            self.events += new
-            count = sum(event["event"] == "trained" for event in new)
-            if count:
-                self.num_trained, self._trained_at_s = self.num_trained + count, time.monotonic()
+        new = self._log.read()
+        self.events += new
+        count = sum(event["event"] == "trained" for event in new)
+        if count:
+            self.num_trained, self._trained_at_s = self.num_trained + count, time.monotonic()
         if time.monotonic() - self._trained_at_s > PATIENCE_S:
-            logs = [path.read_text()[-3000:] for path in self._path.parent.glob("*.log")]
+            logs = [path.read_text()[-3000:] for path in self._log.path.parent.glob("*.log")]
             raise SystemExit("\n".join([*logs, f"no step was trained for {PATIENCE_S:.0f} s"]))
 
     @property

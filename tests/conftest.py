@@ -3,11 +3,16 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
+
+# Before torch is imported: test processes are more than cores, and threads of one wait by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
 
 from tests.callbacks.servers import S3Server
+from tests.fast_python import fast_python
 from tests.processes import LAUNCHER_VARIABLES, MOST_TRAVEL_ALONE, ProcessPool
 
 # A compiler's helpers would import torch first, for a few kernels.
@@ -16,6 +21,21 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 # How long an example takes says nothing on a machine that others use, too.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the processes of pytest-xdist be forks; what tests start is a real `python` for them."""
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]
+    elif getattr(config.option, "tx", None):
+        forked = f"popen//python={fast_python()}"
+        config.option.tx = [forked if spec == "popen" else spec for spec in config.option.tx]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist where the interpreter is."""
+    node.workerinput["python"] = sys.executable
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

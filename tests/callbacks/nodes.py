@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from examples.local_nodes import LogTail
 from tests.processes import free_port
 from tests.scripts import start_python
 
@@ -37,6 +38,7 @@ class Nodes:
         self.nnodes = nnodes
         self.settings = settings
         self.agents: dict[str, mp.Process] = {}
+        self._records: dict[str, tuple[LogTail, list[dict[str, Any]]]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._port = free_port()
         # Served from here, so that any node may die.
@@ -131,10 +133,15 @@ class Nodes:
         """Return what the nodes' processes wrote, node by node; a torn last line is left out."""
         found = []
         for name in names or sorted(path.stem for path in self.folder.glob("*.jsonl")):
-            path = self.folder / f"{name}.jsonl"
-            lines = path.read_text().split("\n")[:-1] if path.exists() else []
-            found += [json.loads(line) for line in lines]
+            found += self._records_of(name)
         return found
+
+    def _records_of(self, name: str) -> list[dict[str, Any]]:
+        if name not in self._records:
+            self._records[name] = LogTail(self.folder / f"{name}.jsonl"), []
+        tail, known = self._records[name]
+        known += tail.read()  # Whoever waits asks many times a second.
+        return known
 
     def is_uploading(self, name: str) -> bool:
         counts = [item["uploading"] for item in self.records(name) if "uploading" in item]

@@ -28,8 +28,8 @@ exec '{python}' -IS '{here}/command.py' '{folder}' '{python}' '{root}' "$@"
 
 def fast_python() -> str:
     """Return the command's path; the session's first call starts the server."""
-    # Processes of pytest-xdist share the server of the one that started them.
-    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    # What this process starts belongs to its session, such as the processes of pytest-xdist.
+    session = int(os.environ.setdefault("FAST_PYTHON_SESSION", str(os.getpid())))
     # A process number comes again; together with its start it doesn't.
     start = Path(f"/proc/{session}/stat").read_text().rpartition(")")[2].split()[19]
     folder = Path(tempfile.gettempdir()) / f"fast-python-{session}-{start}"
