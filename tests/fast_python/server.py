@@ -164,8 +164,9 @@ def main() -> None:
     # Each Trainer looks for callbacks in the metadata of all packages, a third of what it costs.
     registry = importlib.import_module("lightning.fabric.utilities.registry")
     registry.entry_points = functools.cache(registry.entry_points)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "anyio"]:
-        del sys.modules[name]  # A plugin of pytest, which wants to be the first to import it.
+    # Plugins of pytest, which wants to be the first to import them; and this module's own package.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("anyio", "tests")]:
+        del sys.modules[name]
     root = os.getcwd()
     sys.path[:] = [path for path in sys.path if path != root]  # Forks have paths of their own.
     sys.executable = str(folder / "python")

@@ -1,0 +1,85 @@
+"""Whoever starts the command sees what they would see of `python`."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fast_python import fast_python
+from tests.fast_python.command import needs_real_python
+
+SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; print(sys.argv, __name__); sys.exit(3)",
+        "import sys; sys.exit('a reason')",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import atexit; atexit.register(print, 'at its end')",
+        "import os; print(os.getcwd(), os.environ['NAME'], len(os.listdir('/proc/self/fd')))",
+    ],
+)
+def test_a_fork_prints_and_ends_as_an_interpreter_does(code: str, tmp_path: Path) -> None:
+    fast, real = (
+        subprocess.run(
+            [python, "-c", code, "an argument"],
+            cwd=tmp_path,
+            env={**os.environ, "NAME": "value"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for python in (fast_python(), sys.executable)
+    )
+    assert fast.stdout == real.stdout
+    assert (fast.returncode, fast.stderr) == (real.returncode, real.stderr)
+
+
+def test_a_fork_has_imported_torch_but_nothing_of_the_tests() -> None:
+    code = "import sys; print('torch' in sys.modules, 'tests' in sys.modules)"
+    found = subprocess.run([fast_python(), "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "True False\n"
+
+
+def test_signals_reach_the_fork_and_its_end_is_the_commands() -> None:
+    code = f"import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); {SLEEPS}"
+    with subprocess.Popen([fast_python(), "-c", code], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        command.stdout.readline()
+        command.send_signal(signal.SIGTERM)
+        assert command.wait(60) == 7
+
+
+def test_a_command_that_is_killed_takes_its_fork_along() -> None:
+    with subprocess.Popen([fast_python(), "-c", SLEEPS], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        fork = int(command.stdout.readline())
+        assert fork != command.pid
+        command.kill()
+        assert command.wait(60) == -signal.SIGKILL
+    end_s = time.monotonic() + 60
+    while Path(f"/proc/{fork}").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_other_packages_and_options_get_a_real_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert not needs_real_python(["-c", "pass"], ROOT)
+    assert not needs_real_python(["script.py"], ROOT)
+    assert needs_real_python([], ROOT)
+    assert needs_real_python(["-X", "importtime", "-c", "pass"], ROOT)
+    (tmp_path / "lightning_hetero").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    assert needs_real_python(["-c", "pass"], ROOT)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    assert not needs_real_python(["-c", "pass"], ROOT)
