@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from lightning_hetero.planner import (
     plan,
     plan_best_size,
 )
-from lightning_hetero.planner.search import ProgressCallback
+from lightning_hetero.planner.result import ProgressCallback
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,
@@ -146,19 +146,14 @@ def _plan(
     arguments: argparse.Namespace, cost: CostModel, options: PlanningOptions
 ) -> PlanningResult:
     """Plan with the micro-batch size that was given, or find the best one."""
+    workload = Workload(
+        sequence_length=arguments.sequence_length, global_batch_size=arguments.global_batch_size
+    )
     with _progress() as progress:
-
-        def plan_with(samples: int) -> PlanningResult:
-            workload = Workload(
-                sequence_length=arguments.sequence_length,
-                global_batch_size=arguments.global_batch_size,
-                sequences_per_microbatch=samples,
-            )
-            return plan(cost.cluster, cost.model, workload, options, cost=cost, progress=progress)
-
         if arguments.micro_batch_size == "auto":
-            return plan_best_size(arguments.global_batch_size, plan_with)
-        return plan_with(arguments.micro_batch_size)
+            return plan_best_size(cost, workload, options, progress=progress)
+        sized = replace(workload, sequences_per_microbatch=arguments.micro_batch_size)
+        return plan(cost.cluster, cost.model, sized, options, cost=cost, progress=progress)
 
 
 def _save_top(arguments: argparse.Namespace) -> tuple[int, Path]:

@@ -18,7 +18,8 @@ from lightning_hetero.planner.proposing.proposal import (
     propose,
 )
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
-from lightning_hetero.planner.search import PlannedCandidate, PlanningResult, plan
+from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
+from lightning_hetero.planner.search import plan
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 
 __all__ = [

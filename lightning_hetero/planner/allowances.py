@@ -1,29 +1,24 @@
 """Which devices a plan may use: all, or fewer where the others would only slow it down.
 
 More devices mean more bubbles, more gradient traffic and, where every one has to be used, weak ones
-that hold everybody up. So the search also looks at parts of the cluster: without a type of devices,
-without some nodes of a type, the fastest nodes alone, and few devices of each node.
+that hold everybody up. So the search also looks at parts of the cluster: some types of devices
+alone, of those the fastest nodes, and few devices of each node. Whatever parts a cluster has, the
+cluster with a type more has them, too, so that it can't be planned worse.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 
-__all__ = ["Allowance", "smaller_allowances"]
+__all__ = ["smaller_allowances"]
+
+_MOST_TYPES = 5
+"""Types of which all choices are made; of more only the best ones, and all but one."""
 
 
-class Allowance(NamedTuple):
-    """Devices that may be used."""
-
-    counts: tuple[int, ...]
-    """Devices of each node."""
-    is_thorough: bool
-    """Whether the solvers are worth their time here, or even deals will do."""
-
-
-def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[Allowance]:
-    """Return parts of the cluster, each once, the smallest first.
+def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[int, ...]]:
+    """Return parts of the cluster as devices of each node, each once, the smallest first.
 
     Args:
         cluster: The cluster.
@@ -31,30 +26,30 @@ def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[Allowa
             the most are left out first.
     """
     counts = tuple(node.count for node in cluster.nodes)
-    order = sorted(range(len(counts)), key=lambda node: (burden[node], node))
-    parts = dict.fromkeys(_without_types(cluster, order, counts), True)
-    for nodes in (*_fastest(order), *_without_some(cluster, order)):
-        parts.setdefault(_only(counts, nodes), False)
-    caps = {2**power for power in range(max(counts).bit_length())}
-    for nodes in (order, *_fastest(order)):
-        for cap in sorted(caps):
-            capped = tuple(min(count, cap) for count in _only(counts, nodes))
-            parts.setdefault(capped, False)
+    # Of equal devices those in small nodes go first, since they fit with nothing.
+    order = sorted(range(len(counts)), key=lambda node: (burden[node], -counts[node], node))
+    caps = [2**power for power in range(max(counts).bit_length())]
+    parts: dict[tuple[int, ...], None] = {}
+    for names in _choices(list(dict.fromkeys(cluster.nodes[node].device for node in order))):
+        kept = [node for node in order if cluster.nodes[node].device in names]
+        for nodes in (kept, *_fastest(kept)):
+            whole = _only(counts, nodes)
+            for part in (whole, *(tuple([min(n, cap) for n in whole]) for cap in caps)):
+                parts[part] = None
+        for nodes in _without_some(cluster, kept):
+            parts[_only(counts, nodes)] = None
     parts.pop(counts, None)
-    return [Allowance(part, parts[part]) for part in sorted(parts, key=sum)]
+    return sorted(parts, key=sum)
 
 
-def _without_types(
-    cluster: Cluster, order: Sequence[int], counts: tuple[int, ...]
-) -> Iterator[tuple[int, ...]]:
-    """Yield the cluster without each type, and with its best types alone."""
-    names = list(dict.fromkeys(cluster.nodes[node].device for node in order))
-    if len(names) == 1:
-        return
-    left_out = [{name} for name in reversed(names)]
-    left_out += [set(names[kept:]) for kept in range(len(names) - 2, 0, -1)]
-    for dropped in left_out:
-        yield _only(counts, [n for n in order if cluster.nodes[n].device not in dropped])
+def _choices(names: Sequence[str]) -> Iterator[set[str]]:
+    """Yield sets of types; `names` are the best first."""
+    if len(names) <= _MOST_TYPES:
+        for size in range(1, len(names) + 1):
+            yield from map(set, itertools.combinations(names, size))
+    else:
+        yield from (set(names[:size]) for size in range(1, len(names) + 1))
+        yield from (set(names) - {name} for name in names)
 
 
 def _fastest(order: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -64,7 +59,7 @@ def _fastest(order: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _without_some(cluster: Cluster, order: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the cluster with fewer nodes of one type."""
+    """Yield the nodes with fewer of one type."""
     for name in dict.fromkeys(cluster.nodes[node].device for node in order):
         of_type = [node for node in order if cluster.nodes[node].device == name]
         for kept in reversed(_spread(len(of_type))):
@@ -84,4 +79,4 @@ def _spread(most: int) -> list[int]:
 
 def _only(counts: Sequence[int], nodes: Sequence[int]) -> tuple[int, ...]:
     kept = set(nodes)
-    return tuple(count if node in kept else 0 for node, count in enumerate(counts))
+    return tuple([count if node in kept else 0 for node, count in enumerate(counts)])

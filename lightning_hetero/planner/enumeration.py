@@ -1,12 +1,16 @@
-"""All arrangements of a tiny cluster, up to swapping nodes that are equal."""
+"""Every way to put few devices into pipelines: arrangements of tiny clusters, and groupings."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.patterns import enumerate_compositions
 
-__all__ = ["enumerate_arrangements"]
+__all__ = ["PipelineUnits", "enumerate_arrangements", "every_grouping"]
+
+PipelineUnits = tuple[int, tuple[int, ...]]
+"""TP degree of a pipeline, and its tensor-parallel groups of each device type."""
 
 
 def enumerate_arrangements(
@@ -85,3 +89,46 @@ def _relabel(arrangement: Arrangement, alike: Sequence[object]) -> Arrangement:
                 names[node] = free[alike[node]].pop()
         renamed.append(PipelineNodes(pipeline.tp_degrees, tuple(names[n] for n in pipeline.nodes)))
     return tuple(sorted(renamed))
+
+
+def every_grouping(
+    totals: Sequence[int],
+    tp_degrees: Sequence[int],
+    *,
+    most_stages: int,
+    most_pipelines: int,
+    most: int,
+) -> list[tuple[PipelineUnits, ...]] | None:
+    """Return every grouping, with devices left idle or not; None if there are more than `most`.
+
+    Args:
+        totals: Devices of each type.
+        tp_degrees: Degrees that a pipeline may have.
+        most_stages: Most groups of a pipeline.
+        most_pipelines: Most pipelines.
+        most: Most groupings.
+    """
+    kinds: list[PipelineUnits] = []
+    for tp_degree in tp_degrees:
+        units = [total // tp_degree for total in totals]
+        if any(units):
+            rows = enumerate_compositions(units, min(most_stages, sum(units))).tolist()
+            kinds += [(tp_degree, tuple(row)) for row in rows]
+        if len(kinds) > most:
+            return None
+    found: list[tuple[PipelineUnits, ...]] = []
+    stack: list[tuple[tuple[PipelineUnits, ...], int, tuple[int, ...]]] = [((), 0, tuple(totals))]
+    while stack:
+        chosen, start, left = stack.pop()
+        if chosen:
+            found.append(chosen)
+        if len(found) + len(stack) > most:
+            return None
+        if len(chosen) == most_pipelines:
+            continue
+        for index in range(start, len(kinds)):
+            tp_degree, row = kinds[index]
+            rest = tuple([have - tp_degree * need for have, need in zip(left, row, strict=True)])
+            if min(rest) >= 0:
+                stack.append(((*chosen, kinds[index]), index, rest))
+    return found

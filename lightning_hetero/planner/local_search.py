@@ -6,119 +6,16 @@ that helps is kept, until none helps or the budget is spent.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
+from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.memory_fit import settle_memory
-from lightning_hetero.simulator import Simulation, simulate
+from lightning_hetero.planner.judge import Candidate, Judge
 
-__all__ = ["Candidate", "Judge", "improve"]
+__all__ = ["improve"]
 
 _MIN_GAIN = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """An arrangement with layers and micro-batches: everything but the ranks."""
-
-    arrangement: Arrangement
-    """The pipelines' stages by node."""
-    layers: tuple[tuple[int, ...], ...]
-    """[pipeline][stage] layers."""
-    num_microbatches: tuple[int, ...]
-    """Micro-batches of each pipeline, at least 1."""
-
-
-class Judge:
-    """Simulates candidates, checks their memory and remembers what it saw."""
-
-    def __init__(
-        self, estimator: Estimator, score: Callable[[ParallelPlan, Simulation], float]
-    ) -> None:
-        self.estimator = estimator
-        self._score = score
-        self._scores: dict[Candidate, float] = {}
-        self.work_done = 0
-        """Actions simulated so far; what budgets count."""
-
-    @property
-    def num_simulated(self) -> int:
-        """Number of candidates simulated."""
-        return len(self._scores)
-
-    def plan(self, candidate: Candidate) -> ParallelPlan:
-        """Return a candidate that fits, with ranks, recomputation and ownership."""
-        found = self._fitting(candidate)
-        assert found is not None, "the candidate has no finite score"
-        return found[0]
-
-    def _with_ranks(self, candidate: Candidate) -> ParallelPlan:
-        return to_plan(
-            candidate.arrangement,
-            candidate.layers,
-            candidate.num_microbatches,
-            self.estimator.cost.cluster,
-        )
-
-    def simulate(self, plan: ParallelPlan) -> Simulation:
-        """Return the simulation of a plan with its own numbers of micro-batches."""
-        microbatch = self.estimator.workload.microbatch
-        batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
-        return simulate(plan, self.estimator.cost, batches)
-
-    def score(self, candidate: Candidate) -> float:
-        """Return what to minimise; infinite if a stage's memory doesn't suffice."""
-        if candidate not in self._scores:
-            self.work_done += self.work_of(candidate)
-            found = self._fitting(candidate)
-            self._scores[candidate] = float("inf") if found is None else self._score(*found)
-        return self._scores[candidate]
-
-    def _fitting(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation] | None:
-        """Return the plan and its simulation, memory settled only where it is too little."""
-        plan = self._with_ranks(candidate)
-        simulation = self.simulate(plan)
-        if self.fits(plan, simulation):
-            return plan, simulation
-        estimator = self.estimator
-        settled = settle_memory(
-            plan,
-            estimator.cost,
-            estimator.workload.microbatch,
-            idle_may_own=estimator.idle_may_own,
-        )
-        self.work_done += len(settled) * self.work_of(candidate)
-        found = [(plan, self.simulate(plan)) for plan in settled]
-        return min(
-            (pair for pair in found if self.fits(*pair)),
-            key=lambda pair: pair[1].iteration_time_s,
-            default=None,
-        )
-
-    def fits(self, plan: ParallelPlan, simulation: Simulation) -> bool:
-        """Return whether every stage has the memory it needs."""
-        cost = self.estimator.cost
-        return all(
-            memory.total <= cost.usable_bytes(cost.shape_of(stage).device)
-            for pipeline, row in zip(plan.pipelines, simulation.stage_memory, strict=True)
-            for stage, memory in zip(pipeline.stages, row, strict=True)
-        )
-
-    def work_of(self, candidate: Candidate) -> int:
-        """Return about how many actions a simulation runs."""
-        distinct = set(
-            zip(
-                map(self.estimator.key, candidate.arrangement),
-                candidate.layers,
-                candidate.num_microbatches,
-                strict=True,
-            )
-        )
-        actions = sum(2 * len(layers) * count for _, layers, count in distinct)
-        return 40 * sum(map(len, candidate.layers)) + actions
 
 
 def improve(candidate: Candidate, judge: Judge, estimator: Estimator, *, budget: int) -> Candidate:
@@ -135,8 +32,9 @@ def improve(candidate: Candidate, judge: Judge, estimator: Estimator, *, budget:
             for moved in family(best, estimator):
                 if judge.work_done >= limit:
                     return best
-                moved_score = judge.score(moved)
-                if moved_score < score * (1 - _MIN_GAIN):
+                enough = score * (1 - _MIN_GAIN)
+                moved_score = judge.score(moved, below=enough)
+                if moved_score < enough:
                     best, score, improved = moved, moved_score, True
                     break
             if improved:
@@ -156,7 +54,7 @@ def _move_layers(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
                 rows = list(candidate.layers)
                 for member in members:
                     rows[member] = tuple(moved)
-                yield replace(candidate, layers=tuple(rows))
+                yield replace(candidate, layers=tuple(rows), estimate_s=0.0)
 
 
 def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterator[Candidate]:
@@ -175,7 +73,7 @@ def _move_layers_together(candidate: Candidate, _estimator: Estimator) -> Iterat
                     moved[target] += 1
                 rows.append(tuple(moved))
             if tuple(rows) != candidate.layers:
-                yield replace(candidate, layers=tuple(rows))
+                yield replace(candidate, layers=tuple(rows), estimate_s=0.0)
 
 
 def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
@@ -189,7 +87,7 @@ def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[C
             counts = list(candidate.num_microbatches)
             counts[source] -= 1
             counts[target] += 1
-            yield replace(candidate, num_microbatches=tuple(counts))
+            yield replace(candidate, num_microbatches=tuple(counts), estimate_s=0.0)
 
 
 def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
@@ -269,11 +167,7 @@ def _rebuilt(
     arrangement = tuple(map(PipelineNodes.of_stages, rows))
     estimate = estimator.estimate(arrangement)
     if estimate is not None:
-        yield Candidate(
-            arrangement=arrangement,
-            layers=estimate.layers,
-            num_microbatches=estimate.num_microbatches,
-        )
+        yield Candidate.of(estimate)
 
 
 def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:

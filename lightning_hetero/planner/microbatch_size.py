@@ -2,15 +2,19 @@
 
 Larger micro-batches launch fewer kernels and read weights less often; they also keep more
 activations, so that more is recomputed, and there are fewer of them to fill a pipeline. Time over
-size has one valley but for rounding, so two sizes in a row that are worse end the search.
+size has one valley but for rounding, so two sizes in a row that are worse end the search. A size
+counts as worse without a search of its own if the layouts that were likeliest with the size before
+are, by their estimates, too slow to be improved as far as the best plan.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.search import PlanningResult
-from lightning_hetero.planner.workload import Objective
+from lightning_hetero.planner.result import PlanningResult, ProgressCallback
+from lightning_hetero.planner.search import PlanSearch
+from lightning_hetero.planner.workload import PlanningOptions, Workload
+from lightning_hetero.simulator import CostModel
 
 __all__ = ["plan_best_size"]
 
@@ -19,41 +23,58 @@ _WORSE_IN_A_ROW = 2
 
 
 def plan_best_size(
-    global_batch_size: int, plan_with: Callable[[int], PlanningResult]
+    cost: CostModel,
+    workload: Workload,
+    options: PlanningOptions | None = None,
+    *,
+    progress: ProgressCallback | None = None,
 ) -> PlanningResult:
-    """Return the best result over sizes of micro-batches; its bound holds for all sizes tried.
+    """Return the best result over sizes of micro-batches; its bounds hold for all sizes tried.
 
     Args:
-        global_batch_size: Samples of an iteration; sizes divide it.
-        plan_with: Plans with micro-batches of so many samples.
+        cost: What computing costs.
+        workload: What an iteration has to do; its size of micro-batches is not looked at.
+        options: How to search.
+        progress: Told what is being done, anew for every size.
 
     Raises:
         PlanningError: The model fits nowhere with any of them.
     """
     best: PlanningResult | None = None
-    bounds: list[float] = []
-    failure: PlanningError | None = None
+    failures: list[PlanningError] = []
+    bounds: list[tuple[float, float | None]] = []
+    before: PlanSearch | None = None
     num_worse = 0
-    for size in _sizes(global_batch_size):
-        try:
-            result = plan_with(size)
-        except PlanningError as error:
-            if failure is None:
-                failure = error
-            if best is None:
-                continue
-            break  # Larger ones need more memory still.
-        bounds.append(result.lower_bound_s)
-        if best is None or _score(result) < _score(best):
-            best, num_worse = result, 0
+    for size in _sizes(workload.global_batch_size):
+        sized = replace(workload, sequences_per_microbatch=size)
+        search = PlanSearch(cost, sized, options or PlanningOptions(), progress)
+        found: PlanningResult | None = None
+        if best is None or before is None or search.comes_close(before, best.score):
+            try:
+                found = search.run()
+            except PlanningError as error:
+                failures.append(error)
+                if best is None:
+                    continue
+                break  # Larger ones need more memory still.
+            before = search
+            bounds.append((found.lower_bound_s, found.lower_bound_price))
+        else:
+            bounds.append(search.lower_bounds(best.best.simulation.iteration_time_s))
+        if found is not None and (best is None or found.score < best.score):
+            best, num_worse = found, 0
         else:
             num_worse += 1
         if num_worse == _WORSE_IN_A_ROW:
             break
     if best is None:
-        assert failure is not None, "1 divides every batch"
-        raise failure
-    return replace(best, lower_bound_s=min(bounds))
+        raise failures[0]
+    prices = [price for _, price in bounds if price is not None]
+    return replace(
+        best,
+        lower_bound_s=min(seconds for seconds, _ in bounds),
+        lower_bound_price=min(prices, default=None),
+    )
 
 
 def _sizes(global_batch_size: int) -> Iterator[int]:
@@ -61,10 +82,3 @@ def _sizes(global_batch_size: int) -> Iterator[int]:
     while size <= min(global_batch_size, _MOST_SAMPLES) and global_batch_size % size == 0:
         yield size
         size *= 2
-
-
-def _score(result: PlanningResult) -> float:
-    time_s, price = result.best.simulation.iteration_time_s, result.best.price_per_hour
-    if result.objective is Objective.COST and price is not None:
-        return price * time_s
-    return time_s

@@ -8,8 +8,12 @@
 """
 
 import bisect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
@@ -21,9 +25,12 @@ from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
-from lightning_hetero.planner.local_search import Candidate, Judge, improve
+from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.local_search import improve
+from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
+    glance_at,
     propose_arrangements,
     propose_mixed_degrees,
 )
@@ -33,9 +40,9 @@ from lightning_hetero.planner.workload import (
     Workload,
     valid_tp_degrees,
 )
-from lightning_hetero.simulator import CostModel, RooflineCost, Simulation
+from lightning_hetero.simulator import CostModel, RooflineCost
 
-__all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback", "plan"]
+__all__ = ["PlanSearch", "plan"]
 
 _MAX_ENUMERATED = 12_000
 _MAX_ENUMERATED_DEVICES = 6
@@ -43,7 +50,11 @@ _SIMULATED = 12
 _SIMULATED_ACTIONS = 1_500_000
 _SIMULATED_OF_A_PART = 3
 _WORTH_SIMULATING = 1.05
-"""A part's estimate may be so much above the best simulated plan."""
+"""An estimate may be so much above the best simulated plan."""
+_SEARCHED_PARTS = 3
+"""Parts of the cluster that are searched after a glance at all."""
+_LIKELIEST = 48
+"""Arrangements of another search by which one is judged."""
 _LEAST_OVERHEAD = 1.02
 """Bubbles and exchange make an iteration at least so much longer than its work."""
 _ESTIMATED_STAGES_OF_PARTS = 60_000
@@ -54,71 +65,6 @@ _SIMULATED_ENUMERATED = 150
 _IMPROVED_ENUMERATED = 16
 _IMPROVE_ACTIONS = 100_000
 _IMPROVE_ACTIONS_EQUAL = 50_000
-
-ProgressCallback = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedCandidate:
-    """One plan and what it is predicted to take."""
-
-    plan: ParallelPlan
-    """The plan, with micro-batches for every pipeline."""
-    simulation: Simulation
-    """Its simulated iteration."""
-    price_per_hour: float | None
-    """Price of the nodes that it uses; None if one has none."""
-
-    def money_per_token(self, num_tokens: int) -> float | None:
-        """Return the price of a token, given the tokens of an iteration."""
-        if self.price_per_hour is None:
-            return None
-        return self.price_per_hour / 3600 * self.simulation.iteration_time_s / num_tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanningResult:
-    """Ranked plans and how good the best one is."""
-
-    candidates: tuple[PlannedCandidate, ...]
-    """Best first; at least one."""
-    workload: Workload
-    """The iteration that was planned for."""
-    lower_bound_s: float
-    """No plan for this cluster has a shorter iteration."""
-    lower_bound_price: float | None
-    """No plan for this cluster has a cheaper iteration; None if a node has no price."""
-    objective: Objective
-    """The quantity that was minimised."""
-    num_estimated: int
-    """Arrangements looked at."""
-    num_simulated: int
-    """Plans simulated."""
-
-    @property
-    def best(self) -> PlannedCandidate:
-        """The best plan."""
-        return self.candidates[0]
-
-    @property
-    def gap(self) -> float:
-        """How much worse than the lower bound of the objective the best plan is, as a share."""
-        time_s = self.best.simulation.iteration_time_s
-        price = self.best.price_per_hour
-        if self.objective is Objective.COST and price is not None and self.lower_bound_price:
-            return price / 3600 * time_s / self.lower_bound_price - 1.0
-        return time_s / self.lower_bound_s - 1.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted throughput of the best plan."""
-        return self.best.simulation.tokens_per_s(self.workload.num_tokens)
-
-    @property
-    def limit(self) -> str:
-        """The bottleneck of the best plan, in words."""
-        return self.best.simulation.bottleneck
 
 
 def plan(
@@ -145,41 +91,35 @@ def plan(
     Raises:
         PlanningError: The model fits nowhere, or an option can't be met.
     """
-    options = options or PlanningOptions()
     cost = cost or RooflineCost(cluster, model)
-    progress = progress or (lambda _what, _share: None)
-    try:
-        return _PlanSearch(cost, workload, options, progress).run()
-    except _FitsNowhere:
-        relaxed = cost_on_hosts(cost)
-        if relaxed is None:
-            raise
-    found = _PlanSearch(relaxed, workload, options, progress).run()
-    pairs = [with_host_owners(item.plan, cost, workload.microbatch) for item in found.candidates]
-    candidates = [
-        replace(item, plan=owning, simulation=simulation)
-        for item, (owning, simulation) in zip(found.candidates, pairs, strict=True)
-    ]
-    candidates.sort(key=lambda item: item.simulation.iteration_time_s)
-    return replace(found, candidates=tuple(candidates))
+    return PlanSearch(cost, workload, options or PlanningOptions(), progress).run()
 
 
 class _FitsNowhere(PlanningError):
     """No plan has room for the model on devices alone."""
 
 
-class _PlanSearch:
+class PlanSearch:
+    """One search, with what it has learnt.
+
+    Args:
+        cost: What computing costs.
+        workload: What an iteration has to do.
+        options: How to search.
+        progress: Told what is being done.
+    """
+
     def __init__(
         self,
         cost: CostModel,
         workload: Workload,
         options: PlanningOptions,
-        progress: ProgressCallback,
+        progress: ProgressCallback | None = None,
     ) -> None:
         self.cost = cost
         self.workload = workload
         self.options = options
-        self.progress = progress
+        self.progress = progress or (lambda _what, _share: None)
         self.nodes = cost.cluster.nodes
         if options.objective is Objective.COST and cost.cluster.price_per_hour is None:
             raise PlanningError(
@@ -195,12 +135,35 @@ class _PlanSearch:
         )
         self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
         self.estimator = self.estimators[-1]
-        self.judge = Judge(self.estimator, self._score)
+        self.judge = Judge(self.estimator, self._weigh)
         self.enumerated = False
         self.num_estimated = 0
+        self._rough_scores: dict[Arrangement, float] = {}
         self.tp_degrees = valid_tp_degrees(cost, workload, options)
 
     def run(self) -> PlanningResult:
+        """Search, for plans whose states are on hosts if there is no room on devices.
+
+        Raises:
+            PlanningError: The model fits nowhere.
+        """
+        try:
+            return self._run()
+        except _FitsNowhere:
+            relaxed = cost_on_hosts(self.cost)
+            if relaxed is None:
+                raise
+        found = PlanSearch(relaxed, self.workload, self.options, self.progress)._run()
+        microbatch = self.workload.microbatch
+        pairs = [with_host_owners(item.plan, self.cost, microbatch) for item in found.candidates]
+        candidates = [
+            replace(item, plan=owning, simulation=simulation)
+            for item, (owning, simulation) in zip(found.candidates, pairs, strict=True)
+        ]
+        candidates.sort(key=lambda item: item.simulation.iteration_time_s)
+        return replace(found, candidates=tuple(candidates))
+
+    def _run(self) -> PlanningResult:
         self.progress("Proposing groups", 0.0)
         candidates = self._simulated()
         if not candidates:
@@ -209,27 +172,41 @@ class _PlanSearch:
         self.progress("Bounding", 0.95)
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
-            found = self.judge.plan(candidate)
-            chosen.append(
-                PlannedCandidate(
-                    plan=found,
-                    simulation=self.judge.simulate(found),
-                    price_per_hour=self._price(found),
-                )
-            )
+            found, simulation = self.judge.plan(candidate)
+            price = self._price(found)
+            chosen.append(PlannedCandidate(plan=found, simulation=simulation, price_per_hour=price))
         fastest = min(entry.simulation.iteration_time_s for entry in chosen)
-        counts = [node.count for node in self.nodes]
-        bound = bound_time_s(self.estimator, counts, self.tp_degrees, fastest)
+        bound_s, bound_price = self.lower_bounds(fastest)
         self.progress("Done", 1.0)
         return PlanningResult(
             candidates=tuple(chosen),
             workload=self.workload,
-            lower_bound_s=bound,
-            lower_bound_price=bound_iteration_price(self.estimator, self.tp_degrees),
+            lower_bound_s=bound_s,
+            lower_bound_price=bound_price,
             objective=self.options.objective,
             num_estimated=self.num_estimated,
             num_simulated=self.judge.num_simulated,
         )
+
+    def lower_bounds(self, upper_s: float) -> tuple[float, float | None]:
+        """Return seconds, and the price, that every plan takes at least.
+
+        `upper_s` are those of a plan that exists.
+        """
+        counts = [node.count for node in self.nodes]
+        bound_s = bound_time_s(self.estimator, counts, self.tp_degrees, upper_s)
+        return bound_s, bound_iteration_price(self.estimator, self.tp_degrees)
+
+    def comes_close(self, other: "PlanSearch", score: float) -> bool:
+        """Return whether what another search found likeliest could have a better score here."""
+        known = other._rough_scores
+        if not known:
+            return True
+        for arrangement in heapq.nsmallest(_LIKELIEST, known, key=known.__getitem__):
+            estimate = self.estimator.estimate(arrangement)
+            if estimate and self._rough_score(estimate) < score * _WORTH_SIMULATING:
+                return True
+        return False
 
     def _simulated(self) -> list[Candidate]:
         """Return the candidates that fit, best first: of the cluster, then of parts of it.
@@ -242,47 +219,77 @@ class _PlanSearch:
             if every is not None:
                 self.enumerated = True
                 return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS)
-        every = propose_arrangements(self.estimator, counts, self.tp_degrees)
-        self.progress("Estimating and simulating", 0.2)
-        found = self._simulate(every, _SIMULATED, _SIMULATED_ACTIONS)
-        best = min(map(self.judge.score, found), default=float("inf"))
-        mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
-        found += self._simulate(mixed, _SIMULATED_OF_A_PART, _SIMULATED_ACTIONS, below=best)
-        burden = [self._burden(node) for node in range(len(counts))]
+        found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS)
         limit = self.judge.work_done + _SIMULATED_ACTIONS
+        self.progress("Leaving devices out", 0.4)
+        for part in self._likeliest_parts(counts, self._best_score(found)):
+            budget = max(0, limit - self.judge.work_done)
+            best = self._best_score(found)
+            found += self._search(part, _SIMULATED_OF_A_PART, budget, below=best)
+        return sorted(dict.fromkeys(found), key=self.judge.score)
+
+    def _best_score(self, found: Sequence[Candidate]) -> float:
+        return min(map(self.judge.score, found), default=float("inf"))
+
+    def _search(
+        self, counts: Sequence[int], most: int, budget: int, below: float = float("inf")
+    ) -> list[Candidate]:
+        """Return the candidates that fit of all proposals for some devices."""
+        every = propose_arrangements(self.estimator, counts, self.tp_degrees)
+        found = self._simulate(every, most, budget, below)
+        mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
+        below = min(below, self._best_score(found))
+        return found + self._simulate(mixed, _SIMULATED_OF_A_PART, budget, below)
+
+    def _likeliest_parts(self, counts: Sequence[int], best: float) -> list[tuple[int, ...]]:
+        """Return the parts of the cluster that look best at a glance.
+
+        A part is looked at only where its devices could do better than the best so far, and is
+        worth a search if it would with what the search of the whole cluster gained on a glance.
+        """
+        burden = [self._burden(node) for node in range(len(counts))]
+        glance = self._score_at_a_glance(counts)
+        worst = _WORTH_SIMULATING * (max(best, glance) if glance < float("inf") else best)
+        rated: list[tuple[float, int, tuple[int, ...]]] = []
         left = _ESTIMATED_STAGES_OF_PARTS
         parts = smaller_allowances(self.cost.cluster, burden)
-        # A cluster without a type is asked for first: the budget must not end before it.
-        parts.sort(key=lambda part: not part.is_thorough)
-        for number, (part, is_thorough) in enumerate(parts):
-            self.progress("Leaving devices out", 0.4 + 0.2 * number / len(parts))
-            best = min(map(self.judge.score, found), default=float("inf"))
+        for number, part in enumerate(parts):
+            self.progress("Leaving devices out", 0.4 + 0.1 * number / len(parts))
             if left <= 0 or self._least_score(part) * _LEAST_OVERHEAD >= best:
                 continue
-            arrangements = propose_arrangements(
-                self.estimator, part, self.tp_degrees, is_thorough=is_thorough
-            )
-            left -= len(arrangements) * sum(part)
-            budget = limit - self.judge.work_done
-            found += self._simulate(arrangements, _SIMULATED_OF_A_PART, budget, below=best)
-        return sorted(dict.fromkeys(found), key=self.judge.score)
+            before = self.num_estimated
+            score = self._score_at_a_glance(part, worst)
+            left -= (self.num_estimated - before) * sum(part)
+            if score < worst:
+                rated.append((score, number, part))
+        return [part for _, _, part in sorted(rated)[:_SEARCHED_PARTS]]
+
+    def _score_at_a_glance(self, counts: Sequence[int], worst: float = float("inf")) -> float:
+        """Return the best estimate for some devices dealt evenly; infinite if none fits."""
+        few = glance_at(self.estimator, counts, self.tp_degrees)
+        self.num_estimated += len(few)
+        estimates = self._estimate(few, self.estimator, 1, worst)
+        return self._rough_score(estimates[0]) if estimates else float("inf")
+
+    @cached_property
+    def _speeds(self) -> list[float]:
+        """Micro-batches a second of a device of each node, at best."""
+        seconds = self.estimator.seconds_per_device
+        return [1.0 / seconds(node, self.tp_degrees) for node in range(len(self.nodes))]
 
     def _burden(self, node: int) -> float:
         """Return what a device's work costs on a node: seconds, or money if that counts."""
-        seconds = self.estimator.seconds_per_device(node, self.tp_degrees)
+        seconds = 1.0 / self._speeds[node]
         if self.options.objective is Objective.COST:
             return seconds * (self.nodes[node].price_per_hour or 0.0) / self.nodes[node].count
         return seconds
 
     def _least_score(self, part: Sequence[int]) -> float:
         """Return about the least score of plans on a part of the cluster, by its work alone."""
-        used = [node for node, count in enumerate(part) if count]
-        power = sum(
-            part[node] / self.estimator.seconds_per_device(node, self.tp_degrees) for node in used
-        )
-        if not power:
-            return float("inf")
-        return self._weighted(self.workload.num_microbatches / power, used)
+        seconds = self.workload.num_microbatches / float(np.dot(part, self._speeds))
+        if self.options.objective is Objective.COST:
+            return self._priced(seconds, np.flatnonzero(part).tolist())
+        return seconds
 
     def _simulate(
         self,
@@ -306,11 +313,7 @@ class _PlanSearch:
                 enough = num_fitting >= most or self._rough_score(estimate) > worst
                 if enough or (self.judge.work_done > limit and fitting):
                     break
-                candidate = Candidate(
-                    arrangement=estimate.arrangement,
-                    layers=estimate.layers,
-                    num_microbatches=estimate.num_microbatches,
-                )
+                candidate = Candidate.of(estimate)
                 if self.judge.score(candidate) < float("inf"):
                     fitting.append(candidate)
                     num_fitting += 1
@@ -325,8 +328,7 @@ class _PlanSearch:
         those that would then score above `worst`.
         """
         least = [
-            self._weighted(estimator.least_s(arrangement), _nodes_of(arrangement))
-            for arrangement in arrangements
+            self._weigh(estimator.least_s(arrangement), arrangement) for arrangement in arrangements
         ]
         estimates: list[tuple[float, int, Estimate]] = []
         for index in sorted(range(len(least)), key=least.__getitem__):
@@ -335,7 +337,10 @@ class _PlanSearch:
                 break
             estimate = estimator.estimate(arrangements[index])
             if estimate is not None:
-                bisect.insort(estimates, (self._rough_score(estimate), index, estimate))
+                score = self._rough_score(estimate)
+                bisect.insort(estimates, (score, index, estimate))
+                known = self._rough_scores.get(estimate.arrangement, score)
+                self._rough_scores[estimate.arrangement] = min(known, score)
         return [estimate for _, _, estimate in estimates]
 
     def _improve(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -360,17 +365,16 @@ class _PlanSearch:
         return sorted(dict.fromkeys(found), key=self.judge.score)
 
     def _rough_score(self, estimate: Estimate) -> float:
-        return self._weighted(estimate.time_s, _nodes_of(estimate.arrangement))
+        return self._weigh(estimate.time_s, estimate.arrangement)
 
-    def _score(self, found: ParallelPlan, simulation: Simulation) -> float:
-        used = {self.cost.node_of_rank[rank] for rank in found.ranks}
-        return self._weighted(simulation.iteration_time_s, sorted(used))
-
-    def _weighted(self, time_s: float, nodes: Sequence[int]) -> float:
-        """Return what to minimise: seconds, or their price on some nodes."""
+    def _weigh(self, time_s: float, arrangement: Arrangement) -> float:
+        """Return what to minimise: seconds, or their price on the nodes of an arrangement."""
         if self.options.objective is Objective.COST:
-            return time_s * (self.cost.cluster.price_of(nodes) or 0.0)
+            return self._priced(time_s, _nodes_of(arrangement))
         return time_s
+
+    def _priced(self, time_s: float, nodes: Sequence[int]) -> float:
+        return time_s / 3600 * (self.cost.cluster.price_of(nodes) or 0.0)
 
     def _price(self, found: ParallelPlan) -> float | None:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}

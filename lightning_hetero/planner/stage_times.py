@@ -6,13 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.planner.arrangement import PipelineNodes, classify_nodes
+from lightning_hetero.planner.arrangement import Group, PipelineNodes, classify_nodes, num_units
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.recompute_tables import MemoryUse, RecomputeTables, StageTable
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 
-__all__ = ["PipelineKey", "StageTimes"]
+__all__ = ["DeviceTypes", "PipelineKey", "StageTimes"]
+
+_MIXED_DEGREES = 2
+"""Choices of a degree for each device type that are proposed."""
 
 PipelineKey = tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]
 """TP degrees, classes of its nodes, and whether each two neighbours share a node."""
@@ -32,6 +35,7 @@ class StageTimes:
         for entry in cost.cluster.nodes:
             self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
+        self._keys: dict[PipelineNodes, PipelineKey] = {}
         self._recompute = RecomputeTables(cost, workload)
         self._unlimited: dict[tuple[StageShape, ...], float] = {}
         self._balanced: dict[tuple[StageTable, ...], tuple[int, ...] | None] = {}
@@ -95,10 +99,13 @@ class StageTimes:
 
     def key(self, pipeline: PipelineNodes) -> PipelineKey:
         """Return what a pipeline's times depend on."""
-        nodes = pipeline.nodes
-        classes = tuple(self.classes[node] for node in nodes)
-        same = tuple(a == b for a, b in itertools.pairwise(nodes))
-        return pipeline.tp_degrees, classes, same
+        key = self._keys.get(pipeline)
+        if key is None:
+            nodes = pipeline.nodes
+            classes = tuple([self.classes[node] for node in nodes])
+            same = tuple([a == b for a, b in itertools.pairwise(nodes)])
+            key = self._keys[pipeline] = pipeline.tp_degrees, classes, same
+        return key
 
     def stage_tables(
         self,
@@ -142,3 +149,100 @@ class StageTimes:
             self._unlimited[key] = max(float(t[n]) for t, n in zip(every, best, strict=True))
         bottleneck_s = max(float(t.total_s[n]) for t, n in zip(tables, layers, strict=True))
         return bottleneck_s > self._unlimited[key] * (1 + 1e-9)
+
+
+class DeviceTypes:
+    """Device types of a cluster, slowest first, and what the solvers need to know of them."""
+
+    def __init__(
+        self, estimator: StageTimes, counts: Sequence[int], tp_degrees: Sequence[int]
+    ) -> None:
+        cluster = estimator.cost.cluster
+        self.estimator = estimator
+        self.counts = counts
+        node_of: dict[str, int] = {}
+        for index, node in enumerate(cluster.nodes):
+            if counts[index]:
+                node_of.setdefault(node.device, index)
+        seconds = {
+            name: estimator.seconds_per_device(node, tp_degrees) for name, node in node_of.items()
+        }
+        self.names = sorted(node_of, key=lambda name: (-seconds[name], name))
+        self.nodes = [node_of[name] for name in self.names]
+        self.totals = np.array(self.units(1), dtype=np.int64)
+
+    def units(self, tp_degree: int) -> list[int]:
+        """Return tensor-parallel groups of each type that nodes can hold."""
+        return self.units_of([tp_degree] * len(self.names))
+
+    def units_of(self, tp_degrees: Sequence[int]) -> list[int]:
+        """Return the same where each type has its own degree."""
+        cluster = self.estimator.cost.cluster
+        return [
+            num_units(cluster, self.counts, name, tp_degree)
+            for name, tp_degree in zip(self.names, tp_degrees, strict=True)
+        ]
+
+    def seconds(self, node: int, tp_degree: int) -> float:
+        """Return seconds of a micro-batch through all layers on one unit of a node."""
+        forward, backward = self.estimator.stage_times_s(node, tp_degree, first=False, last=False)
+        return float(forward[-1] + backward[-1])
+
+    def powers(self, tp_degree: int) -> list[float]:
+        """Return micro-batches per second of a unit of each type."""
+        return [1.0 / self.seconds(node, tp_degree) for node in self.nodes]
+
+    def min_memory_bytes(self, tp_degree: int, num_groups: int, num_stages: int) -> int:
+        """Return what all ranks of one tp_rank of a group need together, at least.
+
+        That is with all layers recomputed.
+        """
+        estimator = self.estimator
+        held = min((num_stages + 2) // 2, estimator.workload.num_microbatches)
+        batches = [estimator.workload.microbatch] * held
+        return int(
+            max(
+                estimator.cost.stage_memory(
+                    estimator.shape(
+                        node, tp_degree, estimator.num_layers, first=True, last=True
+                    )._replace(recomputed_layers=estimator.num_layers),
+                    num_groups,
+                    batches,
+                    held,
+                ).total
+                for node in self.nodes
+            )
+        )
+
+    def groups(self, tp_degree: int, compositions: Sequence[Sequence[int]]) -> list[Group]:
+        """Return groups with their stages from the slowest type to the fastest."""
+        return self.groups_of([tp_degree] * len(self.names), compositions)
+
+    def groups_of(
+        self, tp_degrees: Sequence[int], compositions: Sequence[Sequence[int]]
+    ) -> list[Group]:
+        """Return the same where each type has its own degree."""
+        groups = []
+        for row in compositions:
+            kinds = zip(tp_degrees, self.names, row, strict=True)
+            stages = [(degree, name) for degree, name, count in kinds for _ in range(count)]
+            degrees, devices = zip(*stages, strict=True)
+            groups.append(Group(degrees, devices))
+        return groups
+
+    def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return a few choices of a degree for each type, not all the same, the likeliest first.
+
+        With M micro-batches, U units of power P together take about (M + U)/P: larger groups make
+        pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
+        """
+        powers = {degree: self.powers(degree) for degree in tp_degrees}
+        rated = []
+        for degrees in itertools.product(tp_degrees, repeat=len(self.names)):
+            units = self.units_of(degrees)
+            if len(set(degrees)) > 1 and all(units):
+                kinds = enumerate(zip(units, degrees, strict=True))
+                power = sum(count * powers[degree][index] for index, (count, degree) in kinds)
+                work = self.estimator.workload.num_microbatches + sum(units)
+                rated.append((work / power, degrees))
+        return [degrees for _, degrees in sorted(rated)[:_MIXED_DEGREES]]

@@ -19,134 +19,33 @@ from lightning_hetero.planner.arrangement import (
     Group,
     MappingOrder,
     map_groups,
-    num_units,
 )
 from lightning_hetero.planner.bound import UnitKind, bound_iteration_time_s, bound_work_s
+from lightning_hetero.planner.enumeration import every_grouping
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.every_grouping import every_grouping
 from lightning_hetero.planner.grouping import deal_evenly, group_devices
 from lightning_hetero.planner.patterns import enumerate_compositions
 from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
 from lightning_hetero.planner.recompute_tables import MemoryUse
+from lightning_hetero.planner.stage_times import DeviceTypes
 
-__all__ = ["bound_time_s", "propose_arrangements", "propose_mixed_degrees"]
+__all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
 
 _MAX_COMPOSITIONS = 6000
 _GROUPING_PROGRAMS = 500
 """Most linear programmes for one grouping; 30 to 130 are usual."""
 _MAX_EVERY_GROUPING = 1000
 _LIKELIEST = 4
-_MIXED_DEGREES = 2
-"""Choices of a degree for each device type that are proposed."""
+_FEW_NUMBERS = 8
+"""Numbers of groups that are tried where a few have to do."""
 _MAX_BOUNDED = 600_000
 """Most compositions for which the bound counts bubbles: about a second of work."""
 _MAX_BOUNDED_OF_DEGREES = 20_000
 """The same where stages may differ in degree, and compositions count units of each."""
 
 
-class _Types:
-    """Device types of a cluster, slowest first, and what the solvers need to know of them."""
-
-    def __init__(
-        self, estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
-    ) -> None:
-        cluster = estimator.cost.cluster
-        self.estimator = estimator
-        self.counts = counts
-        node_of: dict[str, int] = {}
-        for index, node in enumerate(cluster.nodes):
-            if counts[index]:
-                node_of.setdefault(node.device, index)
-        seconds = {
-            name: estimator.seconds_per_device(node, tp_degrees) for name, node in node_of.items()
-        }
-        self.names = sorted(node_of, key=lambda name: (-seconds[name], name))
-        self.nodes = [node_of[name] for name in self.names]
-        self.totals = np.array(self.units(1), dtype=np.int64)
-
-    def units(self, tp_degree: int) -> list[int]:
-        """Return tensor-parallel groups of each type that nodes can hold."""
-        return self.units_of([tp_degree] * len(self.names))
-
-    def units_of(self, tp_degrees: Sequence[int]) -> list[int]:
-        """Return the same where each type has its own degree."""
-        cluster = self.estimator.cost.cluster
-        return [
-            num_units(cluster, self.counts, name, tp_degree)
-            for name, tp_degree in zip(self.names, tp_degrees, strict=True)
-        ]
-
-    def seconds(self, node: int, tp_degree: int) -> float:
-        """Return seconds of a micro-batch through all layers on one unit of a node."""
-        forward, backward = self.estimator.stage_times_s(node, tp_degree, first=False, last=False)
-        return float(forward[-1] + backward[-1])
-
-    def powers(self, tp_degree: int) -> list[float]:
-        """Return micro-batches per second of a unit of each type."""
-        return [1.0 / self.seconds(node, tp_degree) for node in self.nodes]
-
-    def min_memory_bytes(self, tp_degree: int, num_groups: int, num_stages: int) -> int:
-        """Return what all ranks of one tp_rank of a group need together, at least.
-
-        That is with all layers recomputed.
-        """
-        estimator = self.estimator
-        held = min((num_stages + 2) // 2, estimator.workload.num_microbatches)
-        batches = [estimator.workload.microbatch] * held
-        return int(
-            max(
-                estimator.cost.stage_memory(
-                    estimator.shape(
-                        node, tp_degree, estimator.num_layers, first=True, last=True
-                    )._replace(recomputed_layers=estimator.num_layers),
-                    num_groups,
-                    batches,
-                    held,
-                ).total
-                for node in self.nodes
-            )
-        )
-
-    def groups(self, tp_degree: int, compositions: Sequence[Sequence[int]]) -> list[Group]:
-        """Return groups with their stages from the slowest type to the fastest."""
-        return self.groups_of([tp_degree] * len(self.names), compositions)
-
-    def groups_of(
-        self, tp_degrees: Sequence[int], compositions: Sequence[Sequence[int]]
-    ) -> list[Group]:
-        """Return the same where each type has its own degree."""
-        groups = []
-        for row in compositions:
-            kinds = zip(tp_degrees, self.names, row, strict=True)
-            stages = [(degree, name) for degree, name, count in kinds for _ in range(count)]
-            degrees, devices = zip(*stages, strict=True)
-            groups.append(Group(degrees, devices))
-        return groups
-
-    def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return a few choices of a degree for each type, not all the same, the likeliest first.
-
-        With M micro-batches, U units of power P together take about (M + U)/P: larger groups make
-        pipelines shorter and bubbles smaller, smaller ones spend less on their collectives.
-        """
-        powers = {degree: self.powers(degree) for degree in tp_degrees}
-        rated = []
-        for degrees in itertools.product(tp_degrees, repeat=len(self.names)):
-            units = self.units_of(degrees)
-            if len(set(degrees)) > 1 and all(units):
-                kinds = enumerate(zip(units, degrees, strict=True))
-                power = sum(count * powers[degree][index] for index, (count, degree) in kinds)
-                work = self.estimator.workload.num_microbatches + sum(units)
-                rated.append((work / power, degrees))
-        return [degrees for _, degrees in sorted(rated)[:_MIXED_DEGREES]]
-
-
 def propose_arrangements(
-    estimator: Estimator,
-    counts: Sequence[int],
-    tp_degrees: Sequence[int],
-    *,
-    is_thorough: bool = True,
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
 ) -> list[Arrangement]:
     """Return arrangements worth estimating.
 
@@ -154,20 +53,16 @@ def propose_arrangements(
         estimator: Costs, workload and cluster.
         counts: Devices of each node that may be used.
         tp_degrees: Tensor-parallel degrees to consider.
-        is_thorough: Whether to ask the solvers, too; else units are dealt evenly only.
     """
-    types = _Types(estimator, counts, tp_degrees)
+    types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
     for tp_degree in tp_degrees:
         if sum(types.units(tp_degree)):
-            degrees = [tp_degree] * len(types.names)
-            groupings += _dealt(types, degrees, 64 if is_thorough else 8)
-            if is_thorough:
-                groupings += _by_effective_power(types, tp_degree)
-    if is_thorough:
-        groupings += _by_rate(types, tp_degrees)
-        groupings += _every_one(types, tp_degrees)
-    return _mapped(groupings, types)
+            groupings += _dealt(types, [tp_degree] * len(types.names), 64)
+            groupings += _by_effective_power(types, tp_degree)
+    groupings += _by_rate(types, tp_degrees)
+    groupings += _every_one(types, tp_degrees)
+    return _mapped(groupings, types, list(MappingOrder))
 
 
 def propose_mixed_degrees(
@@ -177,19 +72,38 @@ def propose_mixed_degrees(
 
     The arguments are those of `propose_arrangements`.
     """
-    types = _Types(estimator, counts, tp_degrees)
+    types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
     for degrees in types.mixed_degrees(tp_degrees):
-        groupings += _dealt(types, degrees, 8)
-    return _mapped(groupings, types)
+        groupings += _dealt(types, degrees, _FEW_NUMBERS)
+    return _mapped(groupings, types, list(MappingOrder))
 
 
-def _mapped(groupings: Sequence[Sequence[Group]], types: _Types) -> list[Arrangement]:
-    """Return the groupings on actual nodes, in every order."""
+def glance_at(
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+) -> list[Arrangement]:
+    """Return a few arrangements that show about what some devices could do: all dealt evenly.
+
+    The arguments are those of `propose_arrangements`.
+    """
+    types = DeviceTypes(estimator, counts, tp_degrees)
+    choices = [(tp_degree,) * len(types.names) for tp_degree in tp_degrees]
+    choices += types.mixed_degrees(tp_degrees)
+    groupings: list[list[Group]] = []
+    for degrees in choices:
+        if sum(types.units_of(degrees)):
+            groupings += _dealt(types, degrees, _FEW_NUMBERS)
+    return _mapped(groupings, types, [MappingOrder.STAGES_TOGETHER])
+
+
+def _mapped(
+    groupings: Sequence[Sequence[Group]], types: DeviceTypes, orders: Sequence[MappingOrder]
+) -> list[Arrangement]:
+    """Return the groupings on actual nodes, in some orders."""
     cluster = types.estimator.cost.cluster
     arrangements = []
     for groups in dict.fromkeys(map(tuple, groupings)):
-        for order in MappingOrder:
+        for order in orders:
             arrangement = map_groups(groups, cluster, types.counts, order)
             if arrangement is not None:
                 arrangements.append(arrangement)
@@ -200,7 +114,7 @@ def bound_time_s(
     estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], upper_s: float
 ) -> float:
     """Return seconds that every plan takes at least; `upper_s` are those of a plan that exists."""
-    types = _Types(estimator, counts, tp_degrees)
+    types = DeviceTypes(estimator, counts, tp_degrees)
     kinds = {
         UnitKind(node, index, tp_degree): count
         for tp_degree in tp_degrees
@@ -216,7 +130,9 @@ def bound_time_s(
     return bound_iteration_time_s(estimator, list(kinds), types.totals, compositions, upper_s)
 
 
-def _dealt(types: _Types, tp_degrees: Sequence[int], most_numbers: int) -> Iterator[list[Group]]:
+def _dealt(
+    types: DeviceTypes, tp_degrees: Sequence[int], most_numbers: int
+) -> Iterator[list[Group]]:
     """Deal units evenly over every number of groups, or over a spread of numbers.
 
     `tp_degrees` is one for each type.
@@ -233,7 +149,7 @@ def _dealt(types: _Types, tp_degrees: Sequence[int], most_numbers: int) -> Itera
             yield types.groups_of(tp_degrees, rows)
 
 
-def _by_effective_power(types: _Types, tp_degree: int) -> Iterator[list[Group]]:
+def _by_effective_power(types: DeviceTypes, tp_degree: int) -> Iterator[list[Group]]:
     """Solve Eq. 3, with the memory and micro-batches of the number of groups it finds."""
     estimator, units = types.estimator, types.units(tp_degree)
     cost = estimator.cost
@@ -278,7 +194,7 @@ def _num_compositions(units: Sequence[int], longest: int) -> int:
     return int(min(within, math.prod(count + 1 for count in units)))
 
 
-def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
+def _by_rate(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
     """Choose what finishes the most: in the memory there is, and if recomputing cost nothing."""
     degrees = [tp for tp in tp_degrees if sum(types.units(tp))]
     plain = {tp: _rates(types, tp, recompute=False) for tp in degrees}
@@ -291,7 +207,7 @@ def _by_rate(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
 
 
 def _chosen_by_rate(
-    types: _Types, degrees: Sequence[int], rates: Mapping[int, tuple[IntArray, PipelineRates]]
+    types: DeviceTypes, degrees: Sequence[int], rates: Mapping[int, tuple[IntArray, PipelineRates]]
 ) -> Iterator[list[Group]]:
     """Choose per TP degree and over all of them."""
     for chosen in [*([tp] for tp in degrees), degrees] if len(degrees) > 1 else [degrees]:
@@ -320,7 +236,7 @@ def _chosen_by_rate(
 
 
 def _each_type_alone(
-    types: _Types, rates: dict[int, tuple[IntArray, PipelineRates]]
+    types: DeviceTypes, rates: dict[int, tuple[IntArray, PipelineRates]]
 ) -> Iterator[list[Group]]:
     """Let no pipeline mix types: the likeliest degrees and lengths of each type, combined."""
     total = types.estimator.workload.num_microbatches
@@ -354,7 +270,7 @@ def _each_type_alone(
         yield [group for groups in choice for group in groups]
 
 
-def _every_one(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
+def _every_one(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
     """Return every grouping where there are few."""
     found = every_grouping(
         types.totals.tolist(),
@@ -367,7 +283,9 @@ def _every_one(types: _Types, tp_degrees: Sequence[int]) -> Iterator[list[Group]
         yield [group for tp, row in grouping for group in types.groups(tp, [row])]
 
 
-def _rates(types: _Types, tp_degree: int, *, recompute: bool) -> tuple[IntArray, PipelineRates]:
+def _rates(
+    types: DeviceTypes, tp_degree: int, *, recompute: bool
+) -> tuple[IntArray, PipelineRates]:
     """Return compositions of a TP degree and how fast each is, at best if it may recompute."""
     estimator = types.estimator
     units = types.units(tp_degree)

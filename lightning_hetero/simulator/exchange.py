@@ -96,9 +96,13 @@ class ExchangeTable:
         """[segment][pipeline] seconds to push one unit."""
         self.pull_s: list[list[float]] = []
         """[segment][pipeline] seconds to pull one unit; zeros if nothing is sharded."""
-        if sum(len(entry.ranks) for entry in holders) == 1:
+        self._fill()
+
+    def _fill(self) -> None:
+        """Find the seconds of all segments."""
+        if sum(len(entry.ranks) for entry in self._holders) == 1:
             self.push_s = self.pull_s = [[0.0]] * len(self.segments)
-        elif cost.layout.sharded:
+        elif self._cost.layout.sharded:
             self._fill_sharded()
         else:
             self._fill_replicated()

@@ -8,6 +8,8 @@ rank owns of units that it doesn't hold it receives on top of its own stage's.
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
@@ -69,12 +71,15 @@ class _OwnedExchange(ExchangeTable):
     """Seconds of pull and push of a plan whose ranks own by their room."""
 
     def __init__(self, plan: ParallelPlan, cost: CostModel) -> None:
-        super().__init__([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
-        assert plan.owner_shares is not None
         self._plan = plan
+        super().__init__([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
+
+    @override
+    def _fill(self) -> None:
+        plan, cost = self._plan, self._cost
+        assert plan.owner_shares is not None
         self._units = _units(plan, self.segments)
         self._owned = spread_ownership(self._units, plan.owner_shares)
-        self.push_s, self.pull_s = [], []
         for segment, unit, owned in zip(self.segments, self._units, self._owned, strict=True):
             params = float(segment.params_per_unit)
             pairs = [self._seconds(ranks, unit, owned, params) for ranks in unit.holders]

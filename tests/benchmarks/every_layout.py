@@ -8,8 +8,8 @@ stays inside nodes. Layers and micro-batches follow from it as in the search.
 from collections.abc import Sequence
 
 from lightning_hetero.planner.arrangement import Arrangement, Group, MappingOrder, map_groups
+from lightning_hetero.planner.enumeration import every_grouping
 from lightning_hetero.planner.estimator import Estimate, Estimator
-from lightning_hetero.planner.every_grouping import every_grouping
 
 __all__ = ["best_layout", "every_layout"]
 

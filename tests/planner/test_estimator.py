@@ -9,7 +9,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import Group, MappingOrder, Workload, map_groups
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.local_search import Candidate, Judge
+from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.simulator import RooflineCost
 
 CLUSTER = Cluster(
@@ -34,7 +34,7 @@ def test_estimates_are_within_3_percent_of_the_simulator(arrangement):
     cost = RooflineCost(CLUSTER, ModelSpec.load("gpt-neo-2.7b"))
     estimator = Estimator(cost, workload, equal_microbatches=False)
     estimate = estimator.estimate(arrangement)
-    judge = Judge(estimator, lambda _plan, simulation: simulation.iteration_time_s)
+    judge = Judge(estimator, lambda seconds, _arrangement: seconds)
     candidate = Candidate(
         arrangement=arrangement, layers=estimate.layers, num_microbatches=estimate.num_microbatches
     )

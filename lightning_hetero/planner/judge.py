@@ -1,0 +1,230 @@
+"""Say how good a candidate is: simulate it, unless its work alone shows that it isn't good enough.
+
+Stage s of a pipeline waits while the first micro-batch passes the stages before it and while the
+last one's gradient passes them back, so with K micro-batches of w_s seconds an iteration takes at
+least max_s(K·w_s + w_1 + ... + w_{s-1}), whatever is recomputed and whoever owns.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.arrangement import Arrangement, to_plan
+from lightning_hetero.planner.estimator import Estimate, Estimator
+from lightning_hetero.planner.memory_fit import settle_memory
+from lightning_hetero.planner.stage_times import PipelineKey
+from lightning_hetero.simulator import Simulation, StageShape, simulate
+
+__all__ = ["Candidate", "Judge"]
+
+_ESTIMATE_ERROR = 0.02
+"""How much shorter an iteration may be than its estimate, as a share."""
+_PLAN_WORK = 40
+"""Actions that a simulated stage counts as beside its own."""
+_BOUND_WORK = 2
+"""Actions that a stage counts as where the candidate is not simulated."""
+_ESTIMATE_WORK = 20
+"""Actions that a stage counts as where the candidate was estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An arrangement with layers and micro-batches: everything but the ranks."""
+
+    arrangement: Arrangement
+    """The pipelines' stages by node."""
+    layers: tuple[tuple[int, ...], ...]
+    """[pipeline][stage] layers."""
+    num_microbatches: tuple[int, ...]
+    """Micro-batches of each pipeline, at least 1."""
+    estimate_s: float = field(default=0.0, compare=False)
+    """About how long an iteration takes; 0 if that was not estimated."""
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> Self:
+        """Return what was estimated."""
+        return cls(
+            arrangement=estimate.arrangement,
+            layers=estimate.layers,
+            num_microbatches=estimate.num_microbatches,
+            estimate_s=estimate.time_s,
+        )
+
+
+class Judge:
+    """Simulates candidates, checks their memory and remembers what it saw.
+
+    Args:
+        estimator: Costs, workload and cluster.
+        weigh: Returns what to minimise: an iteration's seconds, or their price on the nodes of an
+            arrangement.
+    """
+
+    def __init__(self, estimator: Estimator, weigh: Callable[[float, Arrangement], float]) -> None:
+        self.estimator = estimator
+        self._weigh = weigh
+        self._scores: dict[Candidate, float] = {}
+        self._work: dict[tuple[PipelineKey, tuple[int, ...]], tuple[float, ...]] = {}
+        self._fits: dict[tuple[PipelineKey, tuple[int, ...], int, int], bool] = {}
+        self.work_done = 0
+        """Actions simulated so far; what budgets count."""
+
+    @property
+    def num_simulated(self) -> int:
+        """Number of candidates simulated."""
+        return len(self._scores)
+
+    def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation]:
+        """Return a candidate that fits, with ranks, recomputation and ownership, and its times."""
+        found = self._fitting(candidate, float("inf"))
+        assert found is not None, "the candidate has no finite score"
+        return found
+
+    def score(self, candidate: Candidate, below: float = float("inf")) -> float:
+        """Return what to minimise; infinite if a stage's memory doesn't suffice.
+
+        Where it is not below `below`, some other number that isn't may be returned.
+        """
+        known = self._scores.get(candidate)
+        if known is not None:
+            return known
+        distinct = self._distinct(candidate)
+        least_s = max(_least_s(self._work_s(key, layers), n) for key, layers, n in distinct)
+        least_s = max(least_s, candidate.estimate_s * (1 - _ESTIMATE_ERROR))
+        least = self._weigh(least_s, candidate.arrangement)
+        if least >= below:
+            per_stage = _ESTIMATE_WORK if candidate.estimate_s else _BOUND_WORK
+            self.work_done += per_stage * sum(map(len, candidate.layers))
+            return least
+        self.work_done += self.work_of(candidate)
+        found = self._fitting(candidate, below)
+        if found is None:
+            if below == float("inf"):
+                self._scores[candidate] = below
+            return float("inf")
+        score = self._weigh(found[1].iteration_time_s, candidate.arrangement)
+        self._scores[candidate] = score
+        return score
+
+    def _fitting(
+        self, candidate: Candidate, below: float
+    ) -> tuple[ParallelPlan, Simulation] | None:
+        """Return the plan and its simulation, memory settled only where it is too little.
+
+        None if none fits, or none that does has a score below `below`.
+        """
+        estimator = self.estimator
+        plan = to_plan(
+            candidate.arrangement,
+            candidate.layers,
+            candidate.num_microbatches,
+            estimator.cost.cluster,
+        )
+        if self._fits_as_it_is(candidate):
+            return plan, self._simulate(plan)
+        settled = settle_memory(
+            plan,
+            estimator.cost,
+            estimator.workload.microbatch,
+            idle_may_own=estimator.idle_may_own,
+        )
+        best: tuple[ParallelPlan, Simulation] | None = None
+        for again in settled:
+            if self._weigh(self._least_plan_s(again), candidate.arrangement) >= below:
+                continue
+            self.work_done += self.work_of(candidate)
+            simulation = self._simulate(again)
+            score = self._weigh(simulation.iteration_time_s, candidate.arrangement)
+            if score < below and self._fits_in(again, simulation):
+                best, below = (again, simulation), score
+        return best
+
+    def _simulate(self, plan: ParallelPlan) -> Simulation:
+        microbatch = self.estimator.workload.microbatch
+        batches = [[microbatch] * (p.num_microbatches or 0) for p in plan.pipelines]
+        return simulate(plan, self.estimator.cost, batches)
+
+    def _fits_in(self, plan: ParallelPlan, simulation: Simulation) -> bool:
+        """Return whether every stage has the memory it needs."""
+        cost = self.estimator.cost
+        return all(
+            memory.total <= cost.usable_bytes(cost.shape_of(stage).device)
+            for pipeline, row in zip(plan.pipelines, simulation.stage_memory, strict=True)
+            for stage, memory in zip(pipeline.stages, row, strict=True)
+        )
+
+    def _fits_as_it_is(self, candidate: Candidate) -> bool:
+        """Return whether it fits with holders as owners and nothing recomputed."""
+        cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
+        num_pipelines = len(candidate.arrangement)
+        for pipeline_key, layers, count in self._distinct(candidate):
+            held = min(len(layers), count)
+            key = pipeline_key, layers, held, num_pipelines
+            if key not in self._fits:
+                self._fits[key] = all(
+                    cost.stage_memory(
+                        shape, num_pipelines, [microbatch] * held, len(layers) - stage
+                    ).total
+                    <= cost.usable_bytes(shape.device)
+                    for stage, shape in enumerate(self._shapes(pipeline_key, layers))
+                )
+            if not self._fits[key]:
+                return False
+        return True
+
+    def _shapes(self, key: PipelineKey, layers: tuple[int, ...]) -> list[StageShape]:
+        degrees, classes, _ = key
+        last = len(layers) - 1
+        return [
+            self.estimator.shape(
+                self.estimator.classes.index(kind), degree, count, first=s == 0, last=s == last
+            )
+            for s, (kind, degree, count) in enumerate(zip(classes, degrees, layers, strict=True))
+        ]
+
+    def _work_s(self, key: PipelineKey, layers: tuple[int, ...]) -> tuple[float, ...]:
+        """Return each stage's seconds of a micro-batch, nothing recomputed."""
+        found = self._work.get((key, layers))
+        if found is None:
+            cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
+            shapes = self._shapes(key, layers)
+            found = tuple([sum(cost.compute_s(shape, microbatch)) for shape in shapes])
+            self._work[key, layers] = found
+        return found
+
+    def _least_plan_s(self, plan: ParallelPlan) -> float:
+        """Return the least seconds of a plan, by its work."""
+        cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
+        return max(
+            _least_s(
+                (sum(cost.compute_s(cost.shape_of(stage), microbatch)) for stage in p.stages),
+                p.num_microbatches or 0,
+            )
+            for p in plan.pipelines
+        )
+
+    def _distinct(self, candidate: Candidate) -> set[tuple[PipelineKey, tuple[int, ...], int]]:
+        """Return what is different among the pipelines: kinds, layers and micro-batches."""
+        return set(
+            zip(
+                map(self.estimator.key, candidate.arrangement),
+                candidate.layers,
+                candidate.num_microbatches,
+                strict=True,
+            )
+        )
+
+    def work_of(self, candidate: Candidate) -> int:
+        """Return about how many actions a simulation runs."""
+        actions = sum(2 * len(layers) * count for _, layers, count in self._distinct(candidate))
+        return _PLAN_WORK * sum(map(len, candidate.layers)) + actions
+
+
+def _least_s(work_s: Iterable[float], num_microbatches: int) -> float:
+    """Return the least seconds of a pipeline whose stages take so long for a micro-batch."""
+    before_s, least_s = 0.0, 0.0
+    for seconds in work_s:
+        least_s = max(least_s, num_microbatches * seconds + before_s)
+        before_s += seconds
+    return least_s

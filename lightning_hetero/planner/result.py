@@ -1,0 +1,81 @@
+"""What a search finds: ranked plans, and how good the best one is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.workload import Objective, Workload
+from lightning_hetero.simulator import Simulation
+
+__all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback"]
+
+ProgressCallback = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCandidate:
+    """One plan and what it is predicted to take."""
+
+    plan: ParallelPlan
+    """The plan, with micro-batches for every pipeline."""
+    simulation: Simulation
+    """Its simulated iteration."""
+    price_per_hour: float | None
+    """Price of the nodes that it uses; None if one has none."""
+
+    def money_per_token(self, num_tokens: int) -> float | None:
+        """Return the price of a token, given the tokens of an iteration."""
+        if self.price_per_hour is None:
+            return None
+        return self.price_per_hour / 3600 * self.simulation.iteration_time_s / num_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningResult:
+    """Ranked plans and how good the best one is."""
+
+    candidates: tuple[PlannedCandidate, ...]
+    """Best first; at least one."""
+    workload: Workload
+    """The iteration that was planned for."""
+    lower_bound_s: float
+    """No plan for this cluster has a shorter iteration."""
+    lower_bound_price: float | None
+    """No plan for this cluster has a cheaper iteration; None if a node has no price."""
+    objective: Objective
+    """The quantity that was minimised."""
+    num_estimated: int
+    """Arrangements looked at."""
+    num_simulated: int
+    """Plans simulated."""
+
+    @property
+    def best(self) -> PlannedCandidate:
+        """The best plan."""
+        return self.candidates[0]
+
+    @property
+    def score(self) -> float:
+        """What was minimised, of the best plan: seconds of an iteration, or their price."""
+        time_s, price = self.best.simulation.iteration_time_s, self.best.price_per_hour
+        if self.objective is Objective.COST and price is not None:
+            return price / 3600 * time_s
+        return time_s
+
+    @property
+    def gap(self) -> float:
+        """How much worse than the lower bound of the objective the best plan is, as a share."""
+        if self.objective is Objective.COST and self.lower_bound_price:
+            return self.score / self.lower_bound_price - 1.0
+        return self.best.simulation.iteration_time_s / self.lower_bound_s - 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted throughput of the best plan."""
+        return self.best.simulation.tokens_per_s(self.workload.num_tokens)
+
+    @property
+    def limit(self) -> str:
+        """The bottleneck of the best plan, in words."""
+        return self.best.simulation.bottleneck
