@@ -22,7 +22,15 @@ PLANS: dict[str, tuple[dict[str, Any] | None, int]] = {
         3,
     ),
     "an idle rank": (plan_of(pipeline(stage(0, 0, 1), stage(2, 1, 3))), 3),
+    "one rank before two": (plan_of(pipeline(stage(1, 0, 1), stage([2, 0], 1, 3))), 3),
+    "two ranks before one": (plan_of(pipeline(stage([0, 1], 0, 2), stage(2, 2, 3))), 3),
 }
+TP_PLAN = {
+    "embed": "vocab",
+    "layers.*.up": "colwise_gather_output",
+    "head": "colwise_gather_output",
+}
+"""Given where a plan has tensor-parallel stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +96,16 @@ class Recipe:
     def changes_later(self) -> bool:
         """Whether something else runs after the first steps."""
         return self.frozen.endswith("epoch") or bool(self.later_plan or self.resumed_plan)
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether a stage of any of its plans has several ranks."""
+        return any(
+            len(stage["ranks"]) > 1
+            for name in (self.plan, self.later_plan, self.resumed_plan)
+            for pipeline in ((name and PLANS[name][0]) or {"pipelines": []})["pipelines"]
+            for stage in pipeline["stages"]
+        )
 
     @property
     def num_pipelines(self) -> int:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
 from tests.fuzz.modules import ROWS, SEED, FuzzedModule, SeededModule, loader_of, module_of
-from tests.fuzz.recipes import PLANS, Recipe
+from tests.fuzz.recipes import PLANS, TP_PLAN, Recipe
 from tests.toy import quiet
 
 STEPS_PER_EPOCH = 3
@@ -86,6 +86,7 @@ def run_on_plan(rank: int, recipe: Recipe, folder: str) -> Outcome:
             activation_checkpointing="full" if recipe.recompute == "full" else "none",
             activation_budget_bytes=BUDGET_BYTES if recipe.recompute == "budget" else None,
             timeout=TIMEOUT,
+            tp_plan=TP_PLAN if recipe.is_tensor_parallel else None,
         )
         return {"strategy": strategy, "devices": world_size}
 

@@ -162,34 +162,48 @@ def best_time(plans: Iterable[ParallelPlan], cost: CostModel, microbatch: tuple[
     """Return the least seconds of plans under every recomputation, and every ownership if need be.
 
     A plan that fits as it is gains nothing by either. Others are tried with every number of
-    recomputed layers on every stage that could still be better than the best so far.
+    recomputed layers on every stage. Plans whose work alone takes as long as the best are left out.
     """
+
+    def by_work(some: Iterable[ParallelPlan]) -> list[tuple[float, int, ParallelPlan]]:
+        return sorted((least_s(plan, cost, microbatch), i, plan) for i, plan in enumerate(some))
+
     best, full = float("inf"), []
-    for plan in plans:
+    for least, _, plan in by_work(plans):
+        if least >= best:
+            break
         seconds = time_of(plan, cost, microbatch)
         best = min(best, seconds)
         if seconds == float("inf"):
-            full.append((_least_s(plan, cost, microbatch), len(full), plan))
-    for least, _, plan in sorted(full):
+            full.append(plan)
+    for least, _, plan in by_work(full):
         if least >= best:
             break
-        for again in _recomputed(plan):
-            if _least_s(again, cost, microbatch) < best:
-                seconds = time_of(again, cost, microbatch)
-                if seconds == float("inf"):
-                    owned = _owned_by_room(again, cost, microbatch)
-                    seconds = min((time_of(o, cost, microbatch) for o in owned), default=seconds)
-                best = min(best, seconds)
+        for again_least, _, again in by_work(_recomputed(plan)):
+            if again_least >= best:
+                break
+            seconds = time_of(again, cost, microbatch)
+            if seconds == float("inf"):
+                owned = _owned_by_room(again, cost, microbatch)
+                seconds = min((time_of(o, cost, microbatch) for o in owned), default=seconds)
+            best = min(best, seconds)
     return best
 
 
-def _least_s(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) -> float:
-    """Return the work of the busiest stage."""
-    return max(
-        (pipeline.num_microbatches or 0) * sum(cost.compute_s(cost.shape_of(stage), microbatch))
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-    )
+def least_s(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) -> float:
+    """Return seconds that the plan takes at least, by its stages' work.
+
+    A stage waits for the first micro-batch's forward through the stages before it and, at the end,
+    for the last one's backward through them.
+    """
+    least = 0.0
+    for pipeline in plan.pipelines:
+        before = 0.0
+        for stage in pipeline.stages:
+            seconds = sum(cost.compute_s(cost.shape_of(stage), microbatch))
+            least = max(least, (pipeline.num_microbatches or 0) * seconds + before)
+            before += seconds
+    return least
 
 
 def _recomputed(plan: ParallelPlan) -> Iterator[ParallelPlan]:
