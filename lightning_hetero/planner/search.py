@@ -279,14 +279,17 @@ class PlanSearch:
 
     def _burden(self, node: int) -> float:
         """Return what a device's work costs on a node: seconds, or money if that counts."""
-        seconds = 1.0 / self._speeds[node]
+        seconds = self.estimator.seconds_per_device(node, self.tp_degrees)
         if self.options.objective is Objective.COST:
             return seconds * (self.nodes[node].price_per_hour or 0.0) / self.nodes[node].count
         return seconds
 
     def _least_score(self, part: Sequence[int]) -> float:
         """Return about the least score of plans on a part of the cluster, by its work alone."""
-        seconds = self.workload.num_microbatches / float(np.dot(part, self._speeds))
+        power = float(np.dot(part, self._speeds))
+        if not power:
+            return float("inf")
+        seconds = self.workload.num_microbatches / power
         if self.options.objective is Objective.COST:
             return self._priced(seconds, np.flatnonzero(part).tolist())
         return seconds
