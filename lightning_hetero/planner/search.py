@@ -38,6 +38,7 @@ from lightning_hetero.planner.workload import (
     Objective,
     PlanningOptions,
     Workload,
+    explain_no_room,
     valid_tp_degrees,
 )
 from lightning_hetero.simulator import CostModel, RooflineCost
@@ -167,7 +168,7 @@ class PlanSearch:
         self.progress("Proposing groups", 0.0)
         candidates = self._simulated()
         if not candidates:
-            raise _FitsNowhere(_nowhere(self.cost, self.workload, self.tp_degrees))
+            raise _FitsNowhere(explain_no_room(self.cost, self.workload, self.tp_degrees))
         ranked = self._improve(candidates)
         self.progress("Bounding", 0.95)
         chosen = []
@@ -390,17 +391,3 @@ def _nodes_of(arrangement: Arrangement) -> list[int]:
 
 def _has_equal_shares(candidate: Candidate) -> bool:
     return max(candidate.num_microbatches) - min(candidate.num_microbatches) <= 1
-
-
-def _nowhere(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:
-    cluster, model = cost.cluster, cost.model
-    room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
-    states = model.num_params * (cost.layout.weight_bytes + cost.layout.summed_bytes)
-    states += model.num_params * cost.layout.device_kept_bytes
-    return (
-        f"{model.name} fits nowhere: its weights, gradients and optimizer states take "
-        f"{states / 2**30:.1f} GiB, activations of {sum(workload.microbatch)} tokens a micro-batch "
-        f"come on top, and {cluster.num_ranks} devices have {room / 2**30:.1f} GiB to use (TP "
-        f"degrees {list(tp_degrees)}). Add devices, allow a larger TP degree, shorten the "
-        "sequences or micro-batches, or say how much host_memory_bytes every node has for states."
-    )

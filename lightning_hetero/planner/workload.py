@@ -1,5 +1,6 @@
 """The task of planning: an iteration's work, what counts as better, and possible TP degrees."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -7,7 +8,7 @@ from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import CostModel, StageShape
 
-__all__ = ["Objective", "PlanningOptions", "Workload", "valid_tp_degrees"]
+__all__ = ["Objective", "PlanningOptions", "Workload", "explain_no_room", "valid_tp_degrees"]
 
 
 class Objective(StrEnum):
@@ -104,6 +105,21 @@ def valid_tp_degrees(
     if not known and first is not None:
         raise first
     return known
+
+
+def explain_no_room(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:
+    """Return why no plan has room for the model, with the bytes and what helps."""
+    cluster, model = cost.cluster, cost.model
+    room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
+    states = model.num_params * (cost.layout.weight_bytes + cost.layout.summed_bytes)
+    states += model.num_params * cost.layout.device_kept_bytes
+    return (
+        f"{model.name} fits nowhere: its weights, gradients and optimizer states take "
+        f"{states / 2**30:.1f} GiB, activations of {sum(workload.microbatch)} tokens a micro-batch "
+        f"come on top, and {cluster.num_ranks} devices have {room / 2**30:.1f} GiB to use (TP "
+        f"degrees {list(tp_degrees)}). Add devices, allow a larger TP degree, shorten the "
+        "sequences or micro-batches, or say how much host_memory_bytes every node has for states."
+    )
 
 
 def _check_tp_degree(cost: CostModel, degree: int) -> None:
