@@ -12,7 +12,7 @@ from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StateLayout
-from lightning_hetero.simulator.cost import PRECISIONS
+from lightning_hetero.simulator.state_layout import PRECISIONS
 
 __all__ = [
     "add_format_arguments",

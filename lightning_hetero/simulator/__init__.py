@@ -1,6 +1,6 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
-from lightning_hetero.simulator.cost import CostModel, StageShape, StateLayout
+from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
@@ -28,6 +28,7 @@ from lightning_hetero.simulator.simulate import (
     simulate,
     split_batch,
 )
+from lightning_hetero.simulator.state_layout import StateLayout
 from lightning_hetero.simulator.trace import save_trace, trace_events
 
 __all__ = [

@@ -27,13 +27,11 @@ from lightning_hetero.simulator.memory import (
     push_buffer_bytes,
     usable_bytes,
 )
-from lightning_hetero.simulator.state_layout import PRECISIONS, StateLayout
+from lightning_hetero.simulator.state_layout import StateLayout
 
 __all__ = [
-    "PRECISIONS",
     "CostModel",
     "StageShape",
-    "StateLayout",
 ]
 
 _SUM_BYTES = 4

@@ -10,9 +10,10 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.simulator.cost import StageShape, StateLayout
+from lightning_hetero.simulator.cost import StageShape
 from lightning_hetero.simulator.memory import MicroBatchShape
 from lightning_hetero.simulator.roofline import RooflineCost
+from lightning_hetero.simulator.state_layout import StateLayout
 
 __all__ = ["ProfileCost"]
 

@@ -56,6 +56,10 @@ class PossibleMitigation:
     """Ranks that a restart should leave out."""
 
 
+def _always(plan: ParallelPlan) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
     """The plans of a run as they are without a fault, and what each takes under it."""
@@ -64,7 +68,7 @@ class WatchedPlans:
     """One, or those among which a data module chooses."""
     models: tuple[RunModel, ...]
     """Of those that ran, the one that ran most first."""
-    has_room: Callable[[ParallelPlan], bool] = lambda _: True
+    has_room: Callable[[ParallelPlan], bool] = field(default_factory=lambda: _always)
     """Says whether each rank's memory holds its place in a plan like one of these."""
 
     def has_room_for(self, taken_by: Mapping[int, int]) -> bool:

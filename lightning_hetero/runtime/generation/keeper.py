@@ -38,6 +38,7 @@ __all__ = [
     "be_kept",
     "become_keeper",
     "block_signals",
+    "main",
     "tell_keeper",
 ]
 
