@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.membership import membership_name
+from lightning_hetero.core.process.membership import membership_name
 
 __all__ = [
     "OWNER_FILE",

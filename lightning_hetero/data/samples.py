@@ -23,8 +23,8 @@ from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
 from lightning_hetero.core.arrays import IntArray
-from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.core.errors import BatchError, ConfigurationError
+from lightning_hetero.core.process.cache import cache_folder
 from lightning_hetero.models.token_rows import row_of, token_ids
 
 __all__ = [

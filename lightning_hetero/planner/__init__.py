@@ -1,8 +1,6 @@
 """Decide which device runs which layers: grouping, mapping, balancing and search (AutoHet §III)."""
 
 from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups
-from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.grouping import Grouping, effective_power, group_devices
 from lightning_hetero.planner.microbatch_size import plan_best_size
 from lightning_hetero.planner.proposing.candidate_plans import (
     CandidateOptions,
@@ -20,6 +18,8 @@ from lightning_hetero.planner.proposing.proposal import (
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.planner.search import plan
+from lightning_hetero.planner.solvers.balancing import balance_layers
+from lightning_hetero.planner.solvers.grouping import Grouping, effective_power, group_devices
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 
 __all__ = [

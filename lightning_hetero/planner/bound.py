@@ -22,8 +22,8 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.rates import best_mix, bottleneck_times_s
 from lightning_hetero.planner.recompute_tables import MemoryUse
+from lightning_hetero.planner.solvers.rates import best_mix, bottleneck_times_s
 
 __all__ = [
     "UnitKind",

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.patterns import enumerate_compositions
+from lightning_hetero.planner.solvers.patterns import enumerate_compositions
 
 __all__ = ["PipelineUnits", "enumerate_arrangements", "every_grouping"]
 

@@ -23,10 +23,14 @@ from lightning_hetero.planner.arrangement import (
 from lightning_hetero.planner.bound import UnitKind, bound_iteration_time_s, bound_work_s
 from lightning_hetero.planner.enumeration import every_grouping
 from lightning_hetero.planner.estimator import Estimator
-from lightning_hetero.planner.grouping import deal_evenly, group_devices
-from lightning_hetero.planner.patterns import enumerate_compositions
-from lightning_hetero.planner.rates import PipelineRates, bottleneck_times_s, choose_pipelines
 from lightning_hetero.planner.recompute_tables import MemoryUse
+from lightning_hetero.planner.solvers.grouping import deal_evenly, group_devices
+from lightning_hetero.planner.solvers.patterns import enumerate_compositions
+from lightning_hetero.planner.solvers.rates import (
+    PipelineRates,
+    bottleneck_times_s,
+    choose_pipelines,
+)
 from lightning_hetero.planner.stage_times import DeviceTypes
 
 __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]

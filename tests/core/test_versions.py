@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from unittest import mock
 
-from lightning_hetero.core import versions
+from lightning_hetero.core.process import versions
 
 
 def test_a_version_is_read_from_disk_once() -> None:

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from lightning_hetero import assign, planner, simulator
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.grouping import effective_power, group_devices
-from lightning_hetero.planner.patterns import cover_bound, enumerate_compositions, solve_cover
+from lightning_hetero.planner.solvers.grouping import effective_power, group_devices
+from lightning_hetero.planner.solvers.patterns import (
+    cover_bound,
+    enumerate_compositions,
+    solve_cover,
+)
 
 GIB = 2**30
 

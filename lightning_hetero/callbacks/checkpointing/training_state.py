@@ -17,7 +17,7 @@ from lightning.pytorch.trainer import call
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import Recovered
-from lightning_hetero.core.versions import installed_version
+from lightning_hetero.core.process.versions import installed_version
 
 __all__ = [
     "begin_next_epoch",

@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.parts import BLOCK_BYTES, BlockChecksums
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.versions import installed_version
+from lightning_hetero.core.process.versions import installed_version
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
 __all__ = ["DTYPE_NAMES", "FileBody", "encode_metadata", "encode_part", "make_manifest"]

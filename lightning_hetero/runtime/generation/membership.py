@@ -34,7 +34,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.membership import name_membership
+from lightning_hetero.core.process.membership import name_membership
 from lightning_hetero.runtime.generation.keeper import tell_keeper
 from lightning_hetero.runtime.ranks.heartbeat import Silence
 

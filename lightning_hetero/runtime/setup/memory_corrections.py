@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.core.errors import ProfileError
+from lightning_hetero.core.process.cache import cache_folder
 from lightning_hetero.core.reading import build, load_file, parse_json
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.profiling import current_versions

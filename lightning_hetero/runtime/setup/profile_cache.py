@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import torch
 
-from lightning_hetero.core.cache import cache_folder
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.process.cache import cache_folder
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat

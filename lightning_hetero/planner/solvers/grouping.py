@@ -26,7 +26,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.patterns import (
+from lightning_hetero.planner.solvers.patterns import (
     CoverBound,
     OutOfProgramsError,
     cover_bound,

@@ -1,0 +1,1 @@
+"""Programmes that the search starts from: groups of devices, layers of stages, rates."""
