@@ -34,10 +34,8 @@ def test_what_plans_and_simulates_imports_neither_torch_nor_lightning(imports):
 
 CASES = [
     "import lightning as L\nimport lightning_hetero",
-    "import lightning as L\nfrom lightning_hetero import HeteroDataModule",
     "import lightning.pytorch as L\nimport lightning_hetero.core.plan",
     "from lightning_hetero import HeteroStrategy\nimport lightning as L",
-    "from lightning_hetero import HeteroDataModule\nimport lightning as L",
     "from lightning_hetero.callbacks import RunLog\nimport lightning as L",
     "import lightning_hetero\nimport lightning as L\nlightning_hetero.ParallelPlan",
 ]

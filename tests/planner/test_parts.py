@@ -79,7 +79,8 @@ def test_with_a_type_more_all_parts_and_the_cluster_before_are_parts():
         assert {(*part, 0) for part in [*before, (8, 8, 8, 4, 4, 4, 4, 4)]} <= set(parts)
 
 
-# Each was slower with the node, by 2 to 23 %, since what leaves it out was not looked at.
+# It was slower with the node, since what leaves it out was not looked at. Two more such cases are
+# among the random clusters of `python -m tests.benchmarks search`, which take too long for here.
 @pytest.mark.parametrize(
     ("nodes", "more", "model", "workload", "bytes_per_s"),
     [
@@ -90,24 +91,6 @@ def test_with_a_type_more_all_parts_and_the_cluster_before_are_parts():
             Workload(sequence_length=512, global_batch_size=8),
             50e9,
             id="two degrees without a third type",
-        ),
-        pytest.param(
-            [(name, 4) for name in ("V100-32GB", "T4", "A10-24GB", "A100-80GB") for _ in range(2)],
-            ("RTX-4090", 1),
-            "llama-7b",
-            Workload(sequence_length=512, global_batch_size=512),
-            1.25e8,
-            marks=pytest.mark.slow,
-            id="the fastest nodes without one type",
-        ),
-        pytest.param(
-            [("T4", 8)] * 32,
-            ("A100-80GB", 1),
-            "gpt-neo-2.7b",
-            Workload(sequence_length=2048, global_batch_size=64),
-            1.25e8,
-            marks=pytest.mark.slow,
-            id="some nodes of a type without the others",
         ),
     ],
 )

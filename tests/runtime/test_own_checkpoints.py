@@ -91,5 +91,9 @@ def test_gradients_that_older_checkpoints_make_in_parts_are_whole_or_refused(
     expected = pool.run(train_sharing, 1, case.on_single_device(), "the model's")[0]
     for outcome in pool.run(train_sharing, 2, case, "the model's"):
         assert_same_training(outcome, expected)
+    # Blocks so small that they travel together are sent after the last part.
+    expected = pool.run(train_sharing, 1, case.on_single_device(), "each block's")[0]
+    for outcome in pool.run(train_sharing, 2, case, "each block's"):
+        assert_same_training(outcome, expected)
     with pytest.raises(ProcessFailed, match="comes in several parts"):
-        pool.run(train_sharing, 2, case, "each block's")
+        pool.run(train_sharing, 2, replace(case, width=64), "each block's")

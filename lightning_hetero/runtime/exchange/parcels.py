@@ -245,9 +245,8 @@ class PushedParcels(_Unit):
         first, *others = self.parcels.summed
         # Nobody else's in this iteration, so they become the sums themselves if dtypes allow.
         pieces = zip(self._pieces(first), self._summed, strict=True)
-        totals = [
-            piece if piece.dtype is dtype else piece.to(dtype) for piece, (_, dtype, _) in pieces
-        ]
+        # Detached: a view would keep the tensor of a plan's gradient alive after the plan.
+        totals = [piece.detach().to(dtype) for piece, (_, dtype, _) in pieces]
         for parcel in others:
             torch._foreach_add_(totals, [*self._pieces(parcel)])
         named = zip(self._summed, totals, strict=True)
