@@ -142,6 +142,12 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "runtime/test_change_plan.py::test_losses_and_weights_do_not_depend_on_changes_of_plan",
         "callbacks/test_elastic.py::test_nodes_come_and_go_and_the_loss_curve_stays",
     ),
+    "a rank that dies or freezes": (
+        "callbacks/test_in_place.py::test_lost_ranks_leave_the_losses_and_the_samples_as_they_were",
+        "runtime/test_redundancy.py::test_copies_are_equal_bit_for_bit_and_train_as_one_device",
+        "runtime/test_redundancy.py::test_a_changed_copy_is_found_and_named_on_every_rank",
+        "accelerator/test_accelerator.py::test_slices_on_the_host_are_stepped_there",
+    ),
     "gloo": ("runtime/test_gpu.py::",),
 }
 """Tests behind each line of the table of what works and what doesn't, by the line's first words."""
