@@ -255,9 +255,8 @@ class Keeper:
             of_run = PrefixStore(prefix, store)
             if worker.code is None:
                 if membership.is_gone(of_run, number):
-                    worker.signal(
-                        signal.SIGKILL
-                    )  # The others have given it up, and it hasn't noticed.
+                    # The others have given it up, and it hasn't noticed.
+                    worker.signal(signal.SIGKILL)
             elif worker in dead:
                 if worker.died_in_training is None:
                     worker.died_in_training = not membership.has_ended(of_run)
