@@ -8,7 +8,7 @@ WORKERS ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install train test test-fast fuzz check format bench docs clean
+.PHONY: install train test test-fast explore fuzz check format bench docs clean
 
 install: $(VENV)/.installed
 
@@ -28,6 +28,10 @@ test: install
 
 test-fast: install
 	$(PYTEST) -m "not slow"
+
+# Each law that is tried on random examples, on ones that nobody has tried yet.
+explore: install
+	$(PYTEST) --hypothesis-profile=explore -m hypothesis
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz --minutes 5 --seed 1000

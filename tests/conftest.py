@@ -18,9 +18,11 @@ from tests.processes import LAUNCHER_VARIABLES, MOST_TRAVEL_ALONE, ProcessPool
 # A compiler's helpers would import torch first, for a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-# How long an example takes says nothing on a machine that others use, too.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# How long an example takes says nothing on a machine that others use, too. The suite draws the same
+# examples each time, so that it judges a change and not the day; `make explore` draws new ones.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=200)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
