@@ -3,18 +3,23 @@
 More devices mean more bubbles, more gradient traffic and, where every one has to be used, weak ones
 that hold everybody up. So the search also looks at parts of the cluster: some types of devices
 alone, of those the fastest nodes, and few devices of each node. Whatever parts a cluster has, the
-cluster with a type more has them, too, so that it can't be planned worse.
+cluster with a type more has them, too, so that it can't be planned worse. Where there are few, all
+choices of whole nodes are parts: then a cluster with any node more has the parts of the one before.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.planner.arrangement import classify_nodes
 
 __all__ = ["smaller_allowances"]
 
 _MOST_TYPES = 5
 """Types of which all choices are made; of more only the best ones, and all but one."""
+_MOST_CHOICES = 400
+"""Choices of whole nodes, equal ones told apart by number, up to which all are made."""
 
 
 def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[int, ...]]:
@@ -38,6 +43,7 @@ def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[
                 parts[part] = None
         for nodes in _without_some(cluster, kept):
             parts[_only(counts, nodes)] = None
+    parts |= dict.fromkeys(_every_choice(cluster, order))
     parts.pop(counts, None)
     return sorted(parts, key=sum)
 
@@ -50,6 +56,23 @@ def _choices(names: Sequence[str]) -> Iterator[set[str]]:
     else:
         yield from (set(names[:size]) for size in range(1, len(names) + 1))
         yield from (set(names) - {name} for name in names)
+
+
+def _every_choice(cluster: Cluster, order: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all choices of whole nodes, of equal ones the first; none if there are too many."""
+    counts = [node.count for node in cluster.nodes]
+    classes = classify_nodes(cluster)
+    alike: dict[tuple[int, int, float | None], list[int]] = {}
+    for index in order:
+        node = cluster.nodes[index]
+        alike.setdefault((classes[index], node.count, node.price_per_hour), []).append(index)
+    if math.prod(len(nodes) + 1 for nodes in alike.values()) > _MOST_CHOICES:
+        return
+    for numbers in itertools.product(*(range(len(nodes) + 1) for nodes in alike.values())):
+        chosen = zip(alike.values(), numbers, strict=True)
+        kept = [index for nodes, number in chosen for index in nodes[:number]]
+        if kept:
+            yield _only(counts, kept)
 
 
 def _fastest(order: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -1,7 +1,7 @@
 """The search never loses to a part of itself: fewer devices, equal shares."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.cluster import Cluster, Node
@@ -45,6 +45,19 @@ def test_one_micro_batch_is_planned_on_more_devices_than_the_model_has_layers(nu
     assert iteration_s([("A100-80GB", 1)] * num_nodes, BERT, workload) <= one
 
 
+# Five of the first eight nodes are the best: fewer of one type than all but one.
+@example(
+    nodes=[
+        ("RTX-4090", 1),
+        *[("A100-80GB", 2)] * 3,
+        ("RTX-4090", 1),
+        ("A100-80GB", 1),
+        *[("A100-80GB", 2)] * 2,
+        ("A100-80GB", 1),
+    ],
+    bytes_per_s=1.25e9,
+    batch=32,
+)
 @settings(deadline=None, max_examples=3)
 @given(
     nodes=st.lists(
@@ -77,6 +90,23 @@ def test_with_a_type_more_all_parts_and_the_cluster_before_are_parts():
         more = Cluster(nodes=(*nodes, Node(device="A10-24GB", count=1)))
         parts = smaller_allowances(more, [1.0] * 3 + [5.0] * 5 + [burden])
         assert {(*part, 0) for part in [*before, (8, 8, 8, 4, 4, 4, 4, 4)]} <= set(parts)
+
+
+@given(
+    nodes=st.lists(
+        st.tuples(st.sampled_from(DEVICES), st.sampled_from([1, 2, 4])), min_size=1, max_size=6
+    ),
+    more=st.tuples(st.sampled_from(DEVICES), st.sampled_from([1, 2, 4])),
+)
+def test_with_any_node_more_all_parts_of_a_small_cluster_are_parts(nodes, more):
+    found = []
+    for some in (nodes, [*nodes, more]):
+        cluster = Cluster(nodes=tuple(Node(device=name, count=count) for name, count in some))
+        parts = [*smaller_allowances(cluster, [1.0] * len(some)), [count for _, count in some]]
+        # Which of equal nodes are left out makes no difference.
+        used = [[(*n, k) for n, k in zip(some, part, strict=True) if k] for part in parts]
+        found.append({tuple(sorted(row)) for row in used if all(k == n for _, n, k in row)})
+    assert found[0] <= found[1]
 
 
 # It was slower with the node, since what leaves it out was not looked at. Two more such cases are
