@@ -52,6 +52,14 @@ class AveragesWhatTravels(Averages):
     needs_gradients = True
 
 
+class AveragesData(Averages):
+    """Changes values so that torch counts no change."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        TinyModule.on_train_batch_end(self, outputs, batch, batch_idx)
+        self.average.weight.data.mul_(0.5)
+
+
 class Counts(TinyModule):
     """Counts validated batches in a buffer."""
 
@@ -79,7 +87,12 @@ def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessP
 
 
 @pytest.mark.parametrize(
-    ("make", "told"), [(ClipsByHand, "gradient_clip_val"), (Averages, "under torch.no_grad()")]
+    ("make", "told"),
+    [
+        (ClipsByHand, "gradient_clip_val"),
+        (Averages, "under torch.no_grad()"),
+        (AveragesData, "under torch.no_grad()"),
+    ],
 )
 def test_hooks_that_would_differ_between_ranks_are_refused(
     pool: ProcessPool, make: Callable[[], TinyModule], told: str
@@ -103,13 +116,19 @@ class ChangesInStep(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
+class ChangesDataInStep(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model.head.bias.data.clamp_(-0.01, 0.01)
+        return super().training_step(batch, batch_idx)
+
+
 class Renorms(TinyModule):
     def __init__(self) -> None:
         super().__init__()
         self.model.embed.max_norm = 1.0
 
 
-@pytest.mark.parametrize("make", [ChangesInStep, Renorms])
+@pytest.mark.parametrize("make", [ChangesInStep, ChangesDataInStep, Renorms])
 @pytest.mark.parametrize("plan", [STAGES, COPIES], ids=["stages", "copies"])
 def test_weights_that_a_step_changes_are_refused(
     pool: ProcessPool, make: Callable[[], TinyModule], plan: dict[str, Any]

@@ -18,6 +18,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
+from lightning_hetero.runtime.exchange.unseen_changes import digests_of, is_looked_at
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
@@ -85,6 +86,11 @@ class Pull:
         """How the slices were when the last pull ended."""
         self._arrived: dict[str, int] = {}
         """How often each compute weight had been changed in place when it arrived."""
+        self._num_started = 0
+        self._arrived_bits: dict[str, int] | None = None
+        """The compute weights' digests, in an iteration that looks for changes without version."""
+        self._frozen_bits: dict[str, int] | None = None
+        """Digests of slices that aren't trained, after such an iteration."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
         found = ((unit.indices, routes.pulled(unit, self._weights)) for unit in units)
@@ -108,22 +114,29 @@ class Pull:
         """
         self._check_unchanged()
         self._arrived = _versions_of(self._weights.shards)
-        if self._stale is None:
-            return
+        self._num_started += 1
+        if self._stale is not None:
+            self._post(self._stale)
+        if is_looked_at(self._num_started):
+            needed = self._stale or ()
+        for index in needed:
+            self.wait_unit(index)
+        for index, unit in (self._stale or {}).items():
+            if unit in self._posted:
+                _mark(unit.arriving_weights.values(), partial(self.wait_unit, index))
+        if is_looked_at(self._num_started):
+            self._arrived_bits = digests_of(self._weights.shards)
+
+    def _post(self, stale: Mapping[int, PulledUnit]) -> None:
         self._weights.take_back()
         with self._options.side_stream.after_compute():
-            for index, unit in self._stale.items():
+            for index, unit in stale.items():
                 if unit in self._posted:
                     continue
                 with traced(f"pull.post {index}"):
                     unit.post()
                 self._moved.append(unit)
                 self._posted[unit] = self._options.side_stream.mark()
-        for index in needed:
-            self.wait_unit(index)
-        for index, unit in self._stale.items():
-            if unit in self._posted:
-                _mark(unit.arriving_weights.values(), partial(self.wait_unit, index))
 
     def _check_unchanged(self) -> None:
         """Refuse weights that were changed where no pull is due: others would have old ones."""
@@ -133,11 +146,16 @@ class Pull:
         for (name, master), mark, before in zip(masters.items(), self._marks(), seen, strict=True):
             is_due = self._stale is not None and master.requires_grad
             if mark != before and not is_due:
-                raise ModelError(
-                    f"Parameter {name} was changed between steps, without an optimizer's step on "
-                    "it, as a hook does that averages weights into frozen ones. Let it require "
-                    "gradients and use it under torch.no_grad(): then it travels in each step."
-                )
+                _refuse_changed_between_steps(name)
+        if self._frozen_bits is not None:
+            for name, bits in digests_of(self._frozen_slices()).items():
+                if bits != self._frozen_bits.get(name, bits):
+                    _refuse_changed_between_steps(name)
+            self._frozen_bits = None
+
+    def _frozen_slices(self) -> dict[str, Tensor]:
+        masters = self._store.masters.items()
+        return {name: master for name, master in masters if not master.requires_grad}
 
     def wait_unit(self, index: int) -> None:
         """Wait until a layer's weights are here; returns at once if they are already."""
@@ -164,20 +182,18 @@ class Pull:
                 self.wait_unit(index)
         versions = _versions_of(self._weights.shards)
         if versions != self._arrived:
-            self._refuse_changed(versions)
+            _refuse_changed_in_step(versions, self._arrived)
+        if self._arrived_bits is not None:
+            bits = digests_of(self._weights.shards)
+            if bits != self._arrived_bits:
+                _refuse_changed_in_step(bits, self._arrived_bits)
+            self._arrived_bits = None
+            self._frozen_bits = digests_of(self._frozen_slices())
         for pulled in self._moved:
             pulled.finish()
         self._moved.clear()
         self._stale = None
         self._seen = self._marks()
-
-    def _refuse_changed(self, versions: Mapping[str, int]) -> NoReturn:
-        name = next(name for name, version in versions.items() if self._arrived[name] != version)
-        raise ModelError(
-            f"A step changes parameter {name} in place, which each micro-batch does, and "
-            "to this rank's copy only. Change it in on_train_batch_end, leave max_norm of "
-            "embeddings out, or register what isn't optimized as a buffer."
-        )
 
     def _marks(self) -> list[tuple[int, int]]:
         """Return what differs after most changes of slices; not after `master.data.mul_(...)`."""
@@ -192,3 +208,20 @@ _version_of = attrgetter("_version")
 def _versions_of(weights: Mapping[str, Tensor]) -> dict[str, int]:
     with torch._C.DisableTorchFunctionSubclass():  # It asks for no values.
         return dict(zip(weights, map(_version_of, weights.values()), strict=True))
+
+
+def _refuse_changed_in_step(after: Mapping[str, int], before: Mapping[str, int]) -> NoReturn:
+    name = next(name for name, mark in after.items() if before[name] != mark)
+    raise ModelError(
+        f"A step changes parameter {name} in place, which each micro-batch does, and "
+        "to this rank's copy only. Change it in on_train_batch_end, leave max_norm of "
+        "embeddings out, or register what isn't optimized as a buffer."
+    )
+
+
+def _refuse_changed_between_steps(name: str) -> NoReturn:
+    raise ModelError(
+        f"Parameter {name} was changed between steps, without an optimizer's step on "
+        "it, as a hook does that averages weights into frozen ones. Let it require "
+        "gradients and use it under torch.no_grad(): then it travels in each step."
+    )
