@@ -190,6 +190,8 @@ def _reduce(
     source = tensors[0]
     if len(tensors) == 2 and known[1] is None and _is_product(name, args, tensors[1]):
         return UNKNOWN  # Every sample meets every other.
+    if len(tensors) == 2 and known == [None, None] and _is_outer(*tensors):
+        return UNKNOWN
     if len(tensors) > 1 or source.ndim == 0 or name not in _WITH_DIMS:
         return None
     dims = _dims(args, kwargs, source.ndim)
@@ -209,6 +211,21 @@ def _is_product(name: str, args: Sequence[Any], other: Tensor) -> bool:
         left, _, right = args[0].replace(" ", "").partition("->")[0].partition(",")
         return left[:1] != right[:1]
     return name in _PRODUCTS and other.ndim == 2
+
+
+def _is_outer(left: Tensor, right: Tensor) -> bool:
+    """Whether broadcasting makes as many columns of one tensor's rows as the other has rows."""
+    ndim = max(left.ndim, right.ndim)
+    if ndim < 2:
+        return False
+    (row, column), (other_row, other_column) = (
+        ((1,) * (ndim - tensor.ndim) + tensor.shape)[:2] for tensor in (left, right)
+    )
+    num_rows = max(row, other_row)
+    return num_rows > 1 and sorted([(row, column), (other_row, other_column)]) == [
+        (1, num_rows),
+        (num_rows, 1),
+    ]
 
 
 def _dims(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> tuple[int, ...] | None:

@@ -80,6 +80,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "samples against each other by name": (
         lambda x: F.cross_entropy(torch.einsum("id,jd->ij", x, x), torch.arange(6))
     ),
+    "differences of samples": lambda x: (x[:, None] - x[None]).square().mean(),
+    "samples against all targets by mistake": lambda x: (x[:, :1] - x[:, 1]).square().mean(),
     "distances of samples": lambda x: torch.cdist(x, x).mean(),
     "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
 }
