@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.assign.requests import AssignmentRequest
 from lightning_hetero.data.ahead import AheadPlanner
 from lightning_hetero.data.assignment_store import AssignmentStore, InMemoryAssignmentStore
 from lightning_hetero.data.candidates import Candidates
@@ -75,6 +76,13 @@ class Collects(L.LightningModule):
 def equal_costs(num_pipelines: int, **changes: Any) -> tuple[PipelineCost, ...]:
     fields = {"a": 1e-5, "b": 1e-3, "c": 0.0, "max_len": 200, "util_len": 100, "num_stages": 1}
     return (PipelineCost(**(fields | changes)),) * num_pipelines
+
+
+def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:
+    """Return what asks for an assignment of samples of these lengths."""
+    return AssignmentRequest(
+        lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),), seed=1
+    )
 
 
 def dealers(

@@ -1,9 +1,5 @@
 """Producers plan ahead; whatever becomes of them, every rank deals the same samples once."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -18,10 +14,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
+from lightning_hetero.assign.requests import AssignmentRequest, plan_text
 from lightning_hetero.core.assignment import Assignment
-from lightning_hetero.core.errors import AssignmentError, BatchError, ConfigurationError, PeerError
-from lightning_hetero.data import ahead
+from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
 from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, PlanningProcess, Producer
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
@@ -34,15 +29,9 @@ from lightning_hetero.data.streaming import StreamOrder
 from lightning_hetero.data.tickets import Ticket, TicketDealer
 from lightning_hetero.straggler import move_ranks
 from tests.core.sample_plans import random_plan
-from tests.data.rows import Rows, dealers, equal_costs, lengths_of
+from tests.data.rows import Rows, dealers, lengths_of, request
 
 PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
-
-
-def request(*lengths: int, num_pipelines: int = 2) -> AssignmentRequest:
-    return AssignmentRequest(
-        lengths=np.array(lengths), candidates=(equal_costs(num_pipelines),), seed=1
-    )
 
 
 @st.composite
@@ -197,51 +186,8 @@ def test_a_store_whose_server_has_gone_is_an_error_that_names_it() -> None:
             ask()
 
 
-def test_a_planning_process_says_what_planning_here_says() -> None:
-    process = PlanningProcess()
-    wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
-    assert [process.plan(item) for item in wanted] == [plan_text(item) for item in wanted]
-    with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
-        read_text(process.plan(request(999)), request(999))
-    process.kill()
-    with pytest.raises((OSError, EOFError)):
-        process.plan(wanted[0])
-    process.restart()
-    assert process.plan(wanted[0]) == plan_text(wanted[0])
-    process.stop()
-
-
-def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
-    root = os.getcwd()
-    program = ahead._PROGRAM.format(root=root).replace("serve()", "print(sorted(sys.modules))")
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "'lightning_hetero.assign.requests'" in found.stdout
-    assert "'torch'" not in found.stdout
-    assert "'lightning'" not in found.stdout
-
-
 def deal_all(dealer: TicketDealer, num_epochs: int = 1) -> list[Ticket]:
     return [ticket for epoch in range(num_epochs) for ticket in dealer.deal(Cursor(epoch=epoch))]
-
-
-def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
-    order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
-    candidates = Candidates.equal_ranks(2)
-    expected = deal_all(dealers(order, candidates, 1)[0])
-    store, process = InMemoryAssignmentStore(), PlanningProcess()
-    producer = Producer(store, process)
-    planner = AheadPlanner(store, options=PATIENT, producer=producer)
-    tickets = TicketDealer(order, planner, candidates).deal(Cursor())
-    first_pid = process.pid
-    found = list(islice(tickets, 4))
-    os.kill(first_pid, signal.SIGKILL)
-    with pytest.warns(UserWarning, match="planning process has died"):
-        found += tickets
-    assert process.pid != first_pid
-    planner.close()
-    assert found == expected
 
 
 class Blocked(PlanningProcess):

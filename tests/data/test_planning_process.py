@@ -1,0 +1,64 @@
+"""A process that plans ahead says what planning here says, also after it was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+
+from lightning_hetero.assign.requests import plan_text, read_text
+from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.data import ahead
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, PlanningProcess, Producer
+from lightning_hetero.data.assignment_store import InMemoryAssignmentStore
+from lightning_hetero.data.candidates import Candidates
+from lightning_hetero.data.order import Cursor, EpochOrder
+from lightning_hetero.data.tickets import TicketDealer
+from tests.data.rows import dealers, lengths_of, request
+
+PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
+
+
+def test_a_planning_process_says_what_planning_here_says() -> None:
+    process = PlanningProcess()
+    wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
+    assert [process.plan(item) for item in wanted] == [plan_text(item) for item in wanted]
+    with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
+        read_text(process.plan(request(999)), request(999))
+    process.kill()
+    with pytest.raises((OSError, EOFError)):
+        process.plan(wanted[0])
+    process.restart()
+    assert process.plan(wanted[0]) == plan_text(wanted[0])
+    process.stop()
+
+
+def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
+    root = os.getcwd()
+    program = ahead._PROGRAM.format(root=root).replace("serve()", "print(sorted(sys.modules))")
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "'lightning_hetero.assign.requests'" in found.stdout
+    assert "'torch'" not in found.stdout
+    assert "'lightning'" not in found.stdout
+
+
+def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
+    order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
+    candidates = Candidates.equal_ranks(2)
+    expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
+    store, process = InMemoryAssignmentStore(), PlanningProcess()
+    producer = Producer(store, process)
+    planner = AheadPlanner(store, options=PATIENT, producer=producer)
+    tickets = TicketDealer(order, planner, candidates).deal(Cursor())
+    first_pid = process.pid
+    found = list(islice(tickets, 4))
+    os.kill(first_pid, signal.SIGKILL)
+    with pytest.warns(UserWarning, match="planning process has died"):
+        found += tickets
+    assert process.pid != first_pid
+    planner.close()
+    assert found == expected
