@@ -41,7 +41,8 @@ CASES = [
 ]
 EACH_IN_A_FORK = """
 import os, sys, warnings
-import torch, torchmetrics  # All that Lightning needs, but neither it nor this package.
+# All that Lightning needs, but neither it nor this package.
+import torch, torch._dynamo, torchmetrics
 
 assert not {"lightning", "lightning_hetero"} & sys.modules.keys()
 warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
 """Runs of the Trainer's features, called in the processes of the pool."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,19 +179,18 @@ def stop_early(rank: int, plan: dict[str, Any], world_size: int, folder: str) ->
 
 
 class SaveAt(L.Callback):
-    """Saves a checkpoint when so many steps are done, behind the epoch if they end one."""
+    """Saves checkpoints when so many steps are done, behind the epoch if they end one."""
 
-    def __init__(self, step: int, path: str) -> None:
-        self.step = step
-        self.path = path
+    def __init__(self, paths: Mapping[int, str | Path]) -> None:
+        self.paths = paths
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step and not trainer.is_last_batch:
-            trainer.save_checkpoint(self.path)
+        if trainer.global_step in self.paths and not trainer.is_last_batch:
+            trainer.save_checkpoint(self.paths[trainer.global_step])
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
+        if trainer.global_step in self.paths:
+            trainer.save_checkpoint(self.paths[trainer.global_step])
 
 
 def stateful_loader(batch_size: int) -> DataLoader[Any]:
@@ -209,25 +209,25 @@ def train_and_save(
     world_size: int,
     batch_size: int,
     *,
-    save_at: int = 0,
-    path: str = "",
-    resume: str | None = None,
+    saves: Mapping[int, str | Path] | None = None,
+    resume: str | Path | None = None,
     options: ToyOptions | None = None,
     shuffle: bool = False,
     num_workers: int = 0,
     max_epochs: int = 2,
 ) -> dict[str, Any]:
-    """Train two epochs, save at a step if asked, begin at a checkpoint if given."""
+    """Train two epochs, save at some steps if asked, begin at a checkpoint if given."""
+    saves = saves or {}
     L.seed_everything(SEED, verbose=False)
     module = ToyModule(options or ToyOptions())
     trainer = L.Trainer(
-        **quiet(callbacks=[SaveAt(save_at, path)], max_epochs=max_epochs),
+        **quiet(callbacks=[SaveAt(saves)], max_epochs=max_epochs),
         **strategy_of(plan, world_size),
     )
     train = shuffled_loader(batch_size, num_workers) if shuffle else stateful_loader(batch_size)
     trainer.fit(module, train, loader(10, batch_size, seed=1), ckpt_path=resume)
-    if save_at == AFTER_FIT:
-        trainer.save_checkpoint(path)
+    if AFTER_FIT in saves:
+        trainer.save_checkpoint(saves[AFTER_FIT])
     return {
         "losses": module.losses,
         "weights": as_arrays(module),
@@ -237,7 +237,7 @@ def train_and_save(
     }
 
 
-def read_with_plain_lightning(rank: int, path: str) -> dict[str, Any]:
+def read_with_plain_lightning(rank: int, path: str | Path) -> dict[str, Any]:
     module = ToyModule.load_from_checkpoint(path, options=ToyOptions())
     content = torch.load(path, weights_only=True)
     state = content["optimizer_states"][0]["state"]
@@ -257,7 +257,7 @@ def average_weights(
     averaging = WeightAveraging(avg_fn=get_ema_avg_fn(0.5))
     module = ToyModule(ToyOptions())
     trainer = L.Trainer(
-        **quiet(callbacks=[averaging, SaveAt(3, path)], max_epochs=2),
+        **quiet(callbacks=[averaging, SaveAt({3: path})], max_epochs=2),
         **strategy_of(plan, world_size),
     )
     train, valid = stateful_loader(batch_size), loader(10, batch_size, seed=1)

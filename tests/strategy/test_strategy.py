@@ -1,6 +1,8 @@
 """Features of the Trainer under HeteroStrategy do what they do on a single device."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +65,38 @@ def assert_all_alike(results: list[dict[str, Any]], keys: list[str]) -> None:
 COMPARED = ["losses", "fitted", "weights", "validated", "tested", "weights_again"]
 
 
+@pytest.fixture(scope="module")
+def by_entry_points(pool: ProcessPool) -> Callable[[int, int], list[dict[str, Any]]]:
+    """Return what each rank has after all entry points, run once: by stages and world size."""
+
+    @functools.cache
+    def run_once(num_stages: int, world_size: int) -> list[dict[str, Any]]:
+        return pool.run(fit_with_defaults, world_size, num_stages, world_size)
+
+    return run_once
+
+
+@pytest.fixture(scope="module")
+def alone_by_entry_points(pool: ProcessPool) -> Callable[[int], dict[str, Any]]:
+    """Return what one device has after all entry points, run once: by its batch size."""
+    return functools.cache(lambda batch_size: pool.run(fit_single, 1, batch_size)[0])
+
+
 @pytest.mark.parametrize(("num_stages", "world_size"), [(1, 2), (2, 2), (2, 4)])
 def test_every_entry_point_gives_what_a_single_device_gives(
-    pool: ProcessPool, num_stages: int, world_size: int
+    by_entry_points: Any, alone_by_entry_points: Any, num_stages: int, world_size: int
 ) -> None:
-    num_pipelines = world_size // num_stages
-    expected = pool.run(fit_single, 1, 2 * num_pipelines)[0]
-    results = pool.run(fit_with_defaults, world_size, num_stages, world_size)
-    for result in results:
+    expected = alone_by_entry_points(2 * (world_size // num_stages))
+    for result in by_entry_points(num_stages, world_size):
         for key in COMPARED:
             assert_close(result[key], expected[key], key)
 
 
-def test_predictions_of_a_pipeline_are_complete_on_each_of_its_ranks(pool: ProcessPool) -> None:
-    expected = np.concatenate(pool.run(fit_single, 1, 4)[0]["predictions"])
-    results = pool.run(fit_with_defaults, 4, 2, 4)
+def test_predictions_of_a_pipeline_are_complete_on_each_of_its_ranks(
+    by_entry_points: Any, alone_by_entry_points: Any
+) -> None:
+    expected = np.concatenate(alone_by_entry_points(4)["predictions"])
+    results = by_entry_points(2, 4)
     pipelines = [results[:2], results[2:]]
     for ranks in pipelines:
         for one, other in zip(ranks[0]["predictions"], ranks[1]["predictions"], strict=True):
@@ -91,9 +110,9 @@ def test_predictions_of_a_pipeline_are_complete_on_each_of_its_ranks(pool: Proce
     assert np.array_equal(np.concatenate(parts), expected)
 
 
-def test_the_strategy_has_a_name(pool: ProcessPool) -> None:
+def test_the_strategy_has_a_name(pool: ProcessPool, by_entry_points: Any) -> None:
     by_name = pool.run(fit_by_name, 2, 2)[0]
-    by_class = pool.run(fit_with_defaults, 2, 1, 2)[0]["losses"]
+    by_class = by_entry_points(1, 2)[0]["losses"]
     assert by_name == by_class[: len(by_name)]
 
 
@@ -136,65 +155,104 @@ def run(pool: ProcessPool, world_size: int, *arguments: Any, **options: Any) -> 
     return pool.run(functools.partial(train_and_save, **options), world_size, *arguments)
 
 
-@pytest.mark.parametrize("save_at", [2, 4, 6])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@dataclass(frozen=True)
+class Saved:
+    """A run that has never stopped, and its checkpoints by step."""
+
+    whole: dict[str, Any]
+    paths: dict[int, Path]
+
+
+SAVES = (2, 4, 6)
+"""Inside an epoch, at its end, and inside the last."""
+
+
+@pytest.fixture(scope="module")
+def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
+    """Return a run of two epochs with its checkpoints, trained once: under a plan, or alone."""
+
+    @functools.cache
+    def train_once(optimizer: str, *, alone: bool = False, shuffle: bool = False) -> Saved:
+        folder = tmp_path_factory.mktemp("saved")
+        paths = {step: folder / f"{step}.ckpt" for step in SAVES}
+        arguments = (1, None, 1, 6) if alone else (3, ASYMMETRIC, 3, 3)
+        options = toy_of(optimizer)
+        whole = run(pool, *arguments, saves=paths, options=options, shuffle=shuffle)[0]
+        assert len(whole["losses"]) == 8
+        return Saved(whole, paths)
+
+    return train_once
+
+
+def toy_of(optimizer: str) -> ToyOptions:
+    return ToyOptions(optimizer=optimizer, tied=optimizer == "sgd")
+
+
+RESUMED = {"copies": (THREE, 3, 2), "stages": (TWO_STAGES, 2, 6), "one rank": (ALONE, 1, 6)}
+RESUMED["plain"] = (None, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "save_at", "under"),
+    # Each plan goes on from each moment, and with each optimizer.
+    [
+        ("adamw", 2, ["copies", "one rank"]),
+        ("adamw", 4, ["stages", "plain"]),
+        ("adamw", 6, ["copies", "plain"]),
+        ("sgd", 2, ["stages", "plain"]),
+        ("sgd", 4, ["copies", "one rank"]),
+        ("sgd", 6, ["stages", "one rank"]),
+    ],
+)
 def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
-    pool: ProcessPool, tmp_path: Path, save_at: int, optimizer: str
+    pool: ProcessPool, saved: Any, optimizer: str, save_at: int, under: list[str]
 ) -> None:
-    path = str(tmp_path / "some.ckpt")
-    options = ToyOptions(optimizer=optimizer, tied=optimizer == "sgd")
-    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, options=options)[0]
-    assert len(whole["losses"]) == 8
-    resumed = [(THREE, 3, 2), (TWO_STAGES, 2, 6), (ALONE, 1, 6), (None, 1, 6)]
-    for plan, world_size, batch_size in resumed:
-        for result in run(
-            pool, world_size, plan, world_size, batch_size, resume=path, options=options
-        ):
-            assert_continued(result, whole, save_at)
+    first = saved(optimizer)
+    for plan, world_size, batch_size in (RESUMED[name] for name in under):
+        resume = {"resume": first.paths[save_at], "options": toy_of(optimizer)}
+        for result in run(pool, world_size, plan, world_size, batch_size, **resume):
+            assert_continued(result, first.whole, save_at)
 
 
-@pytest.mark.parametrize("save_at", [2, 4, 6])
+@pytest.mark.parametrize("save_at", SAVES)
 def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
-    pool: ProcessPool, tmp_path: Path, save_at: int
+    pool: ProcessPool, saved: Any, save_at: int
 ) -> None:
-    path = str(tmp_path / "some.ckpt")
-    whole = run(pool, 1, None, 1, 6, save_at=save_at, path=path)[0]
-    for result in run(pool, 3, ASYMMETRIC, 3, 3, resume=path):
-        assert_continued(result, whole, save_at)
+    first = saved("adamw", alone=True)
+    for result in run(pool, 3, ASYMMETRIC, 3, 3, resume=first.paths[save_at]):
+        assert_continued(result, first.whole, save_at)
 
 
 @pytest.mark.parametrize("save_at", [2, 6])
 def test_a_shuffled_run_resumes_inside_an_epoch_in_the_same_order(
-    pool: ProcessPool, tmp_path: Path, save_at: int
+    pool: ProcessPool, saved: Any, save_at: int
 ) -> None:
-    path = str(tmp_path / "some.ckpt")
-    whole = run(pool, 3, ASYMMETRIC, 3, 3, save_at=save_at, path=path, shuffle=True)[0]
-    for result in run(pool, 3, THREE, 3, 2, resume=path, shuffle=True):
-        assert_close(result["losses"], whole["losses"][save_at:], "losses")
-        assert_close(result["weights"], whole["weights"], "weights")
+    first = saved("adamw", shuffle=True)
+    for result in run(pool, 3, THREE, 3, 2, resume=first.paths[save_at], shuffle=True):
+        assert_close(result["losses"], first.whole["losses"][save_at:], "losses")
+        assert_close(result["weights"], first.whole["weights"], "weights")
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("save_at", [2, 6])
-def test_workers_of_a_resumed_loader_draw_the_same_order(tmp_path: Path, save_at: int) -> None:
+def test_workers_of_a_resumed_loader_draw_the_same_order(tmp_path: Path) -> None:
     # In this very process, since those of the pool may not start workers.
-    path = str(tmp_path / "some.ckpt")
+    paths = {save_at: tmp_path / f"{save_at}.ckpt" for save_at in (2, 6)}
     order: dict[str, Any] = {"shuffle": True, "num_workers": 1}
     try:
-        whole = train_and_save(0, ALONE, 1, 6, save_at=save_at, path=path, **order)
-        dist.destroy_process_group()
-        resumed = train_and_save(0, ALONE, 1, 6, resume=path, **order)
+        whole = train_and_save(0, ALONE, 1, 6, saves=paths, **order)
+        for save_at, path in paths.items():
+            dist.destroy_process_group()
+            resumed = train_and_save(0, ALONE, 1, 6, resume=path, **order)
+            assert_close(resumed["losses"], whole["losses"][save_at:], "losses")
     finally:
         dist.destroy_process_group()
-    assert_close(resumed["losses"], whole["losses"][save_at:], "losses")
 
 
 def test_a_checkpoint_saved_after_fit_is_whole_and_resumes(
-    pool: ProcessPool, tmp_path: Path
+    pool: ProcessPool, saved: Any, tmp_path: Path
 ) -> None:
-    path = str(tmp_path / "some.ckpt")
-    whole = run(pool, 3, ASYMMETRIC, 3, 3)[0]
-    first = run(pool, 3, ASYMMETRIC, 3, 3, save_at=AFTER_FIT, path=path, max_epochs=1)[0]
+    path, whole = tmp_path / "some.ckpt", saved("adamw").whole
+    first = run(pool, 3, ASYMMETRIC, 3, 3, saves={AFTER_FIT: path}, max_epochs=1)[0]
     assert_close(pool.run(read_with_plain_lightning, 1, path)[0]["weights"], first["weights"])
     for plan, world_size, batch_size in [(TWO_STAGES, 2, 6), (None, 1, 6)]:
         for result in run(pool, world_size, plan, world_size, batch_size, resume=path):
@@ -278,10 +336,8 @@ def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
     assert not full.weight.is_meta
 
 
-def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
-    run(pool, 3, ASYMMETRIC, 3, 3, save_at=4, path=paths[0])
-    run(pool, 1, None, 1, 6, save_at=4, path=paths[1])
+def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, saved: Any) -> None:
+    paths = saved("adamw").paths[4], saved("adamw", alone=True).paths[4]
     found, expected = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
     assert found["keys"] == expected["keys"]
     assert found["shapes"] == expected["shapes"]
