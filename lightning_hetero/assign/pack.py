@@ -3,8 +3,9 @@
 Minimise `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the number V of micro-batches and over
 what each holds, no micro-batch above MaxLen tokens. V runs from `⌈Σl / MaxLen⌉` to `Σl / UtilLen`
 or the number of sequences, and always to `2·⌈Σl / MaxLen⌉ - 1`, with which any order of filling
-succeeds. Up to eight sequences are packed exactly by looking at every partition. More are spread
-longest first and improved by swaps, all V and all pipelines of the iteration at once.
+succeeds; where micro-batches above KeptLen take longer, to what keeps below that. Up to eight
+sequences are packed exactly by looking at every partition. More are spread longest first and
+improved by swaps, all V and all pipelines of the iteration at once.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.bins import BinRows, balance, improve_balance
-from lightning_hetero.assign.pipeline_cost import PipelineCost, as_lengths, sequence_times_s
+from lightning_hetero.assign.pipeline_cost import (
+    CostTable,
+    PipelineCost,
+    as_lengths,
+    sequence_times_s,
+    stretch,
+)
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
@@ -68,7 +75,9 @@ class _Problem:
     def offer(self, bin_of: IntArray) -> None:
         """Keep a packing, micro-batch by sequence, if it is better than the best so far."""
         used, bins = np.unique(bin_of, return_inverse=True)
-        fullest_s = float(np.bincount(bins, weights=self.times_s).max())
+        loads_s = np.bincount(bins, weights=self.times_s)
+        tokens = np.bincount(bins, weights=self.lengths)
+        fullest_s = float((loads_s * self.cost.stretch(tokens)).max())
         latency_s = self.cost.latency_s(fullest_s, len(used))
         if latency_s < self.latency_s:
             self.bin_of, self.latency_s = bins, latency_s
@@ -113,7 +122,8 @@ def microbatch_range(lengths: IntArray, cost: PipelineCost) -> range:
     """Return the numbers of micro-batches that are tried (Appendix C)."""
     total, count = int(lengths.sum()), len(lengths)
     fewest = max(1, -(-total // cost.max_len))
-    most = max(total // cost.util_len, 2 * fewest - 1)
+    fewest_kept = max(1, -(-total // min(cost.max_len, cost.kept_len)))
+    most = max(total // cost.util_len, 2 * fewest_kept - 1)
     return range(fewest, min(most, count) + 1)
 
 
@@ -150,7 +160,11 @@ def _problem(lengths: ArrayLike, cost: PipelineCost) -> _Problem | None:
     ordered = sizes[order]
     times_s = sequence_times_s(ordered, cost)
     counts = np.array(microbatch_range(ordered, cost), dtype=np.int64)
-    bounds_s = [cost.latency_s(packing_lower_bound_s(times_s, int(v)), int(v)) for v in counts]
+    longest_s = float(times_s[0] * cost.stretch(ordered[:1].astype(np.float64))[0])
+    bounds_s = [
+        cost.latency_s(max(longest_s, packing_lower_bound_s(times_s, int(v))), int(v))
+        for v in counts
+    ]
     return _Problem(
         cost=cost,
         order=order,
@@ -167,8 +181,11 @@ def _enumerate_small(problems: list[_Problem]) -> None:
     for size in sorted({len(problem.order) for problem in problems}):
         group = [problem for problem in problems if len(problem.order) == size]
         groups, counts = partitions(size)
-        fullest_s = partition_sums(np.stack([problem.times_s for problem in group]))
-        fullest = partition_sums(np.stack([problem.lengths.astype(float) for problem in group]))
+        lengths = np.stack([problem.lengths.astype(float) for problem in group])
+        fullest_s = _partition_times_s(
+            np.stack([problem.times_s for problem in group]), lengths, [p.cost for p in group]
+        )
+        fullest = partition_sums(lengths)
         for problem, seconds, tokens in zip(group, fullest_s, fullest, strict=True):
             cost = problem.cost
             latencies_s = (seconds + cost.c) * (cost.num_stages - 1 + counts)
@@ -239,13 +256,17 @@ def _offer_rows(problems: list[_Problem], owners: list[tuple[int, int]], rows: B
 
 
 def _first_fit(problem: _Problem) -> IntArray:
-    """Return the first micro-batch with room for each sequence, longest first."""
-    room = [problem.cost.max_len]
+    """Return the first micro-batch with room for each sequence, longest first.
+
+    One above KeptLen is alone in its micro-batch.
+    """
+    usual = min(problem.cost.max_len, problem.cost.kept_len)
+    room = [usual]
     bin_of = np.zeros(len(problem.lengths), dtype=np.int64)
     for index, length in enumerate(problem.lengths.tolist()):
         chosen = next((b for b, left in enumerate(room) if left >= length), len(room))
         if chosen == len(room):
-            room.append(problem.cost.max_len)
+            room.append(usual)
         room[chosen] -= length
         bin_of[index] = chosen
     return bin_of
@@ -278,6 +299,21 @@ def _membership(num_items: int) -> FloatArray:
     groups, _ = partitions(num_items)
     members = groups.T[None, :, :] == np.arange(num_items)[:, None, None]
     return np.ascontiguousarray(members, dtype=np.float64)
+
+
+def _partition_times_s(
+    times_s: FloatArray, lengths: FloatArray, costs: Sequence[PipelineCost]
+) -> FloatArray:
+    """Return the longest micro-batch of every partition, [G, P], of times and lengths [G, U]."""
+    if not any(cost.recompute_share for cost in costs):
+        return partition_sums(times_s)
+    table = CostTable.of(costs)
+    kept_len, share = table.kept_len[:, None], table.recompute_share[:, None]
+    longest_s = np.zeros((len(times_s), 1))
+    for members in _membership(times_s.shape[1]):
+        loads_s = times_s @ members * stretch(lengths @ members, kept_len, share)
+        longest_s = np.maximum(longest_s, loads_s)
+    return longest_s
 
 
 def partition_sums(values: FloatArray) -> FloatArray:

@@ -3,6 +3,12 @@
 Hydraulis Appendix B: one stage takes `a·l² + b·l` for the forward and backward of a sequence of l
 tokens, and every micro-batch, however packed, pays `c` once more. A pipeline of PP stages that runs
 V micro-batches takes `(longest micro-batch + c)·(PP - 1 + V)` (Eq. 1 with c).
+
+Longer micro-batches have room if a stage computes activations again. With K and R the bytes per
+token of a kept and of a recomputed layer, and like micro-batches in flight that fill its budget
+from KeptLen tokens on, T tokens ask for the part `K / (K - R)·(1 - KeptLen / T)` of its layers. So
+a micro-batch of T > KeptLen tokens takes `1 + ρ·(1 - KeptLen / T)` times as long, where ρ is that
+K / (K - R) times a forward's part of both passes.
 """
 
 from collections.abc import Sequence
@@ -15,17 +21,22 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
 __all__ = [
+    "NEVER_RECOMPUTED",
     "UNFIT_S",
     "CostTable",
     "PipelineCost",
     "as_lengths",
     "microbatch_times_s",
     "sequence_times_s",
+    "stretch",
     "typical_length",
 ]
 
 UNFIT_S = 1e30
 """Stands for the time of a sequence where it doesn't fit; finite, so that 0 bubbles of it are 0."""
+
+NEVER_RECOMPUTED = 2**62
+"""KeptLen of a pipeline that keeps all activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,10 @@ class PipelineCost:
     """Tokens from which the device is well used (UtilLen), 1 or more."""
     num_stages: int
     """Number of stages (PP), 1 or more."""
+    kept_len: int = NEVER_RECOMPUTED
+    """Tokens above which a micro-batch computes activations again (KeptLen), 1 or more."""
+    recompute_share: float = 0.0
+    """ρ: the share by which it then takes longer, in the limit of long ones, 0 or more."""
 
     def __post_init__(self) -> None:
         if not (self.a >= 0 and self.b > 0 and self.c >= 0):
@@ -61,6 +76,15 @@ class PipelineCost:
                 f"num_stages={self.num_stages}; each must be 1 or more. A pipeline that has no "
                 "memory for a single token belongs in no plan."
             )
+        if self.kept_len < 1 or not 0 <= self.recompute_share < np.inf:
+            raise AssignmentError(
+                f"A pipeline has kept_len={self.kept_len}, recompute_share={self.recompute_share}; "
+                "the first must be 1 or more, the second 0 or more."
+            )
+
+    def stretch(self, tokens: FloatArray) -> FloatArray:
+        """Return how many times longer micro-batches of so many tokens take for recomputing."""
+        return stretch(tokens, self.kept_len, self.recompute_share)
 
     def schedule_s(self, microbatches_s: FloatArray) -> float:
         """Return about when a 1F1B schedule of unequal micro-batches ends, a little above it.
@@ -87,6 +111,8 @@ class CostTable:
     max_len: IntArray
     num_bubbles: FloatArray
     """PP - 1."""
+    kept_len: FloatArray
+    recompute_share: FloatArray
 
     @classmethod
     def of(cls, pipelines: Sequence[PipelineCost]) -> "CostTable":
@@ -99,12 +125,20 @@ class CostTable:
             c=np.array([p.c for p in pipelines], dtype=np.float64),
             max_len=np.array([p.max_len for p in pipelines], dtype=np.int64),
             num_bubbles=np.array([p.num_stages - 1 for p in pipelines], dtype=np.float64),
+            kept_len=np.array([p.kept_len for p in pipelines], dtype=np.float64),
+            recompute_share=np.array([p.recompute_share for p in pipelines], dtype=np.float64),
         )
 
     def times_s(self, lengths: IntArray) -> FloatArray:
-        """Return T(l) of lengths [...] on every pipeline, [..., D]."""
+        """Return T(l) of lengths [...] on every pipeline, [..., D].
+
+        With what sequences above KeptLen compute again, whatever they are packed with.
+        """
         column = lengths[..., None].astype(np.float64)
-        return (self.a * column + self.b) * column
+        times_s: FloatArray = (self.a * column + self.b) * column
+        if self.recompute_share.any():
+            times_s *= stretch(column, self.kept_len, self.recompute_share)
+        return times_s
 
     def fitting_times_s(self, lengths: IntArray) -> FloatArray:
         """Return T(l) [B, D], `UNFIT_S` where a sequence exceeds a pipeline's MaxLen."""
@@ -146,7 +180,7 @@ def typical_length(lengths: IntArray) -> int:
 
 
 def sequence_times_s(lengths: IntArray, cost: PipelineCost) -> FloatArray:
-    """Return T(l) of each sequence on a pipeline's stage, without `c`."""
+    """Return T(l) of each sequence on a pipeline's stage, without `c` and recomputation."""
     floats = lengths.astype(np.float64)
     result: FloatArray = (cost.a * floats + cost.b) * floats
     return result
@@ -157,4 +191,14 @@ def microbatch_times_s(
 ) -> FloatArray:
     """Return the seconds of a stage for each micro-batch of sample indices, with `c`."""
     times_s = sequence_times_s(lengths, cost)
-    return np.array([times_s[list(batch)].sum() + cost.c for batch in microbatches])
+    tokens = np.array([lengths[list(batch)].sum() for batch in microbatches], dtype=np.float64)
+    alone_s = np.array([times_s[list(batch)].sum() for batch in microbatches], dtype=np.float64)
+    return alone_s * cost.stretch(tokens) + cost.c
+
+
+def stretch(
+    tokens: FloatArray, kept_len: FloatArray | float, share: FloatArray | float
+) -> FloatArray:
+    """Return how many times longer micro-batches of so many tokens take for recomputing."""
+    result: FloatArray = 1.0 + share * np.maximum(1.0 - kept_len / np.maximum(tokens, 1.0), 0.0)
+    return result

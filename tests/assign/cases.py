@@ -1,8 +1,11 @@
 """Small pipelines and sequences for the tests of assignment."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.assign.pipeline_cost import NEVER_RECOMPUTED
 
 
 def cost(**changes: float) -> PipelineCost:
@@ -39,7 +42,11 @@ def dispatch_cases(
 @st.composite
 def pack_cases(draw: st.DrawFn, max_sequences: int = 30) -> tuple[list[int], PipelineCost]:
     """Draw one pipeline and sequences that fit it."""
-    pipeline = draw(costs())
+    pipeline = replace(
+        draw(costs()),
+        kept_len=draw(st.sampled_from([NEVER_RECOMPUTED, 40, 700])),
+        recompute_share=draw(st.sampled_from([0.0, 0.3])),
+    )
     longest = draw(st.sampled_from([pipeline.max_len, max(1, pipeline.max_len // 3)]))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=max_sequences))
     return lengths, pipeline

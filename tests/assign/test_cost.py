@@ -28,6 +28,14 @@ def test_all_ways_to_get_a_sequence_time_agree(pipeline, lengths) -> None:
     assert CostTable.of([pipeline]).times_s(sizes)[:, 0] == pytest.approx(single)
 
 
+def test_a_microbatch_above_kept_len_takes_longer_by_what_it_recomputes() -> None:
+    pipeline = cost(a=0.0, b=1e-3, c=0.5, kept_len=200, recompute_share=0.4)
+    times_s = microbatch_times_s(np.array([100, 200, 300]), ((0,), (1,), (0, 2)), pipeline)
+    assert times_s == pytest.approx([0.1 + 0.5, 0.2 + 0.5, 0.4 * (1 + 0.4 * 0.5) + 0.5])
+    table_s = CostTable.of([pipeline]).times_s(np.array([100, 200, 400]))[:, 0]
+    assert table_s == pytest.approx([0.1, 0.2, 0.4 * (1 + 0.4 * 0.5)])
+
+
 @given(costs(), st.lists(st.floats(0.1, 5), min_size=1, max_size=8))
 def test_a_schedule_takes_at_most_eq_1_and_exactly_it_for_equal_microbatches(
     pipeline, work_s

@@ -1,9 +1,12 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign import assign_iteration
+from lightning_hetero.assign import assign_iteration, pack_all
+from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases
 
@@ -51,3 +54,27 @@ def test_samples_too_long_for_every_candidate_are_refused_with_the_limits() -> N
         assign_iteration([9000], [[cost(max_len=500)], [cost(max_len=400)]])
     with pytest.raises(AssignmentError, match="0 candidate plans"):
         assign_iteration([10], [])
+
+
+def test_bounds_know_what_is_recomputed() -> None:
+    generator = np.random.default_rng(0)
+    pricey = cost(kept_len=900, recompute_share=0.4, max_len=4000)
+    for _ in range(3):
+        pipelines = [pricey, cost(b=6e-5, max_len=4000), pricey]
+        lengths = generator.integers(100, 4000, size=5)
+        every_s = [
+            max(
+                packing_s(lengths[np.array(choice) == index], pipeline)
+                for index, pipeline in enumerate(pipelines)
+            )
+            for choice in itertools.product(range(3), repeat=5)
+        ]
+        found = assign_iteration(lengths, [pipelines])
+        assert found.lower_bound_s <= min(every_s) * (1 + 1e-9)
+        assert found.latency_s <= min(every_s) * 1.1
+
+
+def packing_s(lengths, pipeline) -> float:
+    """Return when a pipeline ends with its best packing."""
+    (packing,) = pack_all([lengths], [pipeline])
+    return pipeline.schedule_s(microbatch_times_s(lengths, packing.microbatches, pipeline))

@@ -33,6 +33,7 @@ from lightning_hetero.planner.proposing.proposal import (
     draw_iteration,
     propose,
 )
+from lightning_hetero.planner.proposing.sequence_room import with_budgets
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
@@ -191,7 +192,10 @@ class _CandidateSearch:
         return Scheme(cost=costs[0], devices=devices)
 
     def _plan(self, groups: Sequence[Group]) -> ParallelPlan | None:
-        """Return the groups on actual ranks; None if layers or nodes don't fit."""
+        """Return the groups on actual ranks; None if layers or nodes don't fit.
+
+        Stages recompute where their pipeline couldn't hold the longest sample otherwise.
+        """
         cluster = self.cost.cluster
         counts = [node.count for node in cluster.nodes]
         pipelines = map_groups(groups, cluster, counts, MappingOrder.STAGES_TOGETHER)
@@ -200,7 +204,8 @@ class _CandidateSearch:
         layers = [self.estimator.balance(item, len(groups), _MAX_STAGES) for item in pipelines]
         if None in layers:
             return None
-        return to_plan(pipelines, [row for row in layers if row], [None] * len(groups), cluster)
+        plan = to_plan(pipelines, [row for row in layers if row], [None] * len(groups), cluster)
+        return with_budgets(plan, self.cost, self.longest)
 
     def _costs(self, plan: ParallelPlan) -> tuple[PipelineCost, ...] | None:
         try:

@@ -1,12 +1,14 @@
 """MaxLen and T(l, P) of a pipeline from its memory and profiled times (Hydraulis Appendix B).
 
 MaxLen is where the cost model's memory of the tightest stage meets its device, with micro-batches
-of one length in flight. Latency coefficients are fitted to the slowest stage's measured times,
-which decides the pace of a pipeline of unequal stages. `plan_costs` says so of any plan by a cost
-model, also one with unequal devices and layer splits.
+of one length in flight (`sequence_room`), and where a stage has a budget of activations so does
+KeptLen, above which it computes them again. Latency coefficients are fitted to the slowest stage's
+measured times, which decides the pace of a pipeline of unequal stages. `plan_costs` says so of any
+plan by a cost model, also one with unequal devices and layer splits.
 """
 
-from collections.abc import Sequence
+import operator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,7 +17,8 @@ from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.planner.proposing.sequence_room import SequenceRoom
+from lightning_hetero.simulator import CostModel
 
 __all__ = [
     "pipeline_cost",
@@ -23,9 +26,7 @@ __all__ = [
     "util_len",
 ]
 
-_MULTIPLE = 128
 _SHORTEST = 128
-_MOST_TOKENS = 2**40
 
 
 def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
@@ -105,38 +106,18 @@ def plan_costs(
 def _pipeline_cost(
     pipeline: PipelinePlan, model: CostModel, lengths: list[int], num_pipelines: int
 ) -> PipelineCost:
+    room = SequenceRoom(pipeline, model, num_pipelines)
     shapes = [model.shape_of(stage) for stage in pipeline.stages]
     times_s = [[sum(model.compute_s(shape, (length,))) for length in lengths] for shape in shapes]
-    return pipeline_cost(lengths, times_s, max_len=_max_len(shapes, model, num_pipelines))
-
-
-def _max_len(shapes: Sequence[StageShape], model: CostModel, num_pipelines: int) -> int:
-    """Return the most tokens of each micro-batch that all stages hold, a multiple of 128.
-
-    Raises:
-        AssignmentError: A stage holds less than 128.
-    """
-
-    def room(index: int, tokens: int) -> float:
-        shape = shapes[index]
-        in_flight = len(shapes) - index
-        memory = model.memory_of_tokens(shape, num_pipelines, tokens * in_flight, tokens)
-        return model.usable_bytes(shape.device) - memory.total
-
-    tightest = min(range(len(shapes)), key=lambda index: room(index, _MULTIPLE))
-    if room(tightest, _MULTIPLE) < 0:
-        shape = shapes[tightest]
-        states = model.memory_of_tokens(shape, num_pipelines, 0, 0).total
-        raise AssignmentError(
-            f"Stage {tightest} keeps {states / 2**30:.1f} GiB of states in "
-            f"{model.usable_bytes(shape.device) / 2**30:.1f} GiB, which leaves room for less than "
-            f"{_MULTIPLE} tokens. Use more stages or more tensor parallelism."
-        )
-    low, high = 1, _MOST_TOKENS // _MULTIPLE
-    while low < high:
-        middle = (low + high + 1) // 2
-        if all(room(index, middle * _MULTIPLE) >= 0 for index in range(len(shapes))):
-            low = middle
-        else:
-            high = middle - 1
-    return low * _MULTIPLE
+    max_len, kept_len = room.max_len(), room.kept_len()
+    if kept_len >= min(lengths[-1], max_len):
+        return pipeline_cost(lengths, times_s, max_len=kept_len)  # No sequence asks for more.
+    base = pipeline_cost(lengths, times_s, max_len=kept_len)
+    shares = [0.0]
+    for index, length in enumerate(lengths):
+        if length > kept_len:
+            stages_s = [row[index] for row in times_s]
+            again_s = room.recompute_s(length)
+            longer = max(map(operator.add, stages_s, again_s)) / max(stages_s) - 1.0
+            shares.append(longer / (1.0 - kept_len / length))
+    return replace(base, max_len=max_len, kept_len=kept_len, recompute_share=max(shares))

@@ -75,7 +75,7 @@ class _Rows:
     def _place(self, lengths: FloatArray) -> None:
         table, length = self.table, lengths[:, None]
         work_s, longest_s, tokens = np.moveaxis(self.least_loads.reshape(*self.shape[:2], 3), 2, 0)
-        time_s = (table.a * length + table.b) * length
+        time_s = table.times_s(lengths)
         total_s = work_s + time_s + table.num_bubbles * np.maximum(longest_s, time_s)
         num_microbatches = np.maximum((tokens + length) / table.max_len, 1.0)
         total_s += table.c * (table.num_bubbles + num_microbatches)
