@@ -129,7 +129,7 @@ class CostTable:
             recompute_share=np.array([p.recompute_share for p in pipelines], dtype=np.float64),
         )
 
-    def times_s(self, lengths: IntArray) -> FloatArray:
+    def times_s(self, lengths: IntArray | FloatArray) -> FloatArray:
         """Return T(l) of lengths [...] on every pipeline, [..., D].
 
         With what sequences above KeptLen compute again, whatever they are packed with.
