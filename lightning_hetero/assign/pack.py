@@ -76,7 +76,7 @@ class _Problem:
         """Keep a packing, micro-batch by sequence, if it is better than the best so far."""
         used, bins = np.unique(bin_of, return_inverse=True)
         loads_s = np.bincount(bins, weights=self.times_s)
-        tokens: FloatArray = np.bincount(bins, weights=self.lengths.astype(np.float64))
+        tokens = np.bincount(bins, weights=self.lengths)
         fullest_s = float((loads_s * self.cost.stretch(tokens)).max())
         latency_s = self.cost.latency_s(fullest_s, len(used))
         if latency_s < self.latency_s:

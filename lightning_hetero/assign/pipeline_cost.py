@@ -82,7 +82,7 @@ class PipelineCost:
                 "the first must be 1 or more, the second 0 or more."
             )
 
-    def stretch(self, tokens: FloatArray) -> FloatArray:
+    def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
         """Return how many times longer micro-batches of so many tokens take for recomputing."""
         return stretch(tokens, self.kept_len, self.recompute_share)
 
@@ -197,7 +197,7 @@ def microbatch_times_s(
 
 
 def stretch(
-    tokens: FloatArray, kept_len: FloatArray | float, share: FloatArray | float
+    tokens: IntArray | FloatArray, kept_len: FloatArray | float, share: FloatArray | float
 ) -> FloatArray:
     """Return how many times longer micro-batches of so many tokens take for recomputing."""
     result: FloatArray = 1.0 + share * np.maximum(1.0 - kept_len / np.maximum(tokens, 1.0), 0.0)
