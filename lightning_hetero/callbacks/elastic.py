@@ -66,7 +66,8 @@ class ElasticRestart(Callback):
     see `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again.
     `trainer.global_rank`, `world_size` and `is_global_zero` are new from there on: rank 0 may be
     another process, which then logs. `on_exception` isn't called. What a callback saves in its
-    `state_dict` is put back to the checkpoint's step, whatever else it holds stays.
+    `state_dict` is put back to the step that is gone on from, whatever else it holds stays. With
+    redundancy `state_dict` is asked after each step, and so are hooks `on_save_checkpoint`.
 
     Args:
         preemption_notice: Whom to ask whether this machine will be taken away, such as
@@ -75,10 +76,12 @@ class ElasticRestart(Callback):
             own places, or in the remote store where all nodes go. Providers give 30 s (GCP,
             Azure) or 120 s (AWS), torchrun 30 s after its SIGTERM.
         poll_interval_s: Seconds between two questions to the provider.
-        in_place: Go on without ranks that are lost, in the processes that are left: they go back to
-            the newest checkpoint, with a plan for who is left and as many samples an iteration as
-            before. What can't be done so (no checkpoint yet, the store's node lost, a fault that
-            comes back) ends the processes, as without it, and the log says why.
+        in_place: Go on without ranks that are lost, in the processes that are left, with a plan for
+            who is left and as many samples an iteration as before. With
+            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost;
+            where rows are gone with both their keepers, or a step was half made, from the newest
+            checkpoint, and the log says why. What can't be done so (no checkpoint yet, the store's
+            node lost, a fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost; dead processes are noticed at once.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join, probe
 from lightning_hetero.callbacks.checkpointing.report import (
@@ -31,8 +32,8 @@ from lightning_hetero.callbacks.checkpointing.report import (
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
     begin_next_epoch,
+    content_of,
     dump_metadata,
-    dump_random_state,
     has_finished_epoch,
     is_complete,
     restore,
@@ -41,7 +42,6 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 from lightning_hetero.callbacks.checkpointing.trial import Trial
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
-    CheckpointContent,
     CheckpointId,
     CheckpointWriter,
     Recovered,
@@ -51,10 +51,9 @@ from lightning_hetero.checkpoint import (
     Transport,
     WriterOptions,
     begin_run,
-    recover,
 )
 from lightning_hetero.checkpoint.retry import local_folder
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import GroupTransport
 
 if TYPE_CHECKING:
@@ -165,6 +164,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._last_step = 0
         self._recovered: Recovered | None = None
         self._trial = Trial()
+        self._live = LiveSteps()
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
         self._set_up_at_s = 0.0
@@ -212,16 +212,15 @@ class LayerwiseCheckpoint(Checkpoint):
         strategy = run_of(trainer).strategy
         goes_on = strategy is not None and strategy.awaits_recovery
         looks = self._resume or goes_on
-        recovered = recover(owned.needs(), joined.tiers, **seen) if looks else None
-        if recovered is None and goes_on:
-            raise CheckpointError(
-                "A rank was lost before any checkpoint was complete, so there is nothing to go on "
-                "from in place. Start again."
-            )
+        found = self._live.find_state(owned.needs(), joined.tiers, goes_on, looks=looks, **seen)
+        recovered = found.recovered
         self._start = begin_run(joined.tiers, recovered=recovered, anew=not looks, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step
-            self._trial.begin(recovered, joined.tiers, self._transport, is_first_of_node=is_first)
+            if not found.is_live:
+                self._trial.begin(
+                    recovered, joined.tiers, self._transport, is_first_of_node=is_first
+                )
             fetched_s = time.time()
             restore(trainer, owned, recovered)
             times = StartTimes(
@@ -231,7 +230,7 @@ class LayerwiseCheckpoint(Checkpoint):
                 fetched_s=fetched_s,
             )
             finished = last_finished(self.places, self._transport, run=self._start.run)
-            report_recovery(trainer, recovered, finished, times, self._transport, self.node_of_rank)
+            report_recovery(trainer, found, finished, times, self._transport, self.node_of_rank)
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
         if is_first:
@@ -266,6 +265,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is None and strategy is not None and strategy.processes.outlives_ranks:
             # Before the first checkpoint a lost rank would take the state with it.
             self._save(trainer)
+            self._live.note_step(trainer)
         if recovered is not None:
             # Not earlier, because making the loader's iterator has drawn a number.
             restore_random_state(recovered.rank_metadata)
@@ -288,6 +288,7 @@ class LayerwiseCheckpoint(Checkpoint):
     ) -> None:
         self._trial.see_gradients(optimizer)
         self._wait_for_snapshot()
+        self._live.begin_change()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -317,6 +318,7 @@ class LayerwiseCheckpoint(Checkpoint):
             if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
                 self._wait_for_snapshot()
+        self._live.note_step(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -334,16 +336,10 @@ class LayerwiseCheckpoint(Checkpoint):
         metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
         if again is None:
             metadata["lightning_hetero"]["steps"] = self._trial.history(trainer)
-        content = CheckpointContent(
-            id=replace(self._start, step=trainer.global_step),
-            global_rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            num_layers=owned.num_layers,
-            slices=owned.contents(),
-            metadata=metadata,
-            rank_metadata=(again and again.rank_metadata) or dump_random_state(),
-            plan=owned.plan,
-        )
+        id_ = replace(self._start, step=trainer.global_step)
+        content = content_of(trainer, owned, id_, metadata)
+        if again is not None and again.rank_metadata:
+            content = replace(content, rank_metadata=again.rank_metadata)
         self.saved = self._writer.save(content, leaving=() if leaving is None else leaving.nodes)
         if leaving is not None:
             self._writer.upload_newest()
@@ -369,6 +365,7 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._let_go()  # Training doesn't end where nothing was left of it.
+        self._live = LiveSteps()
 
     @override
     def on_exception(
@@ -377,6 +374,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._trial.see_exception(trainer, exception)
         # What isn't written yet stays unfinished: peers may be gone, and a restart is waiting.
         self._let_go()
+        self._live = LiveSteps()
+
+    def keep_live(self, trainer: pl.Trainer, generation: int) -> None:
+        """Hold on to the last step's state, since a rank is lost; before anything is torn down."""
+        self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
         """Count the times of the start that follows from now on; see `Run`."""

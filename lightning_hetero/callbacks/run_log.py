@@ -16,9 +16,9 @@ The log itself notes
 - `ended`: training is done.
 
 Other callbacks `note` what only they know: `LayerwiseCheckpoint` where the state came from
-(`recovered`), `ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did
-(`change`, `finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults
-(`faults`).
+(`recovered`; `is_live` where ranks went on from their own slices, else `why_not_live`),
+`ElasticRestart` who leaves (`leaving`), `StragglerMonitor` what it found and did (`change`,
+`finding`, `action`), `RunMetrics` its scalars (`metrics`), `InjectFaults` its faults (`faults`).
 """
 
 import socket

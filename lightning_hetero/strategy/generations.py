@@ -5,12 +5,14 @@ The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
 (`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. There
 a fit that ends because another rank is lost is followed by another one:
 
-1. the old generation's detector is paused and its groups are hung up,
+1. the old generation's detector is paused and its groups are hung up, and what this rank has of
+   the last step is kept (`checkpoint.survivors`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
 3. those who are left form the next generation (`runtime.generation.membership`),
 4. random state, loops and flags are put back to what they were before the first fit,
 5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
-   processes meet, the plan is made for who is left, and the checkpoint gives the state.
+   processes meet, the plan is made for who is left, and what those who are left have kept, or
+   else the newest checkpoint, gives the state.
 
 Under NCCL by construction, not by trial: operations are aborted before anything waits for them,
 each generation makes communicators of its own, and an error that poisons a process (CUDA's) is its
@@ -217,6 +219,8 @@ class _Generations:
     def _begin_next(self, reason: str, before: "_BeforeFit") -> None:
         trainer, module = self._trainer, self._strategy.lightning_module
         self._processes.leave_generation()
+        for checkpoint in trainer.strategy.run.checkpoints:
+            checkpoint.keep_live(trainer, self._processes.generation)
         self._strategy.await_recovery()
         trainer._teardown()
         self._strategy._lightning_module = module

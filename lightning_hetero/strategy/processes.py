@@ -207,6 +207,12 @@ class Processes:
         """Whether the others go on in their processes when a rank is lost."""
         return self._membership is not None
 
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation that this process was in."""
+        found = None if self._membership is None else self._membership.generation
+        return 0 if found is None else found.number
+
     def _become_member(self) -> None:
         """Form the first generation with all that were started; collective."""
         environment = self._environment

@@ -38,6 +38,9 @@ class SavesSlices(Protocol):
     ) -> None:
         """Save when this step ends, then call `then`."""
 
+    def keep_live(self, trainer: pl.Trainer, generation: int) -> None:
+        """Hold on to this rank's part of the last step's state, since another rank is lost."""
+
 
 class RestartsRun(Protocol):
     """What `ElasticRestart` does for others."""

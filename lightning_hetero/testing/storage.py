@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-from lightning_hetero.checkpoint.store import Buffer, Store
+from lightning_hetero.checkpoint.store import Buffer, ProcessStore, Store
 from lightning_hetero.core.errors import PeerError
 
 __all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore"]
@@ -14,44 +14,20 @@ __all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "Throttl
 _PIECE_BYTES = 256 << 10
 
 
-class MemoryStore:
+class MemoryStore(ProcessStore):
     """Files in a dict, with room for `capacity_bytes`."""
 
     def __init__(self, name: str = "memory", *, capacity_bytes: int | None = None) -> None:
-        self.files: dict[str, bytes] = {}
-        self._name = name
+        super().__init__(name)
         self._capacity_bytes = capacity_bytes
-        self._lock = threading.Lock()
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Keep a copy; OSError(ENOSPC) when full."""
         data = b"".join(chunks)
-        with self._lock:
-            others = sum(len(v) for k, v in self.files.items() if k != name)
-            if self._capacity_bytes is not None and others + len(data) > self._capacity_bytes:
-                raise OSError(28, "No space left on device", name)
-            self.files[name] = data
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes [start, stop)."""
-        try:
-            return self.files[name][start:stop]
-        except KeyError:
-            raise FileNotFoundError(2, "No such file", name) from None
-
-    def list(self) -> dict[str, int]:
-        """Return names and sizes."""
-        with self._lock:
-            return {name: len(data) for name, data in self.files.items()}
-
-    def remove(self, names: Collection[str]) -> None:
-        """Forget files."""
-        with self._lock:
-            for name in names:
-                self.files.pop(name, None)
-
-    def __str__(self) -> str:
-        return self._name
+        others = sum(size for other, size in self.list().items() if other != name)
+        if self._capacity_bytes is not None and others + len(data) > self._capacity_bytes:
+            raise OSError(28, "No space left on device", name)
+        super().write(name, [data])
 
 
 class Throttle:

@@ -32,7 +32,7 @@ from lightning_hetero.runtime.generation.keeper import Keeper, Worker, be_kept, 
 from tests.processes import fork_server, free_port, use_default_start_method
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
-NUM_ROWS = 96
+NUM_ROWS = 240
 BATCH = 4
 
 

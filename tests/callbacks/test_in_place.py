@@ -15,7 +15,7 @@ from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
-NUM_RANKS, NUM_STEPS = 4, 20
+NUM_RANKS, NUM_STEPS = 5, 20
 
 
 def trained(node: Node) -> dict[tuple[int, int], list[dict[str, Any]]]:
@@ -32,11 +32,14 @@ def trained(node: Node) -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path) -> None:
-    """SIGKILL of rank 0, of another one during the recovery, and SIGSTOP of a third."""
+    """SIGKILL of rank 0, of another one during the recovery; then SIGKILL and SIGSTOP at once.
+
+    Those who are left have all rows the first time, and no step is lost; then they don't, and go
+    back to a checkpoint.
+    """
     expected = undisturbed(NUM_RANKS, NUM_STEPS)
-    with playing(
-        tmp_path / "run", NUM_RANKS, num_steps=NUM_STEPS, every=4, heartbeat_s=12.0
-    ) as node:
+    options = {"num_steps": NUM_STEPS, "every": 8, "heartbeat_s": 12.0, "redundancy": 1}
+    with playing(tmp_path / "run", NUM_RANKS, **options) as node:
         # Before the first checkpoint that is due.
         node.let_go_on_to(2)
         for rank in range(NUM_RANKS):
@@ -44,9 +47,11 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
         (node.folder / "dies-in-set-up").write_text("1")
         node.strike(0)
         node.let_go_on_to(14)
-        for rank in (2, 3):
+        for rank in (2, 3, 4):
             node.wait_for_step(rank, 14)
+        # In a ring of three one of them stands by for the other.
         node.strike(2, signal.SIGSTOP)
+        node.strike(3)
         node.let_go_on_to(NUM_STEPS)
         assert node.wait_for_end() == 0, node.log()
         steps = trained(node)
@@ -58,10 +63,15 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
         rows = [row for item in items for row in item["rows"]]
         assert len(rows) == len(set(rows)) == BATCH * NUM_RANKS
     # Each worker has been one process all the time, and the log says who was lost.
-    assert [len([i for i in node.records(3) if "begin" in i])] == [3]
+    assert [len([i for i in node.records(4) if "begin" in i])] == [3]
     noted = [item for item in events if item["event"] == "generation"]
-    assert [(sorted(item["lost"]), item["ranks"]) for item in noted] == [([0, 1], 2), ([2], 1)]
+    assert [(sorted(item["lost"]), item["ranks"]) for item in noted] == [([0, 1], 3), ([2, 3], 1)]
     assert all(item["idle_s"] > 0 for item in noted)
+    assert [item["steps_again"] for item in noted] == [0, 6]
+    live, saved = [item for item in events if item["event"] == "recovered"]
+    assert (live["is_live"], live["lost_steps"], live["step"]) == (True, 0, 2)
+    assert (saved["is_live"], saved["step"]) == (False, 8)
+    assert "kept by lost ranks alone ([0, 1] of the generation" in saved["why_not_live"]
 
 
 def test_bad_options_say_what_to_do() -> None:

@@ -64,9 +64,12 @@ def owned(
     *,
     ownership: Ownership = Ownership.HOLDERS,
     items: Sequence[ParameterSpec] | None = None,
+    standbys: Sequence[int] = (),
 ) -> dict[str, tuple[Slice, ...]]:
     """Return who owns what."""
-    return assign_owners(items or specs(), plan, world_size=world_size, ownership=ownership)
+    return assign_owners(
+        items or specs(), plan, world_size=world_size, ownership=ownership, standbys=standbys
+    )
 
 
 def contents(
@@ -77,30 +80,31 @@ def contents(
     attempt: int = 0,
     ownership: Ownership = Ownership.HOLDERS,
     items: Sequence[ParameterSpec] | None = None,
+    standbys: Sequence[int] = (),
 ) -> list[CheckpointContent]:
-    """Return what each rank saves at a step."""
+    """Return what each rank saves at a step; with standbys what each keeps."""
     parameters = items or specs()
-    owners = owned(plan, world_size, ownership=ownership, items=parameters)
+    owners = owned(plan, world_size, ownership=ownership, items=parameters, standbys=standbys)
     pieces: list[list[SliceContent]] = [[] for _ in range(world_size)]
     for spec in parameters:
         for piece in owners[spec.name]:
             rows = (spec.cut_dim, piece.start, piece.stop)
-            pieces[piece.owner].append(
-                SliceContent(
-                    parameter=spec.name,
-                    unit=unit_of(spec, plan.num_layers),
-                    shape=spec.shape,
-                    dim=spec.cut_dim,
-                    start=piece.start,
-                    stop=piece.stop,
-                    weight=cut(full_tensor(spec.name, spec.shape, step), *rows),
-                    state={
-                        "exp_avg": cut(full_tensor(spec.name + "/m", spec.shape, step), *rows),
-                        "step": torch.tensor(float(step)),
-                    },
-                    scalars={"lr_scale": 0.5, "seen": step},
-                )
+            content = SliceContent(
+                parameter=spec.name,
+                unit=unit_of(spec, plan.num_layers),
+                shape=spec.shape,
+                dim=spec.cut_dim,
+                start=piece.start,
+                stop=piece.stop,
+                weight=cut(full_tensor(spec.name, spec.shape, step), *rows),
+                state={
+                    "exp_avg": cut(full_tensor(spec.name + "/m", spec.shape, step), *rows),
+                    "step": torch.tensor(float(step)),
+                },
+                scalars={"lr_scale": 0.5, "seen": step},
             )
+            for keeper in piece.keepers:
+                pieces[keeper].append(content)
     return [
         CheckpointContent(
             id=CheckpointId(step, attempt),

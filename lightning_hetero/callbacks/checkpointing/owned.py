@@ -111,6 +111,10 @@ class OwnedState:
         """Return what is to be saved; the tensors are the originals."""
         return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
+    def kept_contents(self) -> tuple[SliceContent, ...]:
+        """Return the same with what this rank keeps as a standby."""
+        return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
+
     def needs(self) -> list[SliceNeed]:
         """Return what is to be recovered."""
         return [

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_hetero.callbacks.checkpointing.live import Found
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.callbacks.run import note
-from lightning_hetero.checkpoint import Recovered, Source, Transport
+from lightning_hetero.checkpoint import Source, Transport
 from lightning_hetero.checkpoint.transport import gather_json
 from lightning_hetero.core.errors import ConfigurationError
 
@@ -48,30 +49,32 @@ def last_finished(places: Places, transport: Transport, *, run: str) -> Finished
 
 def report_recovery(
     trainer: pl.Trainer,
-    recovered: Recovered,
+    found: Found,
     finished: FinishedStep | None,
     times: StartTimes,
     transport: Transport,
     node_of_rank: Sequence[str],
 ) -> None:
     """Print and note it on rank 0, once the state is loaded; collective."""
+    recovered = found.recovered
+    assert recovered is not None
     seconds = {
         "meet": times.set_up_s - times.made_s,
         "plan and set up": times.planned_s - times.set_up_s,
         "fetch": times.fetched_s - times.planned_s,
         "load": time.time() - times.fetched_s,
     }
-    found: Counter[Source] = Counter()
+    sources: Counter[Source] = Counter()
     own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
     for counts in gather_json(transport, own):
-        found.update({Source(source): count for source, count in counts})
+        sources.update({Source(source): count for source, count in counts})
     lost, lost_steps = "", None
     if finished is not None:
         lost_steps = finished.step - recovered.id.step
         seconds["restart"] = times.made_s - finished.at_s
         lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
     rank_zero_info(
-        f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=found)}, load "
+        f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)}, load "
         f"{seconds['load']:.2f} s;{lost} {seconds['meet']:.2f} s to meet, "
         f"{seconds['plan and set up']:.2f} s to plan and set up; {trainer.world_size} ranks "
         f"on {len(set(node_of_rank))} nodes, {recovered.world_size} had saved it."
@@ -79,11 +82,13 @@ def report_recovery(
     note(
         trainer,
         "recovered",
-        bytes_by_source={source.name.lower(): count for source, count in found.items()},
+        bytes_by_source={source.name.lower(): count for source, count in sources.items()},
         seconds=seconds,
         lost_steps=lost_steps,
         world_size=trainer.world_size,
         saved_by=recovered.world_size,
+        is_live=found.is_live,
+        why_not_live=found.why_not_live,
     )
 
 

@@ -5,7 +5,8 @@ and all of it must be readable with `weights_only=True`, so there is no pickle o
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,23 +14,43 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.run import run_of
-from lightning_hetero.checkpoint import Recovered
+from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.core.process.versions import installed_version
 
 __all__ = [
     "begin_next_epoch",
+    "content_of",
+    "dump_changing",
     "dump_metadata",
     "dump_random_state",
     "has_finished_epoch",
+    "hooks_that_save",
     "is_complete",
     "restore",
     "restore_random_state",
 ]
 
 _OWN = "lightning_hetero"
+
+
+def content_of(
+    trainer: pl.Trainer, owned: OwnedState, id_: CheckpointId, metadata: Mapping[str, Any]
+) -> CheckpointContent:
+    """Return what this rank saves at a step's end: all that it owns, and its random numbers."""
+    return CheckpointContent(
+        id=id_,
+        global_rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        num_layers=owned.num_layers,
+        slices=owned.contents(),
+        metadata=metadata,
+        rank_metadata=dump_random_state(),
+        plan=owned.plan,
+    )
 
 
 def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
@@ -41,34 +62,55 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
     if strategy is not None:
         strategy.engine.buffers.share()
     module: Any = trainer.lightning_module
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     metadata: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": installed_version("lightning"),
         "state_dict": _buffers(module, owned),
         "loops": _loops(trainer),
-        "callbacks": call._call_callbacks_state_dict(trainer),
         "optimizer_states": owned.optimizer_groups(),
-        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         _OWN: {
             "averages": [dict(average.named_buffers()) for average in _average_models(trainer)],
             "seed": 0 if strategy is None else strategy.engine.config.seed,
         },
+        **dump_changing(trainer),
     }
-    plugin = trainer.precision_plugin
-    if plugin_state := plugin.state_dict():
-        metadata[type(plugin).__qualname__] = plugin_state
-    for item in (module, datamodule):
+    for item in (module, trainer.datamodule):  # type: ignore[attr-defined]
         if item is not None and item.hparams:
             metadata[item.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(item, "_hparams_name", "kwargs")
             metadata[item.CHECKPOINT_HYPER_PARAMS_KEY] = dict(item.hparams)
-    if datamodule is not None and (state := datamodule.state_dict()):
-        metadata[type(datamodule).__qualname__] = state
-    for callback in _callbacks(trainer):
-        callback.on_save_checkpoint(trainer, module, metadata)
-    module.on_save_checkpoint(metadata)
+    for save in hooks_that_save(trainer):
+        save(metadata)
     return metadata
+
+
+def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the part of `dump_metadata` that is the callbacks', schedulers' and data module's."""
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    plugin = trainer.precision_plugin
+    states = {
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+    }
+    if plugin_state := plugin.state_dict():
+        states[type(plugin).__qualname__] = plugin_state
+    if datamodule is not None and (state := datamodule.state_dict()):
+        states[type(datamodule).__qualname__] = state
+    return states
+
+
+def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None]]:
+    """Return the hooks of callbacks and module that add to a checkpoint or change it."""
+    module = trainer.lightning_module
+    hooks: list[Callable[[dict[str, Any]], None]] = [
+        partial(callback.on_save_checkpoint, trainer, module)
+        for callback in _callbacks(trainer)
+        if getattr(callback.on_save_checkpoint, "__func__", None)
+        is not pl.Callback.on_save_checkpoint
+    ]
+    if is_overridden("on_save_checkpoint", module, pl.LightningModule):
+        hooks.append(module.on_save_checkpoint)
+    return hooks
 
 
 def dump_random_state() -> dict[str, Any]:

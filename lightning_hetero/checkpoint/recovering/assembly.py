@@ -61,13 +61,14 @@ class Target:
 
 
 def find_targets(
-    need: SliceNeed, slices: Sequence[tuple[int, SliceEntry]]
+    need: SliceNeed, slices: Sequence[tuple[int, SliceEntry]], own_part: int | None = None
 ) -> tuple[list[Target], Mapping[str, Scalar]]:
     """Return the tensors that make up a needed slice, and its plain optimizer state.
 
     Args:
         need: The slice.
         slices: (part, entry) of every stored slice of this parameter.
+        own_part: Where several parts have a row, this one is taken if it is among them.
 
     Raises:
         CheckpointError: The parameter isn't stored, has another shape, has gaps, or has state that
@@ -88,12 +89,18 @@ def find_targets(
     start, stop = (need.start, need.stop) if dim == need.dim else (0, _num_rows(need.shape, dim))
     overlapping = [p for p in ordered if p[1].start < stop and p[1].stop > start]
     keys = dict.fromkeys(t.key for _, entry in overlapping for t in entry.tensors)
-    targets = [_target(need, key, overlapping, start, stop) for key in keys or [WEIGHT]]
+    overlapping.sort(key=lambda pair: pair[0] != own_part)  # It comes first.
+    rows = start, stop
+    targets = [_target(need, key, overlapping, rows, own_part) for key in keys or [WEIGHT]]
     return targets, overlapping[0][1].scalars
 
 
 def _target(
-    need: SliceNeed, key: str, slices: Sequence[tuple[int, SliceEntry]], start: int, stop: int
+    need: SliceNeed,
+    key: str,
+    slices: Sequence[tuple[int, SliceEntry]],
+    rows: tuple[int, int],
+    own_part: int | None,
 ) -> Target:
     stored = [
         (part, entry, tensor)
@@ -109,18 +116,19 @@ def _target(
         )
     if stored and not stored[0][2].by_rows:
         return _whole_target(need, key, stored)
-    return _row_target(need, key, stored, start, stop)
+    return _row_target(need, key, stored, rows, own_part)
 
 
 def _row_target(
     need: SliceNeed,
     key: str,
     stored: Sequence[tuple[int, SliceEntry, TensorEntry]],
-    start: int,
-    stop: int,
+    rows: tuple[int, int],
+    own_part: int | None,
 ) -> Target:
-    """Sweep over the rows, taking the slice that reaches farthest."""
+    """Sweep over the rows, taking the own part's slice or the one that reaches farthest."""
     spans: list[Span] = []
+    start, stop = rows
     position, offset, first = start, 0, None
     while position < stop:
         found = [item for item in stored if item[1].start <= position < item[1].stop]
@@ -129,7 +137,9 @@ def _row_target(
                 f"The checkpoint has no rows {position} and on of {need.parameter}/{key} "
                 f"{need.shape}; rows [{start}, {stop}) are needed."
             )
-        part, entry, tensor = max(found, key=lambda item: (item[1].stop, -item[0]))
+        part, entry, tensor = max(
+            found, key=lambda item: (item[0] == own_part, item[1].stop, -item[0])
+        )
         first = first or (entry, tensor)
         row_bytes = (tensor.end - tensor.begin) // (entry.stop - entry.start)
         until = min(stop, entry.stop)
@@ -195,12 +205,13 @@ class RankNeeds:
         self.needs = tuple(needs)
         self.targets: list[list[Target]] = []
         self.scalars: list[Mapping[str, Scalar]] = []
+        same = manifests[0].world_size == world_size
+        own_part = global_rank if same else None
         for need in needs:
-            targets, scalars = find_targets(need, stored[need.parameter])
+            targets, scalars = find_targets(need, stored[need.parameter], own_part)
             self.targets.append(targets)
             self.scalars.append(scalars)
         self.metadata = self._whole_file(0, SHARED_METADATA)
-        same = manifests[0].world_size == world_size
         self.rank_metadata = (
             self._whole_file(global_rank, rank_metadata_name(global_rank)) if same else None
         )

@@ -89,6 +89,14 @@ class Snapshot:
     _future: "Future[None]"
     _free: threading.Semaphore
 
+    @classmethod
+    def of(cls, content: CheckpointContent) -> Self:
+        """Return what needs no copy: tensors on the host that nobody changes any more."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        free = threading.Semaphore(0)
+        return cls(content=content, tensors=_tensors_of(content), _future=done, _free=free)
+
     def wait(self) -> None:
         """Return once the originals may change; raise what went wrong in the copy.
 

@@ -230,6 +230,11 @@ class BufferWatch:
 
     # -- the same everywhere --------------------------------------------------------------------
 
+    @property
+    def are_shared(self) -> bool:
+        """Whether each rank has the values that count, and versions tell of any change."""
+        return not self._sources and not self._unversioned
+
     def share(self) -> None:
         """Give all ranks the buffers that have changed; collective where there are any."""
         names: dict[int, list[str]] = defaultdict(list)

@@ -1,0 +1,178 @@
+"""What a rank holds on to is what a checkpoint at its last step's end would hold, or nothing."""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint
+from lightning_hetero.callbacks.checkpointing.owned import OwnedState
+from lightning_hetero.callbacks.checkpointing.training_state import (
+    dump_metadata,
+    dump_random_state,
+)
+from lightning_hetero.checkpoint.survivors import LiveState
+from lightning_hetero.strategy.processes import Processes
+from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+EPOCH = 4
+
+
+class Stop(Exception):
+    """Stands for the loss of another rank."""
+
+
+class Saves(Checkpoint):
+    """Dumps all that a checkpoint would hold, after each step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.metadata: dict[str, Any] = {}
+        self.random_state: dict[str, Any] = {}
+        self.weights: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # As with standbys: on one rank there is nobody to stand by.
+        trainer.strategy.engine.store.has_standbys = True
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            owned = OwnedState(trainer)
+            self.step = trainer.global_step
+            self.metadata = copy.deepcopy(dump_metadata(trainer, owned))
+            self.random_state = dump_random_state()
+            self.weights = tensors_of(owned.kept_contents())
+
+
+class Loses(Callback):
+    """Ends the fit at a hook, as the loss of a rank does, after so many steps."""
+
+    def __init__(self, hook: str, step: int, saving: LayerwiseCheckpoint) -> None:
+        self.kept: Any = None
+
+        def lose(trainer: Any, *_: Any, **__: Any) -> None:
+            if trainer.global_step >= step:
+                saving.keep_live(trainer, 3)
+                self.kept = saving._live.state  # `on_exception` forgets it.
+                raise Stop
+
+        setattr(self, hook, lose)
+
+
+class Model(ToyModule):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.training_step(batch, index))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        torch.rand(())  # The generators move on.
+        return super().training_step(batch, index)
+
+
+def tensors_of(slices: Any) -> dict[str, Any]:
+    return {
+        f"{item.parameter} {key}": tensor.clone()
+        for item in slices
+        for key, tensor in {"weight": item.weight, **item.state, **item.whole_state}.items()
+    }
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+@pytest.fixture
+def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what trains until a hook ends it, and returns what was kept and what was saved."""
+    monkeypatch.setattr(Processes, "outlives_ranks", property(lambda _: True))
+
+    numbers = itertools.count()
+
+    def run(hook: str, step: int, *callbacks: Callback, **options: Any) -> tuple[Any, Saves]:
+        L.seed_everything(5, verbose=False)
+        folder = tmp_path / str(next(numbers))
+        saving = LayerwiseCheckpoint(folder, every_n_train_steps=100, shared_memory=False)
+        saves = Saves()
+        loses = Loses(hook, step, saving)
+        trainer = L.Trainer(
+            strategy=HeteroStrategy(num_stages=1),
+            devices=1,
+            callbacks=[*callbacks, loses, saving, saves],
+            default_root_dir=folder,
+            **{**quiet(max_epochs=3), "enable_checkpointing": True, **options},
+        )
+        rows = TokenRows(4 * EPOCH)
+        loader = StatefulDataLoader(rows, batch_size=4, shuffle=True)
+        with pytest.raises(Stop):
+            trainer.fit(Model(ToyOptions(num_layers=1)), loader, StatefulDataLoader(rows))
+        return loses.kept, saves
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "more"),
+    [
+        ("on_train_batch_start", 2, {}),
+        ("on_before_optimizer_step", 3, {"accumulate_grad_batches": 2}),
+        ("on_before_zero_grad", EPOCH + 2, {}),
+        ("on_validation_batch_start", EPOCH, {}),
+        ("on_train_epoch_end", EPOCH, {}),
+    ],
+)
+def test_it_is_what_a_checkpoint_of_the_last_step_would_be(
+    lose: Any, hook: str, step: int, more: dict[str, Any]
+) -> None:
+    best = ModelCheckpoint(monitor="val_loss", save_last=False)
+    state, saves = lose(hook, step, best, **more)
+    assert isinstance(state, LiveState), state
+    content = state.content
+    assert content.id.step == saves.step > 0
+    assert state.generation == 3
+    for key, value in saves.metadata.items():
+        assert is_same(value, content.metadata[key]), key
+    assert content.metadata.keys() == saves.metadata.keys()
+    assert is_same(saves.random_state, content.rank_metadata)
+    assert is_same(saves.weights, tensors_of(content.slices))
+
+
+def test_averages_and_what_hooks_save_are_of_the_same_step(lose: Any) -> None:
+    class Saved(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            checkpoint["mine"] = [trainer.global_step]
+
+    average = EMAWeightAveraging(decay=0.5)
+    state, saves = lose("on_train_batch_start", 3, average, Saved())
+    assert isinstance(state, LiveState), state
+    assert state.content.metadata["mine"] == [3]
+    assert is_same(saves.metadata, dict(state.content.metadata))
+    assert is_same(saves.weights, tensors_of(state.content.slices))
+    assert any("average" in key for key in saves.weights)
+
+
+def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any) -> None:
+    class Changes(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                with torch.no_grad():
+                    next(module.parameters()).add_(1.0)
+
+    # The optimizer has stepped, and the step hasn't ended.
+    state, _ = lose("on_train_batch_end", 2)
+    assert "in the middle of an optimizer's step" in state.why
+    state, _ = lose("on_train_batch_start", 2, Changes())
+    assert "weights or buffers have changed" in state.why
+    state, _ = lose("on_validation_batch_start", EPOCH, EMAWeightAveraging(decay=0.5))
+    assert "those of the average, for validation" in state.why
