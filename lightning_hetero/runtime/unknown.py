@@ -11,7 +11,7 @@ step is the same on all ranks of a pipeline.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,33 +85,30 @@ class Unknown(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute an operation's shapes alone."""
-        given = (*args, *(kwargs or {}).values())
-        first = next(item for item in _flat(given) if isinstance(item, Unknown))
-        name = func._schema.name
-        if (
-            name.startswith("c10d::")
-            or name in _DRAW_BY_VALUE
-            or torch.Tag.data_dependent_output in func.tags
-        ):
+        kwargs = kwargs or {}
+        traits = _traits_of(func)
+        first = _first_unknown((*args, *kwargs.values()))
+        if traits.needs_values:
             first.refuse(f"{_short(func)} needs")
-        if name in _SHAPED_LIKE:
-            return func(*_each(_filled, args), **_each(_filled, kwargs or {}))
-        _check_writes(func, args, kwargs or {}, first)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            func(*_each(_filled, args), **_each(_filled, kwargs or {}))
-        device = (kwargs or {}).get("device") or first.device
-        sealed = first.sealed if _is_view(func) else None
+        if traits.is_shaped_like:
+            return func(*_each(_filled, args), **_each(_filled, kwargs))
+        if traits.writes:
+            _check_writes(func, args, kwargs, first)
+        if traits.draws:
+            func(*_each(_filled, args), **_each(_filled, kwargs))
+        device = kwargs.get("device") or first.device
+        sealed = first.sealed if traits.is_view else None
 
         def make(form: Any) -> Any:
             if not isinstance(form, _Form):
                 return form
             return Unknown(form, device, first.origin, sealed=sealed)
 
-        made = _each(make, _forms_made(func, args, kwargs or {}, first))
-        changed = _returned(func)
+        made = _each(make, _forms_made(func, args, kwargs, first))
+        changed = traits.returned
         if changed is None:
             return made
-        itself = args[changed[0]] if changed[0] < len(args) else (kwargs or {})[changed[1]]
+        itself = args[changed[0]] if changed[0] < len(args) else kwargs[changed[1]]
         if isinstance(made, Unknown) and itself.shape != made.shape:
             first.refuse(f"{_short(func)} changes a shape in place, and needs")
         return itself
@@ -164,7 +161,8 @@ def check_known(value: Any, user: str) -> None:
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
-    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writes(func)]
+    writes = _traits_of(func).writes
+    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
     return [item for item in _flat(targets) if isinstance(item, Tensor)]
 
 
@@ -194,7 +192,7 @@ _MAX_FORMS = 10_000
 
 def _forms_made(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> Any:
     """Return what an operation makes, with the forms of tensors in their place."""
-    key: Any = (func, *_key_of(args), *((name, _key_of(kwargs[name])) for name in kwargs))
+    key: Any = func, _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
     if func._schema.name == "aten::index":
         key = None  # The values of a mask decide on the shape.
         args = (args[0], [_as_indices(item) for item in args[1]])
@@ -269,28 +267,44 @@ def _short(func: Any) -> str:
     return "item" if "_local_scalar_dense" in name else name.removeprefix("aten::")
 
 
+class _Traits(NamedTuple):
+    """What an operation does, as its schema says."""
+
+    needs_values: bool
+    is_shaped_like: bool
+    """Whether it takes no more than the shape of a tensor."""
+    draws: bool
+    """Whether it draws random numbers."""
+    is_view: bool
+    writes: tuple[tuple[int, str], ...]
+    """Place and name of the arguments that it writes to."""
+    returned: tuple[int, str] | None
+    """Of the one that it changes and returns."""
+
+
 @cache
-def _writes(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return place and name of the arguments that an operation writes to."""
-    return tuple(
+def _traits_of(func: Any) -> _Traits:
+    schema, name = func._schema, func._schema.name
+    writes = tuple(
         (place, argument.name)
-        for place, argument in enumerate(func._schema.arguments)
+        for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliases = [item.alias_info for item in schema.returns if item.alias_info is not None]
+    return _Traits(
+        needs_values=name.startswith("c10d::")
+        or name in _DRAW_BY_VALUE
+        or torch.Tag.data_dependent_output in func.tags,
+        is_shaped_like=name in _SHAPED_LIKE,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        is_view=bool(aliases),
+        writes=writes,
+        returned=writes[0] if any(item.is_write for item in aliases) else None,
     )
 
 
-@cache
-def _returned(func: Any) -> tuple[int, str] | None:
-    """Return place and name of the argument that an operation changes and returns."""
-    for item in func._schema.returns:
-        if item.alias_info is not None and item.alias_info.is_write:
-            return _writes(func)[0]
-    return None
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return any(item.alias_info is not None for item in func._schema.returns)
+def _first_unknown(values: Iterable[Any]) -> Unknown:
+    return next(item for item in _flat(values) if isinstance(item, Unknown))
 
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> None:

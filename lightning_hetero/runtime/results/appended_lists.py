@@ -80,8 +80,12 @@ class AppendedLists:
         return self._growth(self._lists())
 
     def _growth(self, lists: Mapping[Path, list[Any]]) -> dict[Path, int]:
-        grown = {path: len(items) - self._lengths.get(path, 0) for path, items in lists.items()}
-        return {path: number for path, number in grown.items() if number > 0}
+        before = self._lengths
+        return {
+            path: len(items) - before.get(path, 0)
+            for path, items in lists.items()
+            if len(items) > before.get(path, 0)
+        }
 
     def take(self, *, after_layers: bool) -> dict[Path, list[Any]]:
         """Take out what was appended since, and return it; `after_layers` if the step went on.
@@ -101,11 +105,12 @@ class AppendedLists:
     def _lists(self) -> dict[Path, list[Any]]:
         found: dict[Path, list[Any]] = {}
         attributes = vars(self.module)
-        for name in _attributes_of(attributes).lists:
+        names = _attributes_of(attributes)
+        for name in names.lists:
             value = found[(name,)] = attributes[name]
             if value and type(value[0]) is list:
                 found |= {(name, index): item for index, item in enumerate(value)}
-        for name in _attributes_of(attributes).dicts:
+        for name in names.dicts:
             items = attributes[name].items()
             found |= {(name, key): item for key, item in items if type(item) is list}
         return found

@@ -6,6 +6,7 @@ that samples don't meet other than in reductions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +55,9 @@ _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
 _PRODUCTS = {"matmul", "mm", "rmatmul", "cdist"}
 
 
+_NOT_BY_ELEMENT = _WITH_DIMS | _FACTORIES | _PRODUCTS | {"stack", "einsum"}
+"""Functions that may make more of samples than other samples."""
+
 _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
 
@@ -97,8 +101,11 @@ class Reductions:
         """Look at a call of a torch function."""
         if not isinstance(result, Tensor | float):
             return
-        name = getattr(func, "__name__", "").strip("_")
+        name = _name_of(func)
         if isinstance(result, Tensor):
+            if name not in _NOT_BY_ELEMENT and self._is_of_samples(args, kwargs):
+                self._known.pop(id(result), None)
+                return
             try:
                 judged = self._judge(name, args, kwargs, result)
             except (TypeError, ValueError, IndexError):
@@ -107,6 +114,18 @@ class Reductions:
             self.keep(result, judged)
         elif name in ("item", "float"):
             self.keep(result, self.of(args[0]))
+
+    def _is_of_samples(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function gets samples, and no number of which anything is known.
+
+        That is most of what steps call, so it is found out by less than `_judge` takes.
+        """
+        has_samples = False
+        for item in (*args, *kwargs.values()) if kwargs else args:
+            if id(item) in self._known or isinstance(item, list | tuple):
+                return False
+            has_samples |= type(item) is Tensor and item.ndim > 0
+        return has_samples
 
     def _judge(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
@@ -168,6 +187,11 @@ class Reductions:
             return self.of(value) or UNKNOWN
         # Whole numbers may count what is in this micro-batch.
         return self.of(value) or Reduction(Kind.CONSTANT, count=type(value) is int, value=value)
+
+
+@lru_cache(maxsize=1024)
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "").strip("_")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -203,7 +203,8 @@ class StageBoundary:
     def _run(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer, and note what it leaves for later stages."""
         cuts = self._group is not None and self._group.cuts_tokens()
-        before = [] if current.is_last_stage and not cuts else self._leavings.look(call.index)
+        is_looked_at = cuts or not current.is_last_stage
+        before = self._leavings.look(call.index) if is_looked_at else None
         versions = call.versions() if current.has_stages else {}
         with self._unwatched(current):
             output = self._compute(current, call)
@@ -213,9 +214,10 @@ class StageBoundary:
         check_known(hidden, f"Layer {call.index} computes with")
         current.keep_hidden(hidden)
         rest = _rest_of(output, (*call.args, *call.kwargs.values()))
-        if cuts:
+        if before is not None and cuts:
             self._leavings.refuse_pieces(call.index, before, rest)
-        if not current.is_last_stage and len(current.handed_on.left) == call.index:
+        is_new = not current.is_last_stage and len(current.handed_on.left) == call.index
+        if before is not None and is_new:
             # Other stages may cut tokens elsewhere, or nowhere.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._leavings.note(before, form, rest, current.handed_on)
@@ -266,7 +268,7 @@ class StageBoundary:
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Do what is done here of a layer that an earlier stage computes."""
         handover = current.arrived()
-        before = self._leavings.look(call.index) if handover.left[call.index] else []
+        before = self._leavings.look(call.index) if handover.left[call.index] else None
         hidden = self._hidden_of(current, call)
         if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
             current.loss_watch.outdated = hidden

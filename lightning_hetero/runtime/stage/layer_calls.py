@@ -1,7 +1,7 @@
 """A call of a layer: find the hidden state in what it is called with, and in what it returns."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +57,8 @@ class LayerCall:
 
     def _with(self, given: Mapping[int | str, Any]) -> "LayerCall":
         args = tuple(given[i] for i in range(len(self.args)))
-        return replace(self, args=args, kwargs={name: given[name] for name in self.kwargs})
+        kwargs = {name: given[name] for name in self.kwargs}
+        return LayerCall(self.index, self.forward, args, kwargs)
 
     def hidden_argument(self, previous: Tensor | None = None) -> int | str:
         """Return which argument is the hidden state.

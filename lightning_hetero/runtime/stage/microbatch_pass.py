@@ -5,6 +5,7 @@ each layer called once, in order, where autograd sees it.
 """
 
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,21 +84,19 @@ class MicrobatchPass:
     """The received activation as the stage's first layer got it."""
     _given_version: int = 0
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    _times: Counter[int] = field(default_factory=Counter, repr=False)
+    """How often each layer has begun."""
 
-    @property
-    def has_stages(self) -> bool:
+    def __post_init__(self) -> None:
+        self.has_stages = len(self.layers) < self.num_layers
         """Whether other stages run layers of the model, too."""
-        return len(self.layers) < self.num_layers
+        self.is_last_stage = self.layers.stop == self.num_layers
+        """Whether the stage holds the model's last layer."""
 
     @property
     def is_chain(self) -> bool:
         """Whether each layer was called once, in order."""
         return self.called == list(range(self.num_layers))
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether the stage holds the model's last layer."""
-        return self.layers.stop == self.num_layers
 
     def arrived(self) -> Handover:
         """Return what the stage before hands on; waits for it the first time."""
@@ -141,11 +140,15 @@ class MicrobatchPass:
         """
         part = index if index < self.num_layers else _AFTER_LAYERS
         drawing = torch.initial_seed(), part
-        if not again:
-            earlier = sum(1 for _, known in self._seeds if known == part)
-            self._seeds[drawing] = seed_of(*self.seed, part, *([earlier] if earlier else []))
-        seed_torch(self._seeds.get(drawing, seed_of(*self.seed, part)))
-        if not again:
+        if again:
+            seed = self._seeds.get(drawing)
+            seed_torch(seed_of(*self.seed, part) if seed is None else seed)
+        else:
+            earlier = self._times[part]
+            self._times[part] = earlier + 1
+            seed = seed_of(*self.seed, part, *([earlier] if earlier else []))
+            self._seeds[drawing] = seed
+            seed_torch(seed)
             if self.lists is not None and self.has_stages:
                 self.lists.pass_layer(index, self.layers)
             self.wait_unit(index)

@@ -11,11 +11,11 @@ can't be pickled, comes an unknown tensor.
 """
 
 import io
-import operator
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +51,6 @@ class _Space(NamedTuple):
     inside: dict[str, "_Seen"]
     """The lists and dicts in it."""
 
-    def is_same(self) -> bool:
-        """Whether nothing can have changed."""
-        now, before = self.names, self.before
-        if self.inside or len(now) != len(before):
-            return False
-        return all(map(operator.is_, now.values(), before.values()))
-
     def changes(self) -> Iterator[tuple[str, Any]]:
         """Yield the names in it whose values have changed, and how."""
         for name, value in self.names.items():
@@ -71,6 +64,40 @@ class _Space(NamedTuple):
         return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
 
 
+class Spaces:
+    """All places where one layer may leave something, as they were at one time.
+
+    A layer has two for each of its modules, with hundreds of values, most of which never change. So
+    all are compared at once, and looked at one by one only where any has changed.
+
+    Args:
+        index: The layer's.
+        named: The places and their names.
+    """
+
+    def __init__(self, index: int, named: Sequence[tuple[tuple[str, str], dict[str, Any]]]) -> None:
+        self.index = index
+        self.all = [_space(name, names) for name, names in named]
+        """Each of them."""
+        self._places = [names for _, names in named]
+        self._values = _values_of(self._places)
+
+    def are_still(self, places: Sequence[dict[str, Any]]) -> bool:
+        """Whether these are the same places, and nothing in them can have changed since."""
+        are_same = len(places) == len(self._places) and all(map(is_, places, self._places))
+        return are_same and not self.changed()
+
+    def changed(self) -> list[_Space]:
+        """Return those in which something may have changed since."""
+        if self._has_same_values():
+            return [space for space in self.all if space.inside]
+        return self.all
+
+    def _has_same_values(self) -> bool:
+        now = _values_of(self._places)
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
+
+
 class LayerLeavings:
     """Sees and restores what the layers of one module leave beside their outputs.
 
@@ -79,18 +106,24 @@ class LayerLeavings:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._modules = [
-            [((path, "attributes"), (path, "buffers"), item) for path, item in named]
-            for named in (layer.named_modules() for layer in layers)
-        ]
+        self._modules = [[*layer.modules()] for layer in layers]
+        self._names = [_names_of(layer) for layer in layers]
+        self._last: dict[int, Spaces] = {}
+        """The places of layers that have left nothing since they were looked at."""
 
-    def look(self, index: int) -> list[_Space]:
+    def look(self, index: int) -> Spaces:
         """Return what is there before layer `index` runs or is skipped."""
-        return [_space(name, names) for name, names in self._spaces(index)]
+        modules, names = self._modules[index], self._names[index]
+        places = [*map(vars, modules), *map(_buffers_of, modules)]
+        recorded = _recorded_outputs()
+        if recorded is not None:
+            places.append(recorded)
+        last = self._last.get(index)
+        if last is None or not last.are_still(places):
+            last = self._last[index] = Spaces(index, [*zip(names, places, strict=False)])
+        return last
 
-    def note(
-        self, before: Sequence[_Space], hidden: Tensor, rest: Rest, handover: Handover
-    ) -> None:
+    def note(self, before: Spaces, hidden: Tensor, rest: Rest, handover: Handover) -> None:
         """Add what a layer has left since `before`, and its tensors, to what is handed on.
 
         Args:
@@ -102,28 +135,29 @@ class LayerLeavings:
         handover.tensors[:1] = [hidden]
         left = [
             (space.name, name, _dump(change, handover.tensors))
-            for space in _changed(before, rest)
+            for space in self._changed(before, rest)
             for name, change in space.changes()
         ]
         handover.left.append(pickle.dumps(left) if left else b"")
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
 
-    def restore(self, index: int, before: Sequence[_Space], rest: Rest, handover: Handover) -> Rest:
+    def restore(self, index: int, before: Spaces | None, rest: Rest, handover: Handover) -> Rest:
         """Put what layer `index` left on another stage in its places.
 
         Args:
             index: The layer's.
-            before: What `look` returned before it was skipped; not needed if it left nothing.
+            before: What `look` returned before it was skipped; None if it left nothing.
             rest: What skipping it returned besides the hidden state.
             handover: What the stage before handed on.
 
         Returns:
             `rest` with the tensors that the layer returned in place of unknown ones.
         """
-        if not handover.left[index]:
+        if before is None:
             return rest
         returned = _rest_space(())
-        spaces = {space.name: space for space in (*before, returned)}
+        spaces = {space.name: space for space in (*before.all, returned)}
+        self._last.pop(index, None)
         for where, name, data in pickle.loads(handover.left[index]):
             space = spaces[where]
             origin = Origin(f"what layer {index} leaves in {name!r}", _REMEDY)
@@ -134,9 +168,9 @@ class LayerLeavings:
             space.seen(name).apply(change, space.names, name)
         return _filled(rest, returned.names.get(_REST))
 
-    def refuse_pieces(self, index: int, before: Sequence[_Space], rest: Rest) -> None:
+    def refuse_pieces(self, index: int, before: Spaces, rest: Rest) -> None:
         """Refuse tensors that layer `index` has left, because this rank has some tokens' only."""
-        for space in _changed(before, rest):
+        for space in self._changed(before, rest):
             for name, change in space.changes():
                 if any(
                     isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(change)
@@ -147,44 +181,55 @@ class LayerLeavings:
                         "sequence_parallel=False."
                     )
 
-    def undo(self, before: Sequence[_Space]) -> None:
+    def undo(self, before: Spaces) -> None:
         """Put all places back to what `look` saw there."""
-        for space in before:
+        for space in before.all:
             for name in space.names.keys() - space.before.keys():
                 del space.names[name]
             space.names.update(space.before)
             for seen in space.inside.values():
                 seen.undo()
 
-    def _spaces(self, index: int) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-        for attributes, buffers, module in self._modules[index]:
-            yield attributes, vars(module)
-            yield buffers, module._buffers
-        capturing = sys.modules.get("transformers.utils.output_capturing")
-        recorded = None if capturing is None else capturing._active_collector.get()
-        if recorded is not None:
-            yield ("", "recorded"), recorded
+    def _changed(self, before: Spaces, rest: Rest) -> Iterator[_Space]:
+        """Yield the places where something may have changed, the rest of an output last."""
+        changed = before.changed()
+        if changed:
+            self._last.pop(before.index, None)  # What it has taken out is held by nobody.
+        yield from changed
+        if rest:
+            yield _rest_space(rest)
+
+
+_buffers_of = attrgetter("_buffers")
+
+
+def _names_of(layer: nn.Module) -> list[tuple[str, str]]:
+    """Return the names of a layer's places: attributes, then buffers, then what is recorded."""
+    paths = [path for path, _ in layer.named_modules()]
+    kinds = ("attributes", "buffers")
+    return [(path, kind) for kind in kinds for path in paths] + [("", "recorded")]
+
+
+def _recorded_outputs() -> dict[str, Any] | None:
+    """Return where Hugging Face models record outputs of submodules; None unless one is asked."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    found: dict[str, Any] | None = None
+    if capturing is not None:
+        found = capturing._active_collector.get()
+    return found
+
+
+def _values_of(places: Sequence[dict[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, places))]
 
 
 def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:
-    containers = _containers(tuple(names), tuple(map(type, names.values())))
-    return _Space(name, names, names.copy(), {key: _Seen(names[key]) for key in containers})
-
-
-@lru_cache(maxsize=1024)
-def _containers(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
-    """Return the names of lists and dicts: found once for all modules that are made alike."""
-    items = zip(names, kinds, strict=True)
-    return tuple(name for name, kind in items if kind in _CONTAINERS and name not in _INTERNAL)
-
-
-def _changed(before: Sequence[_Space], rest: Rest) -> Iterator[_Space]:
-    """Yield the places where something may have changed, the rest of an output last."""
-    for space in before:
-        if not space.is_same():
-            yield space
-    if rest:
-        yield _rest_space(rest)
+    inside = {
+        key: _Seen(value)
+        for key, value in names.items()
+        if type(value) in _CONTAINERS and key not in _INTERNAL
+    }
+    return _Space(name, names, names.copy(), inside)
 
 
 def _rest_space(rest: Rest) -> _Space:
