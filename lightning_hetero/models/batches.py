@@ -99,6 +99,8 @@ def count_samples(batch: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch."""
+    if type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}:
+        return [*batch]  # As most are: pytree takes much longer.
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 

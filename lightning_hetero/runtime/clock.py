@@ -110,6 +110,7 @@ class ComputeClock:
         self._action = _Section(self._begin_action, self._end_action)
         self._depth = 0
         self._in_action = False
+        self._now: Callable[[], Any] = self._mark if self._is_cuda else time.perf_counter
 
     @property
     def last(self) -> IterationTimes | None:
@@ -155,9 +156,7 @@ class ComputeClock:
     def _delay_message(self, peer: int, num_bytes: int) -> None:
         """Called when a message has arrived: a slower link would deliver it later."""
 
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
+    def _mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

@@ -36,11 +36,13 @@ class Parcel:
     pipeline_index: int
     """The holder's."""
     parts: tuple[Part, ...]
+    sizes: tuple[int, ...]
+    """Elements of each part."""
     numel: int
 
     def split(self, buffer: Tensor) -> Sequence[Tensor]:
         """Return each part's elements in one dim."""
-        return buffer.split_with_sizes([part.numel for part in self.parts])
+        return buffer.split_with_sizes(self.sizes)
 
 
 class Parcels:
@@ -72,8 +74,9 @@ class Parcels:
                 parts.append(Part(index, numel, held, owned, is_whole))
             holding = table.holding(names[move.pieces[0][0]], holder)
             assert holding is not None
-            numel = sum(part.numel for part in parts)
-            parcel = Parcel(source, destination, holding.pipeline_index, tuple(parts), numel)
+            sizes = tuple(part.numel for part in parts)
+            index = holding.pipeline_index
+            parcel = Parcel(source, destination, index, tuple(parts), sizes, sum(sizes))
             found.append(parcel)
         self.leaving = tuple(p for p in found if p.source == rank != p.destination)
         self.arriving = tuple(p for p in found if p.source != rank == p.destination)

@@ -5,18 +5,21 @@ many the peers are (`all_to_all_single`, which under NCCL sends nothing where a 
 messages tell which peer was late, and on gloo they are quicker among few ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, split_works, wait_for_all
 from lightning_hetero.runtime.exchange.parcel_table import Parcel, Parcels, Part
+from lightning_hetero.runtime.exchange.shares import Shares
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
@@ -127,8 +130,8 @@ class _Views:
     """(target, source) of what is owned and held here."""
     sending: list[_Sent]
     """Peers that need the same rows share one buffer."""
-    targets: list[list[Tensor]]
-    """Of each parcel that arrives the rows to fill, in one dim where that is a view."""
+    targets: list[Tensor]
+    """Of each part that arrives the rows to fill, in one dim where that is a view."""
 
 
 class PulledParcels(_Unit):
@@ -160,8 +163,9 @@ class PulledParcels(_Unit):
             ],
             sending=list(sending.values()),
             targets=[
-                [_in_line(self._of_shard(part)) for part in parcel.parts]
+                _in_line(self._of_shard(part))
                 for parcel in self.parcels.arriving
+                for part in parcel.parts
             ],
         )
 
@@ -188,10 +192,12 @@ class PulledParcels(_Unit):
     def wait(self) -> None:
         """Wait for the weights, and put them where they belong."""
         self._wait_for_arrivals()
-        arrived = zip(self._buffers, self.parcels.arriving, self._views.targets, strict=True)
-        for buffer, parcel, targets in arrived:
-            pairs = zip(parcel.split(buffer), targets, strict=True)
-            parts = [part if to.ndim == 1 else part.view(to.shape) for part, to in pairs]
+        arrived = zip(self.parcels.arriving, self._buffers, strict=True)
+        parts = [part for parcel, buffer in arrived for part in parcel.split(buffer)]
+        targets = self._views.targets
+        pairs = zip(parts, targets, strict=True)
+        parts = [part if to.ndim == 1 else part.view(to.shape) for part, to in pairs]
+        if parts:
             torch._foreach_copy_(targets, parts)
         self._buffers = []
 
@@ -200,6 +206,8 @@ class PushedParcels(_Unit):
     """A unit whose gradients go to their owners parcel by parcel."""
 
     _buffers: dict[int, Tensor]
+    _own: Mapping[int, list[Tensor]] = MappingProxyType({})
+    """What stays here of each gradient of which other rows have left, by parameter."""
 
     @property
     def leaving(self) -> set[str]:
@@ -207,15 +215,19 @@ class PushedParcels(_Unit):
         return self._names(self.parcels.indices_leaving)
 
     def post(self) -> None:
-        """Post the gradients, which are final."""
-        buffers = self._exchange(
-            [
-                _Sent([parcel.destination], parcel.numel, self._gradients(parcel))
-                for parcel in self.parcels.leaving
-            ]
-        )
+        """Post the gradients that leave, which are final; others may not be here yet."""
+        rows: dict[int, list[Tensor]] = defaultdict(list)
+        self._own = {}
+        for index in self.parcels.indices_leaving:
+            own = self._own[index] = []
+            for owner, piece in self._shares[index].pieces():
+                (own if owner == self.store.global_rank else rows[owner]).append(piece)
+        sent = [
+            _Sent([parcel.destination], parcel.numel, rows[parcel.destination])
+            for parcel in self.parcels.leaving
+        ]
         sources = [parcel.source for parcel in self.parcels.arriving]
-        self._buffers = dict(zip(sources, buffers, strict=True))
+        self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
 
     def wait(self) -> None:
         """Wait for the other holders' gradients."""
@@ -245,8 +257,9 @@ class PushedParcels(_Unit):
         first, *others = self.parcels.summed
         # Nobody else's in this iteration, so they become the sums themselves if dtypes allow.
         pieces = zip(self._pieces(first), self._summed, strict=True)
-        # Detached: a view would keep the tensor of a plan's gradient alive after the plan.
-        totals = [piece.detach().to(dtype) for piece, (_, dtype, _) in pieces]
+        totals = [
+            piece if piece.dtype is dtype else piece.to(dtype) for piece, (_, dtype, _) in pieces
+        ]
         for parcel in others:
             torch._foreach_add_(totals, [*self._pieces(parcel)])
         named = zip(self._summed, totals, strict=True)
@@ -264,37 +277,32 @@ class PushedParcels(_Unit):
 
     def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
         """Return a parcel's gradients, each in one dim; what has arrived is let go."""
-        if parcel.source == self.store.global_rank:
-            pieces = self._gradients(parcel)
-            if self._is_kept_twice:
-                pieces = [piece.to(self.options.dtype) for piece in pieces]
-            return pieces
-        return parcel.split(self._buffers.pop(parcel.source))
+        if parcel.source != self.store.global_rank:
+            return parcel.split(self._buffers.pop(parcel.source))
+        own, self._own = self._own, MappingProxyType({})
+        pieces: list[Tensor] = []
+        for index in self.parcels.indices_kept:
+            pieces += own[index] if index in own else self._rows_kept(index)
+        if self._is_kept_twice:
+            pieces = [piece.to(self.options.dtype) for piece in pieces]
+        return pieces
 
-    def _gradients(self, parcel: Parcel) -> list[Tensor]:
-        """Return a parcel's rows of this rank's gradients, zeros where there is none."""
-        rows = []
-        for shard, dim, start, length in self._held[parcel.destination]:
-            gradient = shard.grad
-            if gradient is None:
-                gradient = torch.zeros_like(shard)
-            if length is not None:
-                gradient = gradient.narrow(dim, start, length)
-            rows.append(gradient.reshape(-1))
-        return rows
+    def _rows_kept(self, index: int) -> list[Tensor]:
+        shares, rank = self._shares[index].pieces(), self.store.global_rank
+        return [piece for owner, piece in shares if owner == rank]
 
     @cached_property
-    def _held(self) -> dict[int, list[tuple[nn.Parameter, int, int, int | None]]]:
-        """By owner: weights of this rank with (dim, start, length) of its rows; all if None."""
-        found: dict[int, list[tuple[nn.Parameter, int, int, int | None]]] = {}
+    def _shares(self) -> dict[int, Shares]:
+        """How the gradient of each of this rank's weights falls to its owners, by parameter."""
+        found: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
         for parcel in (*self.parcels.leaving, *self.parcels.kept):
-            rows = found[parcel.destination] = []
             for part in parcel.parts:
-                spec, (start, stop) = self._spec(part), part.held
-                shard = self.weights.shards[spec.name]
-                is_all = part.numel == shard.numel()
-                rows.append((shard, spec.cut_dim, start, None if is_all else stop - start))
-        return found
+                found[part.index].append((parcel.destination, part.held))
+        specs = self.unit.specs
+        return {
+            index: Shares.of(self.weights.shards[specs[index].name], specs[index], shares)
+            for index, shares in found.items()
+        }
 
     def _add(self, totals: dict[str, Tensor], part: Part, piece: Tensor) -> None:
         spec = self._spec(part)
@@ -303,7 +311,7 @@ class PushedParcels(_Unit):
             dtype = _sum_dtype(master)
             if part.is_whole_slice and not self._is_kept_twice:
                 # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
-                totals[spec.name] = piece.detach().reshape(master.shape).to(dtype)
+                totals[spec.name] = piece.reshape(master.shape).to(dtype)
                 return
             totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
         total = totals[spec.name]

@@ -75,7 +75,9 @@ class Pull:
         self._weights = weights
         self._options = routes.options
         self._all = self._prepare(routes, routes.table.units)
-        self._trainable = self._prepare(routes, routes.table.trainable_units)
+        self._trainable = self._all
+        if routes.table.trainable_units != routes.table.units:
+            self._trainable = self._prepare(routes, routes.table.trainable_units)
         self._stale: dict[int, PulledUnit] | None = self._all
         """Units that the next pull moves, by what lies in them; None if nothing has changed."""
         self._posted: dict[PulledUnit, torch.cuda.Event | None] = {}

@@ -24,9 +24,11 @@ generation, and its old one lacks ranks. Where it is served:
 """
 
 import json
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -170,6 +172,7 @@ class Membership:
         self._patience_s = patience_s
         self.generation: Generation | None = None
         """The newest one that this member is in."""
+        self._tidying: threading.Thread | None = None
 
     @property
     def number(self) -> int:
@@ -239,7 +242,24 @@ class Membership:
             )
         self._store.set(_NEWEST, str(number))
         self.generation = formed
+        if number > 1 and formed.rank_of(self.number) == 0:
+            # Beside training: it is one short call for each key.
+            work, old = self._delete_names, (number - 2,)
+            self._tidying = threading.Thread(target=work, args=old, daemon=True)
+            self._tidying.start()
         return formed
+
+    def _delete_names(self, number: int) -> None:
+        """Delete what the ranks of a generation met in, which those of the next one have left.
+
+        Who was in it stays, for a member that comes back. So a store holds the names of two
+        generations, however many there were.
+        """
+        for prefix in (f"here/{number}", f"generation/{number}"):
+            names = PrefixStore(prefix, self._store)
+            with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
+                for name in names.list_keys():
+                    names.delete_key(name)
 
     # -- who is gone ----------------------------------------------------------------------------
 

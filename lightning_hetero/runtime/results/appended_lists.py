@@ -63,10 +63,9 @@ class AppendedLists:
         if self._at_layers is None:
             self._at_layers = self.grown()
         elif index == layers.stop:
-            self._check_layers()
+            self._check_layers(self.grown())
 
-    def _check_layers(self) -> None:
-        grown = self.grown()
+    def _check_layers(self, grown: Mapping[Path, int]) -> None:
         if self._at_layers is not None and grown != self._at_layers:
             names = sorted(str(path[0]) for path in grown)
             raise StepError(
@@ -93,11 +92,12 @@ class AppendedLists:
         Raises:
             StepError: See `pass_layer`.
         """
-        if not after_layers:
-            self._check_layers()
-        self.counted.update(self._changed())
         lists, taken = self._lists(), {}
-        for path, number in self._growth(lists).items():
+        grown = self._growth(lists)
+        if not after_layers:
+            self._check_layers(grown)
+        self.counted.update(self._changed())
+        for path, number in grown.items():
             taken[path] = lists[path][-number:]
             del lists[path][-number:]
         return taken

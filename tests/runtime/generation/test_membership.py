@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
@@ -43,6 +44,22 @@ def test_those_who_are_left_agree_on_one_generation_and_keep_their_order() -> No
     assert first[0].without(second[0]) == (1,)
     # Nobody of this generation is gone.
     assert everyone[3].find_gone() is None
+
+
+def test_a_store_keeps_the_names_of_two_generations() -> None:
+    store = dist.HashStore()
+    everyone = members(store)
+    found = []
+    for _ in range(5):
+        formed = form(everyone)[0]
+        met = dist.PrefixStore(f"generation/{formed.number}", store)
+        for name in ("a", "b", "c"):
+            met.set(name, "")
+        if everyone[0]._tidying is not None:
+            everyone[0]._tidying.join()
+        found.append(store.num_keys())
+    # Of each generation who is here, what they met in, and, for good, who was in it.
+    assert [later - earlier for earlier, later in pairwise(found)] == [4 + 3 + 1, 1, 1, 1]
 
 
 def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> None:
