@@ -1,10 +1,11 @@
 """Seconds from a fault to the end of the next step: ranks that go on in place, against a restart.
 
 Four workers of a toy on one machine, checkpoints in memory every two steps. In place, one run takes
-SIGKILL of rank 0, SIGKILL of another rank and SIGSTOP of a third; the peer is the same script under
-torchrun, as without `in_place`: the agent ends all workers and starts them again. Its workers are
-forks of a process that has imported torch, so the seconds that a real start spends on imports (8 s
-of processor time each here) are not counted; the peer is shown at its best.
+SIGKILL of rank 0, SIGKILL of another rank and SIGSTOP of a third; once without and once with
+standbys (`redundancy=1`), where no step is to be lost. The peer is the same script under torchrun,
+as without `in_place`: the agent ends all workers and starts them again. Its workers are forks of a
+process that has imported torch, so the seconds that a real start spends on imports (8 s of
+processor time each here) are not counted; the peer is shown at its best.
 
 Counted in place: one store call of the keeper, a round of heartbeats (0.2 s at most), teardown and
 set-up of one fit, one recovery. A frozen rank costs the heartbeat's limit of 2 s besides.
@@ -16,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from lightning_hetero.callbacks.run_log import read_log
 from tests.benchmarks.harness import Row
 from tests.callbacks.in_place import playing
 
@@ -32,41 +34,65 @@ _FAULTS = {
 }
 
 
+_Measured = dict[str, list[float]]
+
+
 def run(num_repeats: int = NUM_REPEATS) -> list[Row]:
-    staying: dict[str, list[float]] = {name: [] for name in _FAULTS}
-    restarts: dict[str, list[float]] = {name: [] for name in list(_FAULTS)[:2]}
+    staying: _Measured = {name: [] for name in _FAULTS}
+    keeping: _Measured = {name: [] for name in _FAULTS}
+    restarts: _Measured = {name: [] for name in list(_FAULTS)[:2]}
+    again: list[int] = []
     for _ in range(num_repeats):
-        _measure(staying, in_place=True)
+        _measure(staying)
+        again += _measure(keeping, redundancy=1)
         _measure(restarts, in_place=False)
     rows = []
-    for name, seconds in staying.items():
-        peers = restarts.get(name)
-        rows.append(
-            Row(
-                name=f"next step after {name}, {NUM_RANKS} workers",
-                ours=statistics.median(seconds),
-                peer=None if peers is None else statistics.median(peers),
-                unit="s",
-                target=2.0,
-                better="lower",
-                kind="measured",
-                value=max(seconds),
-                note=f"worst of {len(seconds)} {max(seconds):.2f} s"
-                + ("" if peers is None else f"; torchrun without imports {max(peers):.2f} s"),
-            )
+    for what, measured in (("", staying), (", redundancy=1", keeping)):
+        for name, seconds in measured.items():
+            rows.append(_row(f"next step after {name}{what}", seconds, restarts.get(name)))
+    rows.append(
+        Row(
+            name=f"steps lost with redundancy=1, {len(again)} faults, checkpoints every 2 steps",
+            ours=sum(again),
+            unit="steps",
+            target=0.0,
+            better="lower",
+            kind="measured",
+            value=sum(again),
+            note=f"{again.count(0)} of {len(again)} recoveries read no checkpoint's step again",
         )
+    )
     return rows
 
 
-def _measure(seconds: dict[str, list[float]], *, in_place: bool) -> None:
-    """Let the faults happen to one run, one after another."""
+def _row(name: str, seconds: list[float], peers: list[float] | None) -> Row:
+    return Row(
+        name=f"{name}, {NUM_RANKS} workers",
+        ours=statistics.median(seconds),
+        peer=None if peers is None else statistics.median(peers),
+        unit="s",
+        target=2.0,
+        better="lower",
+        kind="measured",
+        value=max(seconds),
+        note=f"worst of {len(seconds)} {max(seconds):.2f} s"
+        + ("" if peers is None else f"; torchrun without imports {max(peers):.2f} s"),
+    )
+
+
+def _measure(seconds: _Measured, *, in_place: bool = True, redundancy: int = 0) -> list[int]:
+    """Let the faults happen to one run, one after another; return the steps that each has lost."""
     # A worker that is ended may still write its last files.
     with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
         options = {"num_steps": 100_000, "every": 2, "heartbeat_s": HEARTBEAT_S}
-        with playing(Path(folder) / "run", NUM_RANKS, in_place=in_place, **options) as node:
+        run = Path(folder) / "run"
+        more = {"in_place": in_place, "redundancy": redundancy}
+        with playing(run, NUM_RANKS, **options, **more) as node:
             node.wait_for_step(0, FIRST_STEP)
             for name in seconds:
                 rank, number = _FAULTS[name]
                 lost_s = node.wait_for_recovery(node.strike(rank, number))
                 time.sleep(TRAINING_S)
                 seconds[name].append(lost_s - (HEARTBEAT_S if number == signal.SIGSTOP else 0.0))
+            events = list(read_log(run / "events.jsonl"))
+    return [item["steps_again"] for item in events if item["event"] == "generation"]
