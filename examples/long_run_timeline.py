@@ -27,6 +27,7 @@ _STYLES = {
     "faults": "red", "killed": "red", "notice": "red",
     "failed": "yellow", "finding": "yellow",
     "action": "green", "recovered": "green", "leaving": "green",
+    "generation": "green",
 }  # fmt: skip
 
 
@@ -112,6 +113,13 @@ class Timeline:
         before_s, after_s = event.get("before_s"), event.get("after_s")
         times = f", iteration {before_s:.2f} s -> {after_s:.2f} s" if before_s and after_s else ""
         return f"mitigated: {event['mitigation']} {done}{times}"
+
+    def _generation(self, event: Event) -> str:
+        again = f", {event['steps_again']} steps again" if event["steps_again"] else ""
+        return (
+            f"generation {event['generation']}: {event['ranks']} ranks go on in place, "
+            f"{event['idle_s']:.2f} s without a step{again}"
+        )
 
     def _leaving(self, event: Event) -> str:
         how = event["error"] or f"checkpoint safe after {event['drain_s']:.2f} s"

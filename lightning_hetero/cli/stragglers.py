@@ -1,8 +1,8 @@
 """`lightning-hetero stragglers FILE... [--plot FILE]`: what slowed a run, and what was done.
 
 Reads the event log of a run under our callbacks, or what others recorded of any job, a file a rank:
-`straggler.records` says which. Without `--plot` it prints a table of changes, findings and actions;
-with it, it also draws iteration time, change points and actions over time.
+`straggler.records` says which. Without `--plot` it prints a table of changes, findings, actions and
+generations of ranks; with it, it also draws all of that over time, with the iteration times.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from lightning_hetero.straggler import (
     DecisionKind,
     Event,
     FindingEvent,
+    GenerationEvent,
     IterationEvent,
     find_changes,
     read_events,
@@ -40,7 +41,7 @@ _COLOURS = {
     ChangeKind.RECOVERY: "#1e8449",
     ChangeKind.IMPROVEMENT: "#2471a3",
 }
-_ACTION = "#935116"
+_ACTION, _RANKS = "#935116", "#7d3c98"
 _LEFT_INCHES, _PLOT_INCHES, _RIGHT_INCHES = 0.7, 10.0, 0.2
 _ROW_INCHES, _CHARACTER_INCHES = 0.2, 0.066
 _MAX_ROWS, _MAX_CHARACTERS = 8, 72
@@ -119,8 +120,12 @@ def _headline(iterations: Sequence[IterationEvent]) -> str:
     return f"{len(iterations)} iterations, steps {first} to {last}, median {median_s:.3g} s"
 
 
-def _row(event: ChangeEvent | FindingEvent | ActionEvent) -> tuple[str, str, str, str]:
+def _row(
+    event: ChangeEvent | FindingEvent | ActionEvent | GenerationEvent,
+) -> tuple[str, str, str, str]:
     step = str(event.step)
+    if isinstance(event, GenerationEvent):
+        return step, "generation", str(event.generation), str(event)
     if isinstance(event, ChangeEvent):
         details = (
             f"{event.before:.3g} → {event.after:.3g} ({event.ratio:.2f}×) since step "
@@ -195,6 +200,8 @@ def _caption(event: Event) -> _Caption | None:
     if isinstance(event, ChangeEvent):
         text = f"{event.kind.value} of {event.where}, {event.ratio:.2f}×"
         return _Caption(event.onset_step, text, _COLOURS[event.kind])
+    if isinstance(event, GenerationEvent):
+        return _Caption(event.step, f"generation {event.generation}: {event}", _RANKS)
     if isinstance(event, FindingEvent):
         return _Caption(event.step, f"found: {event.finding}", _COLOURS[ChangeKind.SLOWDOWN])
     if isinstance(event, ActionEvent) and event.kind is not DecisionKind.KEEP:

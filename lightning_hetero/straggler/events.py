@@ -25,6 +25,7 @@ __all__ = [
     "Event",
     "EventLog",
     "FindingEvent",
+    "GenerationEvent",
     "IterationEvent",
     "format_message",
     "read_events",
@@ -121,12 +122,42 @@ class ActionEvent:
         )
 
 
-Event = IterationEvent | ChangeEvent | FindingEvent | ActionEvent
+@dataclass(frozen=True, kw_only=True)
+class GenerationEvent:
+    """Ranks were lost, or have come, and the others have gone on in place; as `RunLog` notes it."""
+
+    step: int
+    """The first step of the generation."""
+    generation: int
+    """Its number."""
+    ranks: int
+    """How many train in it."""
+    idle_s: float
+    """Seconds from the last step before to the end of this one."""
+    steps_again: int
+    """Steps that are trained again."""
+    lost: tuple[int, ...] = ()
+    """Who was lost, or has left, since the last step."""
+    joined: tuple[int, ...] = ()
+    """Who has come."""
+
+    def __str__(self) -> str:
+        who = [f"without {list(self.lost)}"] if self.lost else []
+        who += [f"with {list(self.joined)}"] if self.joined else []
+        again = f", {self.steps_again} steps again" if self.steps_again else ""
+        return (
+            f"{self.ranks} ranks go on {' and '.join(who)}: {self.idle_s:.1f} s without a step"
+            f"{again}"
+        )
+
+
+Event = IterationEvent | ChangeEvent | FindingEvent | ActionEvent | GenerationEvent
 _NAMES: dict[str, type[Event]] = {
     "iteration": IterationEvent,
     "change": ChangeEvent,
     "finding": FindingEvent,
     "action": ActionEvent,
+    "generation": GenerationEvent,
 }
 
 
@@ -196,9 +227,9 @@ def _as(kind: type[Event], key: str, value: Any) -> Any:
         return choices[kind](value)
     if key == "mitigation":
         return Mitigation(value)
-    if key == "ranks":
+    if key in ("lost", "joined") or (key == "ranks" and kind is not GenerationEvent):
         return tuple(_whole(key, rank) for rank in value)
-    if key in ("step", "onset_step"):
+    if key in ("step", "onset_step", "generation", "ranks", "steps_again"):
         return _whole(key, value)
     if key in ("reason", "effect", "where", "dry_run"):
         if not isinstance(value, bool if key == "dry_run" else str):

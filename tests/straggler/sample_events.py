@@ -8,6 +8,7 @@ from lightning_hetero.straggler import (
     Event,
     FindingEvent,
     FindingKind,
+    GenerationEvent,
     IterationEvent,
     Mitigation,
 )
@@ -35,4 +36,7 @@ ACTION = ActionEvent(
     before_s=2.0,
     after_s=1.0,
 )
-EVENTS: tuple[Event, ...] = (*ITERATIONS, CHANGE, FOUND, ACTION)
+LOST = GenerationEvent(
+    step=50, generation=1, ranks=3, idle_s=1.25, steps_again=2, lost=(2,), joined=(4,)
+)
+EVENTS: tuple[Event, ...] = (*ITERATIONS, CHANGE, FOUND, ACTION, LOST)

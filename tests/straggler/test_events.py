@@ -55,6 +55,12 @@ def test_logs_without_times_as_older_releases_wrote_them_are_read(tmp_path):
     assert read_events(path) == (ITERATIONS[0], FOUND)
 
 
+def test_generations_of_a_run_are_in_the_table() -> None:
+    assert "3 ranks go on without [2] and with [4]: 1.2 s without a step, 2 steps again" in (
+        summarise(EVENTS)
+    )
+
+
 def test_a_relative_log_stays_where_the_run_began(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = EventLog("run/events.jsonl")
@@ -73,6 +79,7 @@ def test_a_relative_log_stays_where_the_run_began(tmp_path, monkeypatch):
         '{"event": "iteration", "step": 1, "iteration_s": "long"}',
         '{"event": "iteration", "step": 1, "iteration_s": 1, "colour": 3}',
         '{"event": "finding", "step": 1, "kind": "moon", "ranks": [1], "ratio": 2}',
+        '{"event": "generation", "step": 1, "generation": 1, "ranks": [3], "idle_s": 1}',
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line):
