@@ -146,17 +146,17 @@ class PredictionWriter(BasePredictionWriter):
 
 FITS: dict[str, tuple[Callable[[], Trainable], Callable[[], dict[str, Any]]]] = {
     "thawed in mid-run": (Trainable, lambda: {"callbacks": [Thaw()], "max_epochs": 3}),
-    "frozen in mid-run": (Trainable, lambda: {"callbacks": [Freeze()]}),
+    "frozen in mid-run": (Trainable, lambda: {"callbacks": [Freeze()], "max_epochs": 2}),
     "ReduceLROnPlateau": (Plateau, lambda: {"max_epochs": 3}),
-    "estimated_stepping_batches": (AllStepsKnown, dict),
+    "estimated_stepping_batches": (AllStepsKnown, lambda: {"max_epochs": 2}),
     "configure_gradient_clipping": (OwnClipping, dict),
     "optimizer_step": (OwnOptimizerStep, dict),
-    "several validation sets": (TwoValidationSets, dict),
-    "an epoch that a hook ends": (EndsEpochsEarly, dict),
+    "several validation sets": (TwoValidationSets, lambda: {"num_sanity_val_steps": 2}),
+    "an epoch that a hook ends": (EndsEpochsEarly, lambda: {"max_epochs": 2}),
     "configure_model": (Made, dict),
     "a module without layers": (NoLayers, dict),
     "example_input_array": (HasExample, lambda: {"enable_model_summary": True}),
-    "overfit_batches": (Trainable, lambda: {"overfit_batches": 1}),
+    "overfit_batches": (Trainable, lambda: {"overfit_batches": 1, "max_epochs": 2}),
     "limits as shares": (
         Trainable,
         lambda: {"limit_train_batches": 0.7, "limit_val_batches": 0.5},
@@ -164,9 +164,12 @@ FITS: dict[str, tuple[Callable[[], Trainable], Callable[[], dict[str, Any]]]] = 
     "val_check_interval": (Trainable, lambda: {"val_check_interval": 1}),
     "GradientAccumulationScheduler": (
         Trainable,
-        lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]},
+        lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2},
     ),
-    "detect_anomaly": (Trainable, lambda: {"detect_anomaly": True}),
+    "detect_anomaly": (
+        Trainable,  # Each operation notes the stack that it was called from.
+        lambda: {"detect_anomaly": True, "limit_train_batches": 2, "limit_val_batches": 1},
+    ),
 }
 
 
@@ -189,7 +192,7 @@ def fit(name: str, *, planned: bool) -> dict[str, Any]:
     L.seed_everything(5, verbose=False)
     module = make()
     plan = TWO_COPIES if isinstance(module, NoLayers) else PLAN
-    options = {"max_epochs": 2} | trainer_options()
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0} | trainer_options()
     trainer = L.Trainer(**options_of(planned=planned, plan=plan, **options))
     batch_size = SAMPLES // 2 if planned else SAMPLES
     validation = [loader(8, batch_size, seed=seed) for seed in (1, 2)]

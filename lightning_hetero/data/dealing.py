@@ -201,7 +201,8 @@ class DealtBatchSampler(Sampler[list[int]]):
     def draw(self) -> Iterator[list[int]]:
         """Yield the user's batches, with torch's generator seeded alike on every rank."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed + self.epoch)
+            # Nobody's order is drawn on a device, and `torch.manual_seed` would seed those, too.
+            torch.default_generator.manual_seed(self._seed + self.epoch)
             sampler = getattr(self._batch_sampler, "sampler", None)
             if isinstance(sampler, StatefulRandomSampler):
                 # Seeded by chance when it was made, and its order depends on the epochs before.

@@ -12,9 +12,11 @@ Nothing is enqueued here: results are there at once, so a wait that is missing i
 It takes torch's PrivateUse1 device for the rest of the process.
 """
 
+import functools
 import traceback
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +76,13 @@ def _set(made: Tensor, tensor: Tensor) -> None:
 
 def note_wait(what: str) -> None:
     """Note that the host waits for the device."""
-    frames = [frame for frame in traceback.extract_stack() if _is_ours(frame.filename)]
-    asked = [f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno}" for f in frames]
-    waits.append((what, " < ".join(reversed(asked[-4:]))))
+    stack = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    ours = islice(((name, line) for name, line in stack if _is_ours(name)), 4)
+    asked = [f"{Path(name).relative_to(_ROOT)}:{line}" for name, line in ours]
+    waits.append((what, " < ".join(asked)))
 
 
+@functools.cache
 def _is_ours(filename: str) -> bool:
     path = Path(filename)
     return _ROOT in path.parents and ".venv" not in path.parts and path != Path(__file__)
@@ -113,7 +117,7 @@ def _compute(func: Any, *args: Any, **kwargs: Any) -> Any:
         is_place = isinstance(item, torch.device) and item.type == NAME
         return torch.device("cpu") if is_place else item
 
-    made = func(*tree_map(enter, args), **tree_map(enter, kwargs))
+    made = func(*_each(enter, args), **{name: _each(enter, kwargs[name]) for name in kwargs})
     for twin, item, form in given.values():
         if _form_of(twin) != form:  # An output that was resized.
             _set(item, twin)
@@ -123,7 +127,15 @@ def _compute(func: Any, *args: Any, **kwargs: Any) -> Any:
             return item
         return given[id(item)][1] if id(item) in given else moved(item)
 
-    return tree_map(leave, made)
+    return _each(leave, made)
+
+
+def _each(change: Callable[[Any], Any], value: Any) -> Any:
+    """Change each item of what an operation takes or gives."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_each(change, item) for item in value])
+    return tree_map(change, value) if isinstance(value, tuple) else change(value)
 
 
 def _form_of(tensor: Tensor) -> tuple[Any, ...]:

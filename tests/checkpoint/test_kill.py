@@ -46,7 +46,7 @@ for line in sys.stdin:
     os.waitpid(child, 0)
     print("dead", flush=True)
 """
-ROUNDS = 40
+ROUNDS = 25
 MOST_ROUNDS = 1000
 
 

@@ -1,5 +1,6 @@
 """The process that is forked: see `tests/fast_python/__init__.py`."""
 
+import contextlib
 import fcntl
 import functools
 import gc
@@ -29,6 +30,10 @@ _PRELOADED = [
     "lightning_hetero.data",
     "lightning_hetero.strategy",
     "lightning_hetero.testing",
+]
+_PRELOADED_IF_THERE = [
+    "s3fs",  # Imported by any Trainer that writes something.
+    "transformers.models.llama.modeling_llama",
 ]
 _MOST_DESCRIPTORS = 250
 _FIRST_FREE = 400  # Above all descriptors of this process and of those who ask.
@@ -156,6 +161,9 @@ def main() -> None:
     session, folder = int(sys.argv[1]), Path(sys.argv[2])
     for name in _PRELOADED:
         importlib.import_module(name)
+    for name in _PRELOADED_IF_THERE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     # For its own records a torchrun asks all modules who called it; this process has thousands.
     dynamic_rendezvous = importlib.import_module(
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
