@@ -33,7 +33,7 @@ class Drill:
     """More than a stage needs would take no longer in virtual time."""
     num_stages: int = 1
     num_microbatches: int = 8
-    num_steps: int = 60
+    num_steps: int = 48
     strategy: str = "hetero"
     world_size: int = WORLD_SIZE
     batch_size: int = 8

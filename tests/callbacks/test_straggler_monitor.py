@@ -22,7 +22,7 @@ from tests.processes import ProcessPool
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
 
-START, DURATION = 14, 24
+START, DURATION = 14, 18
 SLOW_RANK = SlowRank(start=START, duration=DURATION, global_rank=3, slowdown=1.9)
 SLOW_LINK = SlowLink(start=START, duration=DURATION, ranks=(0, 2), bytes_per_s=1e5)
 
@@ -92,7 +92,8 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
 def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_recover(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    rank, link = replace(SLOW_RANK, duration=16), replace(SLOW_LINK, start=48, bytes_per_s=2e5)
+    rank = replace(SLOW_RANK, duration=16)
+    link = replace(SLOW_LINK, start=48, duration=24, bytes_per_s=2e5)
     drill = Drill(
         faults=(rank, link),
         num_layers=4,
@@ -108,7 +109,7 @@ def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_
         (FindingKind.LINK, (0, 2)),
     ]
     assert found[0].step <= START + 5
-    assert found[1].step < link.start + DURATION
+    assert found[1].step < link.start + link.duration
     assert actions(seen) == [
         (DecisionKind.APPLY, Mitigation.REBALANCE),
         (DecisionKind.UNDO, Mitigation.REBALANCE),
