@@ -11,8 +11,10 @@ from lightning_hetero.autoplan.out_of_memory import is_out_of_memory, requested_
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
 from lightning_hetero.simulator import MemoryCorrection
+from tests.autoplan import restarted
 from tests.autoplan.autoplan_runs import train_capped
-from tests.processes import ProcessFailed, ProcessPool
+from tests.processes import ProcessFailed, ProcessPool, free_port
+from tests.scripts import run_python
 
 ROOMY = 2**30
 
@@ -46,6 +48,32 @@ def test_a_model_that_fits_nowhere_by_what_is_known_is_refused(
         with pytest.raises(ProcessFailed) as failed:
             pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
         assert all(reason in text for text in failed.value.failures.values())
+
+
+@pytest.mark.dist
+def test_what_ran_out_of_memory_under_torchrun_goes_on_under_a_plan_that_fits(
+    tmp_path: Path,
+) -> None:
+    code, output = run_python(
+        [
+            "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=5",
+            f"--master-port={free_port()}", "--monitor-interval=0.1", restarted.__file__,
+            tmp_path, str(3.8e6),
+        ],
+        folder=tmp_path,
+        PYTHONPATH=str(Path(__file__).parents[2]),
+        LIGHTNING_HETERO_CACHE=str(tmp_path / "cache"),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+    )  # fmt: skip
+    assert code == 0, output
+    entries = [json.loads(line) for line in (tmp_path / "rank0.jsonl").read_text().splitlines()]
+    starts = [entry for entry in entries if "plan" in entry]
+    assert starts[0]["plan"] != starts[-1]["plan"]
+    assert starts[0]["begin"] < starts[-1]["begin"], "it goes on from the checkpoint"
+    (correction,) = (tmp_path / "cache").glob("memory-*.json")
+    assert json.loads(correction.read_text())["activation_factor"] > 1
+    steps = {entry["step"]: entry["loss"] for entry in entries if "step" in entry}
+    assert [steps[step] for step in (1, 2, 3)] == pytest.approx(restarted.plain_losses())
 
 
 def test_errors_of_memory_are_known_with_what_they_asked_for() -> None:
