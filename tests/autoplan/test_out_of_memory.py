@@ -51,6 +51,7 @@ def test_a_model_that_fits_nowhere_by_what_is_known_is_refused(
 
 
 @pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of the plain run.
 def test_what_ran_out_of_memory_under_torchrun_goes_on_under_a_plan_that_fits(
     tmp_path: Path,
 ) -> None:

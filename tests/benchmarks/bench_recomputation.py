@@ -317,8 +317,8 @@ def per_microbatch(run: Callable[[Job], list[Result]]) -> Row:
         kind="measured",
         value=peer / ours,
         note=f"{fixed[0]} and {fixed[1]} of {cut} layers recomputed in each; simulated "
-        f"{expected[1] / expected[0]:.2f}, {expected[1] / expected[2]:.2f} without limit; processor "
-        f"time of the busiest rank {busiest[1] / busiest[0]:.2f}",
+        f"{expected[1] / expected[0]:.2f}, {expected[1] / expected[2]:.2f} without limit; busiest "
+        f"rank's processor time {busiest[1] / busiest[0]:.2f}",
     )
 
 

@@ -40,13 +40,23 @@ TWO_STAGES = {
     "pipelines": [{"stages": [{"ranks": [1], "layers": [0, 2]}, {"ranks": [0], "layers": [2, 3]}]}]
 }
 ALONE = {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 3]}]}]}
+
+
+def owned(plan: dict[str, Any], *shares: float) -> dict[str, Any]:
+    """Return a plan whose ranks own these shares of masters and optimizer states."""
+    return {**plan, "owner_shares": list(shares)}
+
+
 LEGS = [
     Leg(until=2, plan=ASYMMETRIC, world_size=3, redundancy=1),
     Leg(until=4, plan=TENSOR_PARALLEL, world_size=3, ownership="even"),
     Leg(until=6, plan=TWO_STAGES, world_size=2, ownership="parameter", redundancy=1),
     Leg(until=8),
     Leg(until=10, plan=TENSOR_PARALLEL, world_size=3, redundancy=1),
-    Leg(until=12, plan=ALONE),
+    Leg(until=12, plan=owned(ASYMMETRIC, 0.1, 0.7, 0.2), world_size=3, ownership="memory"),
+    Leg(until=13, plan=owned(ASYMMETRIC, 0.5, 0.0, 0.5), world_size=3, ownership="memory"),
+    Leg(until=14, plan=owned(TENSOR_PARALLEL, 0.2, 0.1, 0.7), world_size=3, redundancy=1),
+    Leg(until=16, plan=ALONE),
 ]
 
 
@@ -54,7 +64,7 @@ LEGS = [
 def test_each_leg_of_a_run_may_have_another_plan_and_other_owners(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    whole = fit(0, Leg(until=12))
+    whole = fit(0, Leg(until=16))
     losses: list[float] = []
     for leg in LEGS:
         results = pool.run(fit, leg.world_size, leg, str(tmp_path / "run"))
@@ -62,7 +72,7 @@ def test_each_leg_of_a_run_may_have_another_plan_and_other_owners(
             assert result["losses"] == results[0]["losses"]
         losses += results[0]["losses"]
     np.testing.assert_allclose(losses, whole["losses"], rtol=1e-5)
-    assert (results[0]["num_steps"], results[0]["lr"]) == (12, whole["lr"])
+    assert (results[0]["num_steps"], results[0]["lr"]) == (16, whole["lr"])
     for name, averaged in whole["weights"].items():
         np.testing.assert_allclose(results[0]["weights"][name], averaged, rtol=1e-4, atol=1e-6)
 

@@ -22,11 +22,11 @@ def predict(run: MeasuredRun) -> Simulation:
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_iteration_time_within_20_percent_and_memory_within_15(path):
+def test_iteration_time_within_20_percent_and_memory_within_5(path):
     run = load_run(path)
     simulation = predict(run)
     assert simulation.iteration_time_s == pytest.approx(run.iteration_time_s, rel=0.20)
-    assert max(simulation.memory_bytes) == pytest.approx(run.peak_bytes, rel=0.15)
+    assert max(simulation.memory_bytes) == pytest.approx(run.peak_bytes, rel=0.05)
 
 
 def test_mean_absolute_error_of_iteration_times_is_at_most_8_percent():
