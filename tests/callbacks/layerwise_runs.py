@@ -50,6 +50,7 @@ class PackedModule(L.LightningModule):
         self.model = HeteroLM(sizes)
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         self.losses: list[float] = []
+        self.num_owned = 0
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
@@ -57,6 +58,7 @@ class PackedModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+        self.num_owned = sum(p.numel() for p in self.parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.num_steps += 1
@@ -97,6 +99,7 @@ def fit(
         "losses": module.losses,
         "weights": {name: p.detach().numpy().copy() for name, p in module.named_parameters()},
         "num_steps": int(module.num_steps),
+        "num_owned": module.num_owned,
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
     }
 

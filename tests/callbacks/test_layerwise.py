@@ -70,6 +70,11 @@ def test_each_leg_of_a_run_may_have_another_plan_and_other_owners(
         results = pool.run(fit, leg.world_size, leg, str(tmp_path / "run"))
         for result in results:
             assert result["losses"] == results[0]["losses"]
+        if leg.ownership == "memory":
+            owned = np.array([result["num_owned"] for result in results])
+            np.testing.assert_allclose(
+                owned / whole["num_owned"], leg.plan["owner_shares"], atol=0.03
+            )
         losses += results[0]["losses"]
     np.testing.assert_allclose(losses, whole["losses"], rtol=1e-5)
     assert (results[0]["num_steps"], results[0]["lr"]) == (16, whole["lr"])
