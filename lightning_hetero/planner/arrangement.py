@@ -168,8 +168,10 @@ def map_groups(
             candidates.pop(0)
         if order is MappingOrder.PIPELINES_TOGETHER and before in candidates[:8]:
             candidates = [before, *candidates]
-        chosen = next((n for n in candidates if free[n] >= tp_degree), None)
-        if chosen is None:
+        for chosen in candidates:
+            if free[chosen] >= tp_degree:
+                break
+        else:
             return None
         free[chosen] -= tp_degree
         placed[g][s] = chosen

@@ -39,6 +39,8 @@ class StageTable:
 
     shape: StageShape
     """Where it runs and what stands at its ends."""
+    forward_s: FloatArray
+    """Seconds of a micro-batch's forward."""
     unlimited_s: FloatArray
     """Seconds of a micro-batch, as if everything fitted."""
     total_s: FloatArray
@@ -50,6 +52,11 @@ class StageTable:
     def is_unlimited(self) -> bool:
         """Whether any number of layers fits without recomputation."""
         return not self.recomputed[1:].any()
+
+    def pair_s(self, num_layers: int) -> tuple[float, float]:
+        """Return the seconds of forward and backward with so many layers."""
+        forward = float(self.forward_s[num_layers])
+        return forward, float(self.total_s[num_layers]) - forward
 
     def sized(self, num_layers: int) -> StageShape:
         """Return the shape of the stage with so many layers."""
@@ -102,7 +109,7 @@ class RecomputeTables:
             unlimited = times_s[0] + times_s[1]
             total = unlimited + inner_s * np.maximum(again, 0) / sizes
             total = np.where(again < 0, np.inf, total)
-            self._tables[key] = StageTable(shape, unlimited, total, again)
+            self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again)
         return self._tables[key]
 
     def _find(self, shape: StageShape, use: MemoryUse) -> IntArray:

@@ -36,6 +36,9 @@ class StageTimes:
             self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._keys: dict[PipelineNodes, PipelineKey] = {}
+        self._stage_tables: dict[
+            tuple[int, int, bool, bool, tuple[int, int, float | None]], StageTable
+        ] = {}
         self._recompute = RecomputeTables(cost, workload)
         self._unlimited: dict[tuple[StageShape, ...], float] = {}
         self._balanced: dict[tuple[StageTable, ...], tuple[int, ...] | None] = {}
@@ -115,19 +118,22 @@ class StageTimes:
         owned_params: float | None,
     ) -> list[StageTable]:
         """Return what every number of layers takes on each stage, recomputation included."""
-        nodes = pipeline.nodes
         tables = []
-        for stage, (node, tp_degree) in enumerate(pipeline.stages):
-            ends = {"first": stage == 0, "last": stage == len(nodes) - 1}
-            in_flight = min(len(nodes) - stage, most_microbatches)
-            tables.append(
-                self._recompute.table(
+        last = len(pipeline.nodes) - 1
+        for stage, (tp_degree, node) in enumerate(zip(*pipeline, strict=True)):
+            in_flight = min(last + 1 - stage, most_microbatches)
+            use = num_pipelines, in_flight, owned_params
+            key = self.classes[node], tp_degree, stage == 0, stage == last, use
+            table = self._stage_tables.get(key)
+            if table is None:
+                ends = {"first": stage == 0, "last": stage == last}
+                table = self._stage_tables[key] = self._recompute.table(
                     self.shape(node, tp_degree, 1, **ends),
-                    MemoryUse(num_pipelines, in_flight, owned_params),
+                    MemoryUse(*use),
                     self.stage_times_s(node, tp_degree, **ends),
                     self.stage_times_s(node, tp_degree, first=False, last=False)[0],
                 )
-            )
+            tables.append(table)
         return tables
 
     def balanced(self, tables: Sequence[StageTable]) -> tuple[int, ...] | None:

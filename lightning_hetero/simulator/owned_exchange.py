@@ -6,6 +6,7 @@ pulls go the same ways back. A unit takes as long as the slower of its holder an
 rank owns of units that it doesn't hold it receives on top of its own stage's.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from typing_extensions import override
@@ -82,7 +83,8 @@ class _OwnedExchange(ExchangeTable):
         self._owned = spread_ownership(self._units, plan.owner_shares)
         for segment, unit, owned in zip(self.segments, self._units, self._owned, strict=True):
             params = float(segment.params_per_unit)
-            pairs = [self._seconds(ranks, unit, owned, params) for ranks in unit.holders]
+            on_nodes = _OnNodes(unit, owned, cost)
+            pairs = [self._seconds(ranks, on_nodes, params) for ranks in unit.holders]
             push, pull = cost.layout.pushed_bytes, cost.layout.weight_bytes
             self.push_s.append([late + push * rate for late, rate in pairs])
             self.pull_s.append([late + pull * rate for late, rate in pairs])
@@ -127,27 +129,47 @@ class _OwnedExchange(ExchangeTable):
         return found, idle
 
     def _seconds(
-        self,
-        ranks: Sequence[int],
-        unit: OwnedUnit,
-        owned: dict[int, float],
-        params: float,
+        self, ranks: Sequence[int], on_nodes: "_OnNodes", params: float
     ) -> tuple[float, float]:
         """Return latency, and seconds for each byte of a value, of one unit on one pipeline."""
-        cost, holder = self._cost, ranks[0]
-        others = {rank: share for rank, share in owned.items() if rank not in ranks}
+        cost, owned, holder = self._cost, on_nodes.owned, ranks[0]
+        here = cost.node_of_rank[holder]
+        shares, owners = dict(on_nodes.shares), Counter(on_nodes.owners)
+        for rank in ranks:
+            if rank in owned:
+                shares[cost.node_of_rank[rank]] -= owned[rank]
+                owners[cost.node_of_rank[rank]] -= 1
+        others = {node: max(0.0, shares[node]) for node, count in owners.items() if count}
         total = sum(others.values())
         sent_s = late = 0.0
         if total:
             leaving = params * max(0.0, 1.0 - _own_part(owned, ranks)) / len(ranks)
-            for rank, share in others.items():
-                bytes_per_s, latency_s = cost.link(holder, rank)
+            for node, share in others.items():
+                bytes_per_s, latency_s = cost.link(holder, on_nodes.rank_on[node])
                 sent_s += leaving * share / total / bytes_per_s
                 late = max(late, latency_s)
         received_s = 0.0
-        for own in unit.holders:
-            if holder not in own:
-                bytes_per_s, latency_s = cost.link(own[0], holder)
-                received_s += params * owned.get(holder, 0.0) / bytes_per_s
-                late = max(late, latency_s if owned.get(holder) else 0.0)
+        if mine := params * owned.get(holder, 0.0):
+            for node, count in on_nodes.holders.items():
+                if number := count - (node == here):
+                    bytes_per_s, latency_s = cost.link(on_nodes.rank_on[node], holder)
+                    received_s += number * mine / bytes_per_s
+                    late = max(late, latency_s)
         return late, max(sent_s, received_s)
+
+
+class _OnNodes:
+    """Who owns and who holds a unit, by node: links between the same nodes are alike."""
+
+    def __init__(self, unit: OwnedUnit, owned: dict[int, float], cost: CostModel) -> None:
+        node_of = cost.node_of_rank
+        self.owned = owned
+        self.shares: dict[int, float] = {}
+        for rank, share in owned.items():
+            self.shares[node_of[rank]] = self.shares.get(node_of[rank], 0.0) + share
+        self.owners = Counter(node_of[rank] for rank in owned)
+        """Ranks that own."""
+        self.holders = Counter(node_of[ranks[0]] for ranks in unit.holders)
+        """Pipelines whose first holder is there."""
+        self.rank_on = {node_of[ranks[0]]: ranks[0] for ranks in unit.holders}
+        self.rank_on |= {node_of[rank]: rank for rank in owned}

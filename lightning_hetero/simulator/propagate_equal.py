@@ -61,11 +61,17 @@ def propagate_equal(
     rounds = _Rounds(times, start_s, blocking=blocking)
     unit = _SAME * (sum(times.forward_s) + sum(times.backward_s)) or 1.0
     seen: dict[tuple[int, ...], tuple[int, float]] = {}
-    index = 0
+    paces: set[int] = set()
+    index, last_s = 0, 0.0
     while index < count + num_stages - 1:
         rounds.run(index)
         index += 1
         if num_stages <= index < count and math.isfinite(rounds.free_s[0]):
+            # A round that isn't as long as an earlier one goes on unlike any.
+            pace, last_s = round((rounds.free_s[0] - last_s) / unit), rounds.free_s[0]
+            if pace not in paces:
+                paces.add(pace)
+                continue
             shape = rounds.shape(unit)
             before, base_s = seen.setdefault(shape, (index, rounds.free_s[0]))
             if before < index:
@@ -120,27 +126,35 @@ class _Rounds:
         self.forward_link_s, self.backward_link_s = ([0.0] * self.num_stages for _ in range(2))
 
     def run(self, index: int) -> None:
-        """Run round `index`, from the last stage to the first."""
+        """Run round `index`, from the last stage to the first.
+
+        Searches spend much of their time here, so the larger of two times is taken without a call.
+        """
         has_backward = index >= self.num_stages - 1
+        newest = index - self.num_microbatches
+        free_s, arrived_s = self.free_s, self.arrived_s
+        forward_link_s, backward_link_s = self.forward_link_s, self.backward_link_s
         gradient_s = 0.0
         for stage in range(min(index, self.num_stages - 1), -1, -1):
-            free = self.free_s[stage]
+            free = free_s[stage]
             forward, backward = self.seconds[stage]
             hop, back = self.hops_s[stage]
             hold, hold_back = self.holds_s[stage]
-            if index - stage < self.num_microbatches:
-                end = max(free, self.arrived_s[stage]) + forward
-                sent = max(end, self.forward_link_s[stage])
-                self.forward_link_s[stage] = sent + hop
-                self.arrived_s[stage + 1] = sent + hop - hold
+            if stage > newest:
+                arrived, link = arrived_s[stage], forward_link_s[stage]
+                end = (free if free > arrived else arrived) + forward
+                sent = (end if end > link else link) + hop
+                forward_link_s[stage] = sent
+                arrived_s[stage + 1] = sent - hold
                 free = end + hold
             if has_backward:
-                end = max(free, gradient_s) + backward
-                sent = max(end, self.backward_link_s[stage])
-                self.backward_link_s[stage] = sent + back
-                gradient_s = sent + back - hold_back
+                link = backward_link_s[stage]
+                end = (free if free > gradient_s else gradient_s) + backward
+                sent = (end if end > link else link) + back
+                backward_link_s[stage] = sent
+                gradient_s = sent - hold_back
                 free = end + hold_back
-            self.free_s[stage] = free
+            free_s[stage] = free
 
     def shape(self, unit: float) -> tuple[int, ...]:
         """Return all times after the first stage's, in units: equal ones go on alike."""

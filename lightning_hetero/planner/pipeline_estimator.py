@@ -1,0 +1,234 @@
+"""How long one pipeline takes, about: layers by Eq. 4, then `fill + slope·K` for K micro-batches.
+
+Pipelines of one class (same devices in the same order) are balanced and timed once.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.planner.arrangement import PipelineNodes
+from lightning_hetero.planner.memory_fit import owned_capacity
+from lightning_hetero.planner.recompute_tables import StageTable
+from lightning_hetero.planner.stage_times import PipelineKey, StageTimes
+from lightning_hetero.planner.workload import Workload
+from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.simulator.propagate_equal import (
+    EqualTimes,
+    propagate_equal,
+    steady_round_s,
+)
+
+__all__ = ["PipelineEstimate", "PipelineEstimator"]
+
+_STEADY_ROUNDS = 2
+"""Micro-batches per stage after which a pipeline's end grows evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineEstimate:
+    """One pipeline with its layers placed."""
+
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    slope_s: float
+    """Seconds that one more micro-batch takes."""
+    least_s: tuple[float, float]
+    """Seconds besides, and of each micro-batch, that its stages' work takes at least."""
+    times: EqualTimes
+    """Seconds of every action and message."""
+    step_s: tuple[float, ...]
+    """Seconds of each stage's optimizer step."""
+    most_microbatches: int
+    """Micro-batches beyond which the activations in flight would not fit."""
+    is_memory_bound: bool
+    """Whether more memory would make it faster."""
+    capacity_params: float
+    """Parameters that all its ranks together have room to own."""
+
+
+class PipelineEstimator(StageTimes):
+    """Balances and times pipelines on one cluster for one workload; caches everything by class."""
+
+    def __init__(self, cost: CostModel, workload: Workload) -> None:
+        super().__init__(cost, workload)
+        self._pipelines: dict[tuple[PipelineKey, int, float | None], PipelineEstimate | None] = {}
+        self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
+        self._ends_of: dict[EqualTimes, list[float]] = {}
+        self._steps: dict[tuple[StageTable, int, int, float | None], float] = {}
+
+    def pipeline(
+        self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None = None
+    ) -> PipelineEstimate | None:
+        """Return a pipeline with its layers balanced, or None if the model doesn't fit.
+
+        Args:
+            pipeline: Its stages by node.
+            num_pipelines: Pipelines of the plan.
+            owned_params: Parameters that each rank owns; None if holders share them alike.
+        """
+        key = self.key(pipeline), num_pipelines, owned_params
+        if key not in self._pipelines:
+            self._pipelines[key] = self._estimate_pipeline(pipeline, *key[1:])
+        return self._pipelines[key]
+
+    def _estimate_pipeline(
+        self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None
+    ) -> PipelineEstimate | None:
+        """Balance the layers; if they don't fit, let fewer micro-batches be in flight."""
+        total = self.workload.num_microbatches
+        num_stages = len(pipeline.nodes)
+        if num_stages > self.num_layers:
+            return None
+        # Long pipelines with few micro-batches are poor anyway: look at short ones only.
+        fewer = range(min(num_stages, total) - 1, 0, -1) if num_stages <= 6 else ()
+        for most in (total, *fewer):
+            found = self._time_pipeline(pipeline, num_pipelines, most, owned_params)
+            if found is not None:
+                return found
+        return None
+
+    def balance(
+        self, pipeline: PipelineNodes, num_pipelines: int, most_microbatches: int
+    ) -> tuple[int, ...] | None:
+        """Return the layers of each stage by Eq. 4, or None if they don't fit.
+
+        Args:
+            pipeline: Its stages by node.
+            num_pipelines: Pipelines among which states are spread.
+            most_microbatches: Most micro-batches in flight.
+        """
+        tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, None)
+        return self.balanced(tables)
+
+    def _time_pipeline(
+        self,
+        pipeline: PipelineNodes,
+        num_pipelines: int,
+        most_microbatches: int,
+        owned_params: float | None,
+    ) -> PipelineEstimate | None:
+        tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, owned_params)
+        layers = self.balanced(tables)
+        if layers is None:
+            return None
+        pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
+        hops = [self._hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
+        times = EqualTimes(
+            forward_s=tuple([forward for forward, _ in pairs]),
+            backward_s=tuple([backward for _, backward in pairs]),
+            forward_message_s=tuple([there for there, _ in hops]),
+            backward_message_s=tuple([back for _, back in hops]),
+            num_microbatches=max(1, self.workload.num_microbatches // num_pipelines),
+        )
+        slope_s = steady_round_s(times, blocking=self.cost.layout.blocking_messages)
+        return PipelineEstimate(
+            layers=layers,
+            slope_s=slope_s,
+            least_s=_least_s(times, slope_s),
+            times=times,
+            step_s=tuple(
+                [
+                    self._step_s(table, count, num_pipelines, owned_params)
+                    for table, count in zip(tables, layers, strict=True)
+                ]
+            ),
+            most_microbatches=most_microbatches,
+            is_memory_bound=self.is_slowed(tables, layers),
+            capacity_params=0.0
+            if owned_params is None
+            else self._capacity(
+                [table.sized(count) for table, count in zip(tables, layers, strict=True)],
+                num_pipelines,
+                most_microbatches,
+            ),
+        )
+
+    def _step_s(
+        self, table: StageTable, num_layers: int, num_pipelines: int, owned_params: float | None
+    ) -> float:
+        """Return the seconds of a stage's optimizer step."""
+        key = table, num_layers, num_pipelines, owned_params
+        found = self._steps.get(key)
+        if found is None:
+            cost, shape = self.cost, table.sized(num_layers)
+            if owned_params is None:
+                owned_params = cost.num_owned_params(shape, num_pipelines)
+            found = self._steps[key] = cost.update_s(shape, owned_params)
+        return found
+
+    def _capacity(
+        self, shapes: Sequence[StageShape], num_pipelines: int, most_microbatches: int
+    ) -> float:
+        """Return the parameters that all ranks of the stages together have room to own."""
+        tokens = sum(self.workload.microbatch)
+        return sum(
+            shape.tp_degree
+            * owned_capacity(
+                self.cost,
+                shape,
+                num_pipelines,
+                tokens * min(len(shapes) - stage, most_microbatches),
+                tokens,
+            )
+            for stage, shape in enumerate(shapes)
+        )
+
+    def _hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+        """Return seconds of a hidden state between two stages, and of its gradient back.
+
+        Stages are (node, devices).
+        """
+        key = self.classes[one[0]], one[1], self.classes[other[0]], other[1], one[0] == other[0]
+        found = self._hops.get(key)
+        if found is None:
+            stages = []
+            for index, (node, tp_degree) in enumerate((one, other)):
+                first = self._rank_of_node[node]
+                ranks = tuple(range(first, first + tp_degree))
+                stages.append(StagePlan(ranks=ranks, layers=range(index, index + 1)))
+            tokens = sum(self.workload.microbatch)
+            found = self._hops[key] = (
+                self.cost.activation_s(stages[0], stages[1], tokens),
+                self.cost.activation_s(stages[1], stages[0], tokens),
+            )
+        return found
+
+    def fill_s(self, part: PipelineEstimate) -> float:
+        """Return a pipeline's seconds besides those of its micro-batches: the bubble."""
+        count = part.times.num_microbatches
+        return max(self.ends_s(part, count)) - part.slope_s * count
+
+    def ends_s(self, part: PipelineEstimate, num_microbatches: int) -> list[float]:
+        """Return when the stages of a pipeline end that starts at once."""
+        usual = part.times.num_microbatches
+        if min(usual, num_microbatches) >= _STEADY_ROUNDS * len(part.layers):
+            later_s = (num_microbatches - usual) * part.slope_s
+            return [end + later_s for end in self._run_s(part.times)]
+        return self._run_s(replace(part.times, num_microbatches=num_microbatches))
+
+    def _run_s(self, times: EqualTimes) -> list[float]:
+        found = self._ends_of.get(times)
+        if found is None:
+            starts, blocking = (0.0,) * len(times.forward_s), self.cost.layout.blocking_messages
+            found = list(propagate_equal(times, starts, blocking=blocking).end_s)
+            self._ends_of[times] = found
+        return found
+
+
+def _least_s(times: EqualTimes, slope_s: float) -> tuple[float, float]:
+    """Return seconds besides, and of each micro-batch, that a pipeline takes at least.
+
+    A stage begins when the first micro-batch has passed those before it, and when its last gradient
+    leaves it passes them back: K micro-batches of w_s seconds take K·w_s + w_1 + ... + w_{s-1}. For
+    each K another stage says the most; the one that does for the usual number is taken.
+    """
+    count, before = times.num_microbatches, 0.0
+    best = 0.0, slope_s
+    for forward, backward in zip(times.forward_s, times.backward_s, strict=True):
+        work = forward + backward
+        if before + count * work > best[0] + count * best[1]:
+            best = before, work
+        before += work
+    return best
