@@ -19,13 +19,14 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidatePlans, Workload
+from lightning_hetero.planner.contingency import PlanningTask, cost_of
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
-from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, Simulation, StateLayout
+from lightning_hetero.simulator import CostModel, Simulation, StateLayout
 
 __all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "PlanBasis", "RunFacts"]
 
@@ -164,9 +165,7 @@ class PlanBasis:
 
     def cost(self) -> CostModel:
         """Return the cost model that the plan was judged by."""
-        if self.profile is None:
-            return RooflineCost(self.cluster, self.model, layout=self.states)
-        return ProfileCost(self.cluster, self.model, self.profile, layout=self.states)
+        return cost_of(self.cluster, self.model, self.states, self.profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +185,8 @@ class AutoPlanned:
     """What the prediction rests on; None if nothing was simulated."""
     candidates: CandidatePlans | None = None
     """Plans for data that is assigned, and what they cost; None for other data."""
+    foreseen: tuple[PlanningTask, ...] = ()
+    """What would have to be planned if ranks were lost; of each rank only what it would plan."""
 
     @property
     def predicted_s(self) -> float | None:

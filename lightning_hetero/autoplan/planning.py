@@ -17,14 +17,14 @@ whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorit
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
+from lightning_hetero.autoplan.contingencies import Contingencies
 from lightning_hetero.autoplan.data_facts import DataFacts
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, PlanBasis, RunFacts
-from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.autoplan.jobs import Job, foresee, holds_everything
 from lightning_hetero.core.devices import KNOWN_DEVICES
-from lightning_hetero.core.errors import ClusterError, PlanningError
+from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
@@ -32,20 +32,15 @@ from lightning_hetero.planner import (
     CandidateOptions,
     PlanningOptions,
     PlanningResult,
-    Workload,
     plan,
     propose_plans,
 )
-from lightning_hetero.runtime.iteration.config import OwnedDevice
-from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
+from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import (
     CostModel,
-    RooflineCost,
-    StageShape,
-    StateLayout,
     bound_line,
     fitting_lines,
     prediction_lines,
@@ -53,10 +48,7 @@ from lightning_hetero.simulator import (
 
 __all__ = ["make_plan"]
 
-_DEFAULT_SAMPLES = 8
-_DEFAULT_LENGTH = 512
 _MAX_PROFILED_TOKENS = 4096
-_MAX_PARTS = 4
 _UNKNOWN_SIZES = (
     "This module's sizes can't be told (no list of layers, or layers without matrices), so nothing "
     "was planned: every rank gets a whole model and as many samples, however fast it is. Name the "
@@ -64,12 +56,19 @@ _UNKNOWN_SIZES = (
 )
 
 
-def make_plan(options: AutoPlan, facts: RunFacts, *, num_candidate_plans: int = 1) -> AutoPlanned:
+def make_plan(
+    options: AutoPlan,
+    facts: RunFacts,
+    contingencies: Contingencies,
+    *,
+    num_candidate_plans: int = 1,
+) -> AutoPlanned:
     """Plan for the ranks that run; collective over all ranks, the same result on each.
 
     Args:
         options: What the user says.
         facts: What is known of the run.
+        contingencies: Knows what was solved before it is asked for.
         num_candidate_plans: Plans to have at hand for data that a data module assigns.
 
     Raises:
@@ -89,13 +88,14 @@ def make_plan(options: AutoPlan, facts: RunFacts, *, num_candidate_plans: int = 
         )
     if facts.data is not None:
         return _plan_for_data(options, facts, model, seats, num_candidate_plans)
-    job = facts.comms.on_rank_0(lambda: _Job.of(options, facts, model, seats))
-    if options.cluster is None and not unequal and _holds_everything(job, facts):
+    job = facts.comms.on_rank_0(lambda: Job.of(options, facts, model, seats))
+    if options.cluster is None and not unequal and holds_everything(job):
         return _data_parallel(
             facts, "data parallelism: the devices are equal and hold the whole model"
         )
     profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
-    return facts.comms.on_rank_0(lambda: _search(job, options, facts, profile))
+    found = facts.comms.on_rank_0(lambda: _search(job, options, contingencies, profile))
+    return replace(found, foreseen=foresee(job, options, facts, seats, profile))
 
 
 def _plan_for_data(
@@ -110,89 +110,12 @@ def _plan_for_data(
     data = facts.comms.on_rank_0(facts.data)
     samples = max(1, data.tokens_per_step // (data.typical * facts.comms.world_size))
     typical = replace(options, sequence_length=data.typical, batch_size=samples)
-    job = facts.comms.on_rank_0(lambda: _Job.of(typical, facts, model, seats))
+    job = facts.comms.on_rank_0(lambda: Job.of(typical, facts, model, seats))
     profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
     choosing = CandidateOptions(
         num_candidate_plans=num_candidate_plans, tp_degrees=options.tp_degrees
     )
     return facts.comms.on_rank_0(lambda: _propose(job, options, choosing, data, profile))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What is planned: cluster, model and an iteration's size."""
-
-    cluster: Cluster
-    model: ModelSpec
-    states: StateLayout
-    sequence_length: int
-    batch_size: int
-    num_batches: int
-    """Batches of an iteration."""
-    microbatch_sizes: tuple[int, ...]
-    assumed: tuple[str, ...]
-    """What nobody said and was assumed."""
-
-    @classmethod
-    def of(
-        cls, options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
-    ) -> "_Job":
-        cluster = options.cluster
-        if isinstance(cluster, str | Path):
-            cluster = Cluster.load(cluster)
-        cluster = cluster or cluster_of(seats)
-        if facts.owned_device is OwnedDevice.DEVICE:
-            nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
-            cluster = replace(cluster, nodes=nodes)
-        if cluster.num_ranks != facts.comms.world_size:
-            raise ClusterError(
-                f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
-                "processes run. Start one process a device, or describe the devices that run."
-            )
-        found = facts.sizes()
-        assumed = []
-        samples = options.batch_size or found.samples
-        if samples is None:
-            samples = _DEFAULT_SAMPLES
-            assumed.append(f"batch_size {samples}")
-        length = options.sequence_length or found.sequence_length
-        if length is None:
-            length = _DEFAULT_LENGTH
-            assumed.append(f"sequence_length {length}")
-        return cls(
-            cluster=corrected_cluster(cluster, seats),
-            model=model,
-            states=replace(
-                facts.state_layout(),
-                activation_factor=max(seat.correction.activation_factor for seat in seats),
-            ),
-            sequence_length=length,
-            batch_size=samples,
-            num_batches=facts.num_batches or facts.comms.world_size,
-            microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
-            assumed=tuple(assumed),
-        )
-
-    def workload(self, microbatch_size: int) -> Workload:
-        return Workload(
-            sequence_length=self.sequence_length,
-            global_batch_size=self.batch_size * self.num_batches,
-            sequences_per_microbatch=microbatch_size,
-        )
-
-    def basis(self, microbatch_size: int, profile: Profile | None) -> PlanBasis:
-        return PlanBasis(
-            cluster=self.cluster,
-            model=self.model,
-            states=self.states,
-            workload=self.workload(microbatch_size),
-            profile=profile,
-        )
-
-
-def _microbatch_sizes(samples: int) -> tuple[int, ...]:
-    parts = [part for part in range(1, _MAX_PARTS + 1) if samples % part == 0]
-    return tuple(dict.fromkeys([*(samples // part for part in parts), 1]))
 
 
 def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
@@ -202,19 +125,7 @@ def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
     return AutoPlanned(plan=even, summary=f"planned         {reason}")
 
 
-def _holds_everything(job: _Job, facts: RunFacts) -> bool:
-    """Return whether a device holds the whole model and a whole batch, by the roofline."""
-    # One micro-batch is no sum.
-    states = replace(job.states, summed_bytes=job.states.gradient_bytes)
-    cost = RooflineCost(job.cluster, job.model, layout=states)
-    name = job.cluster.nodes[0].device
-    shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
-    batch = (job.sequence_length,) * job.batch_size
-    needed = cost.stage_memory(shape, facts.comms.world_size, [batch], 1)
-    return needed.total <= cost.usable_bytes(name)
-
-
-def _uniform_microbatches(job: _Job) -> tuple[tuple[int, ...], ...]:
+def _uniform_microbatches(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the micro-batches to measure where all samples have one length."""
     shapes = [(job.sequence_length,) * size for size in sorted(job.microbatch_sizes)]
     small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS]
@@ -230,7 +141,7 @@ def _varied_microbatches(longest: int) -> tuple[tuple[int, ...], ...]:
 
 def _profile_of(
     options: AutoPlan,
-    job: _Job,
+    job: Job,
     seats: Sequence[Seat],
     facts: RunFacts,
     microbatches: tuple[tuple[int, ...], ...],
@@ -254,18 +165,12 @@ def _profile_of(
     return profile_seats(job.model, measured, seats, facts.comms, facts.device)
 
 
-def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | None) -> AutoPlanned:
-    cost = job.basis(job.microbatch_sizes[0], profile).cost()
-    results: list[PlanningResult] = []
-    failure: PlanningError | None = None
-    searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
-    for size in job.microbatch_sizes:
-        if job.batch_size * job.num_batches % size:
-            continue  # Micro-batches of this size would not fill the iteration.
-        try:
-            results.append(plan(job.cluster, job.model, job.workload(size), searching, cost=cost))
-        except PlanningError as error:
-            failure = error
+def _search(
+    job: Job, options: AutoPlan, contingencies: Contingencies, profile: Profile | None
+) -> AutoPlanned:
+    answers = [contingencies.solve(task) for task in job.tasks(options, profile)]
+    results = [answer for answer in answers if isinstance(answer, PlanningResult)]
+    failure = next((item for item in reversed(answers) if isinstance(item, PlanningError)), None)
     if not results:
         raise PlanningError(
             f"{failure or 'No micro-batch size divides the batch.'} To run it all the same, give "
@@ -283,7 +188,7 @@ def _search(job: _Job, options: AutoPlan, facts: RunFacts, profile: Profile | No
 
 
 def _propose(
-    job: _Job,
+    job: Job,
     options: AutoPlan,
     choosing: CandidateOptions,
     data: DataFacts,
@@ -327,7 +232,7 @@ def _static_plans(basis: PlanBasis, options: AutoPlan, cost: CostModel) -> tuple
     return (ParallelPlan(pipelines=working),)
 
 
-def _summary(job: _Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:
+def _summary(job: Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:
     workload, simulation = result.workload, result.best.simulation
     gap = simulation.iteration_time_s / bound_s - 1.0
     lines = [

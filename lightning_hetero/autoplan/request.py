@@ -5,17 +5,19 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_hetero.assign import PipelineCost
+from lightning_hetero.autoplan.contingencies import Contingencies
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.process.membership import membership_name
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
 __all__ = ["PlanRequest", "RunPlans"]
@@ -54,6 +56,8 @@ class PlanRequest:
     """Stages of each equal pipeline."""
     num_candidate_plans: int = 1
     """Plans to have at hand for a `HeteroDataModule`."""
+    contingencies: Contingencies = field(default_factory=Contingencies, compare=False, repr=False)
+    """What is planned before it is asked for."""
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_candidate_plans"):
@@ -126,7 +130,11 @@ class PlanRequest:
 
     def _find(self, facts: RunFacts) -> RunPlans:
         if isinstance(self.plan, AutoPlan):
-            auto = make_plan(self.plan, facts, num_candidate_plans=self.num_candidate_plans)
+            auto = make_plan(
+                self.plan, facts, self.contingencies, num_candidate_plans=self.num_candidate_plans
+            )
+            if membership_name() is not None:
+                self.contingencies.prepare(auto.foreseen)
             if auto.warning is not None:
                 rank_zero_warn(auto.warning)
             if auto.candidates is None:

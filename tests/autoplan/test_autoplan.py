@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_hetero.autoplan.contingencies import Contingencies
 from lightning_hetero.autoplan.facts import AutoPlan, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.core.cluster import Cluster, Node
@@ -125,7 +126,7 @@ def test_a_module_of_unknown_sizes_is_trained_data_parallel_with_a_warning(
         device=torch.device("cpu"),
         sizes=lambda: pytest.fail("there is nothing to plan"),
     )
-    planned = make_plan(AutoPlan(cluster=cluster), facts)
+    planned = make_plan(AutoPlan(cluster=cluster), facts, Contingencies())
     assert planned.plan.num_pipelines == 2
     assert planned.predicted_s is None
     assert (planned.warning is not None) == warns

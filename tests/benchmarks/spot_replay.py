@@ -7,15 +7,23 @@ link and the one remote store work side by side at their bandwidths. The peer sa
 store alone, uploads as often as its bandwidth allows, and restarts from there.
 
 Both pay the same for a restart. No notice is assumed: every loss is a sudden one.
+
+Where a run's own log is given (`SPOT_REPLAY_LOG=events.jsonl`, what `RunLog` has written of a run
+with `ElasticRestart(in_place=True)`), ours goes on in place: a loss costs the seconds that it has
+cost there, as `generation` events say, and steps only where both keepers of a part are gone.
 """
 
 import itertools
+import os
 import random
+import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.checkpoint import Holder, Source, TierKind, place_replicas
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
 from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange, assign_sources
@@ -43,6 +51,16 @@ class Policy:
     """Twice the seconds of work that a loss costs on average."""
     replicas: int
     """0: nothing but the remote store is used."""
+    restart_s: float = RESTART_S
+    """Seconds from a loss to the next step, without those of fetching the state."""
+    keeps_live: bool = False
+    """Whether those who are left go on from their own slices and their standbys'."""
+
+
+def measured_idle_s(events: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the median seconds without a step of a run's changes of ranks; None without any."""
+    idle = [event["idle_s"] for event in events if event["event"] == "generation"]
+    return statistics.median(idle) if idle else None
 
 
 def load_trace(path: Path) -> list[tuple[float, int]]:
@@ -78,10 +96,12 @@ def share_of_training(points: Sequence[tuple[float, int]], policy: Policy, seed:
         span_s = until_s - at_s
         available_s += span_s
         recovery_s, local = recovery_time_s(alive, holders, policy)
-        if before or holders:
+        if policy.keeps_live and before and local:
+            span_s -= policy.restart_s + recovery_s
+        elif before or holders:
             # Where both copies of a part are gone the remote store has an older checkpoint.
             redo_s = (policy.interval_s if local else 3 * STATE_BYTES / REMOTE_BYTES_PER_S) / 2
-            span_s -= RESTART_S + recovery_s + redo_s
+            span_s -= policy.restart_s + recovery_s + redo_s
         useful_s += max(0.0, span_s)
         holders = place(alive, policy)
     return useful_s / available_s
@@ -157,22 +177,19 @@ def _even_share(rank: int, num_ranks: int, num_parts: int, size: int) -> list[Fi
 
 
 def replay_rows() -> list[Row]:
-    """Replay every trace there is."""
-    upload_s = STATE_BYTES / REMOTE_BYTES_PER_S
+    """Replay every trace there is; with measured seconds of a loss where a run's log is given."""
+    log = os.environ.get("SPOT_REPLAY_LOG")
+    idle_s = None if log is None else measured_idle_s(read_log(log))
     rows = []
     for path in sorted(TRACES.glob("*.csv")):
         points = load_trace(path)
-        most = max(count for _, count in points)
-        # A part is written to its own disk and once more to a neighbour's.
-        local_s = max(2 * STATE_BYTES / most / DISK_BYTES_PER_S, 30.0)
-        # Saving without a pause, a crash loses the save under way and half of one before it.
-        peer = Policy(interval_s=3 * upload_s, replicas=0)
-        ours = Policy(interval_s=3 * local_s, replicas=2)
+        ours, peer = policies(max(count for _, count in points), idle_s)
         shares = [
             [share_of_training(points, policy, seed) for seed in range(10)]
             for policy in (ours, peer)
         ]
         mine, theirs = (sorted(values)[len(values) // 2] for values in shares)
+        in_place = "" if idle_s is None else f"; ours in place, {idle_s:.2f} s a loss as measured"
         rows.append(
             Row(
                 name=f"time spent training, {path.stem[:34]}, {len(points)} changes",
@@ -183,7 +200,26 @@ def replay_rows() -> list[Row]:
                 better="higher",
                 kind="simulated",
                 value=mine / theirs,
-                note="peer: restarts from a remote checkpoint, uploaded as often as it can",
+                note="peer: restarts from a remote checkpoint, uploaded as often as it can"
+                + in_place,
             )
         )
     return rows
+
+
+def policies(most: int, idle_s: float | None) -> tuple[Policy, Policy]:
+    """Return ours and the peer's for so many instances at most.
+
+    Args:
+        most: Instances.
+        idle_s: What a loss costs in place, as it was measured; None restarts.
+    """
+    upload_s = STATE_BYTES / REMOTE_BYTES_PER_S
+    # A part is written to its own disk and once more to a neighbour's.
+    local_s = max(2 * STATE_BYTES / most / DISK_BYTES_PER_S, 30.0)
+    # Saving without a pause, a crash loses the save under way and half of one before it.
+    peer = Policy(interval_s=3 * upload_s, replicas=0)
+    ours = Policy(interval_s=3 * local_s, replicas=2)
+    if idle_s is not None:
+        ours = replace(ours, restart_s=idle_s, keeps_live=True)
+    return ours, peer

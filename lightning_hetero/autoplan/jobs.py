@@ -1,0 +1,167 @@
+"""What an automatic plan is searched for: the job now, and those after the loss of ranks."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_hetero.autoplan.contingencies import losses_to_plan_for
+from lightning_hetero.autoplan.facts import AutoPlan, PlanBasis, RunFacts
+from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.errors import ClusterError
+from lightning_hetero.core.model_spec import ModelSpec
+from lightning_hetero.core.profile import Profile
+from lightning_hetero.planner import PlanningOptions, Workload
+from lightning_hetero.planner.contingency import PlanningTask
+from lightning_hetero.runtime.iteration.config import OwnedDevice
+from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
+from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
+
+__all__ = ["Job", "foresee", "holds_everything"]
+
+_DEFAULT_SAMPLES = 8
+_DEFAULT_LENGTH = 512
+_MAX_PARTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is planned: cluster, model and an iteration's size."""
+
+    cluster: Cluster
+    model: ModelSpec
+    states: StateLayout
+    sequence_length: int
+    batch_size: int
+    num_batches: int
+    """Batches of an iteration."""
+    microbatch_sizes: tuple[int, ...]
+    assumed: tuple[str, ...]
+    """What nobody said and was assumed."""
+
+    @classmethod
+    def of(
+        cls, options: AutoPlan, facts: RunFacts, model: ModelSpec, seats: Sequence[Seat]
+    ) -> "Job":
+        """Return the job of the ranks that run; called on rank 0.
+
+        Raises:
+            ClusterError: The cluster that the user describes has another number of devices.
+        """
+        cluster = options.cluster
+        if isinstance(cluster, str | Path):
+            cluster = Cluster.load(cluster)
+        cluster = _cluster_for(facts, cluster or cluster_of(seats))
+        if cluster.num_ranks != facts.comms.world_size:
+            raise ClusterError(
+                f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
+                "processes run. Start one process a device, or describe the devices that run."
+            )
+        found = facts.sizes()
+        assumed = []
+        samples = options.batch_size or found.samples
+        if samples is None:
+            samples = _DEFAULT_SAMPLES
+            assumed.append(f"batch_size {samples}")
+        length = options.sequence_length or found.sequence_length
+        if length is None:
+            length = _DEFAULT_LENGTH
+            assumed.append(f"sequence_length {length}")
+        return cls(
+            cluster=corrected_cluster(cluster, seats),
+            model=model,
+            states=_states_of(facts, seats),
+            sequence_length=length,
+            batch_size=samples,
+            num_batches=facts.num_batches or facts.comms.world_size,
+            microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
+            assumed=tuple(assumed),
+        )
+
+    def without(self, lost: Collection[int], facts: RunFacts, seats: Sequence[Seat]) -> "Job":
+        """Return what is planned once some ranks are gone: an iteration stays what it is."""
+        left = [seat for rank, seat in enumerate(seats) if rank not in lost]
+        cluster = corrected_cluster(_cluster_for(facts, cluster_of(left)), left)
+        return replace(self, cluster=cluster, states=_states_of(facts, left))
+
+    def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
+        """Return the searches for each size of micro-batches that fills the iteration."""
+        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+        return tuple(
+            PlanningTask(
+                cluster=self.cluster,
+                model=self.model,
+                states=self.states,
+                workload=self.workload(size),
+                profile=profile,
+                options=searching,
+            )
+            for size in self.microbatch_sizes
+            if self.batch_size * self.num_batches % size == 0
+        )
+
+    def workload(self, microbatch_size: int) -> Workload:
+        """Return an iteration in micro-batches of so many samples."""
+        return Workload(
+            sequence_length=self.sequence_length,
+            global_batch_size=self.batch_size * self.num_batches,
+            sequences_per_microbatch=microbatch_size,
+        )
+
+    def basis(self, microbatch_size: int, profile: Profile | None) -> PlanBasis:
+        """Return what a plan for such micro-batches rests on."""
+        return PlanBasis(
+            cluster=self.cluster,
+            model=self.model,
+            states=self.states,
+            workload=self.workload(microbatch_size),
+            profile=profile,
+        )
+
+
+def _cluster_for(facts: RunFacts, cluster: Cluster) -> Cluster:
+    """Return a cluster without hosts' memory if owned slices must live on devices."""
+    if facts.owned_device is not OwnedDevice.DEVICE:
+        return cluster
+    nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes)
+
+
+def _states_of(facts: RunFacts, seats: Sequence[Seat]) -> StateLayout:
+    factor = max(seat.correction.activation_factor for seat in seats)
+    return replace(facts.state_layout(), activation_factor=factor)
+
+
+def foresee(
+    job: Job,
+    options: AutoPlan,
+    facts: RunFacts,
+    seats: Sequence[Seat],
+    profile: Profile | None,
+) -> tuple[PlanningTask, ...]:
+    """Return what this rank would have to solve if others were lost."""
+    if options.cluster is not None:
+        return ()
+    found: list[PlanningTask] = []
+    for lost in losses_to_plan_for(seats, facts.comms.global_rank):
+        left = job.without(lost, facts, seats)
+        are_equal = len({node.device for node in left.cluster.nodes}) == 1
+        if left.cluster.num_ranks > 1 and not (are_equal and holds_everything(left)):
+            found += left.tasks(options, profile)
+    return tuple(found)
+
+
+def _microbatch_sizes(samples: int) -> tuple[int, ...]:
+    parts = [part for part in range(1, _MAX_PARTS + 1) if samples % part == 0]
+    return tuple(dict.fromkeys([*(samples // part for part in parts), 1]))
+
+
+def holds_everything(job: Job) -> bool:
+    """Return whether a device holds the whole model and a whole batch, by the roofline."""
+    # One micro-batch is no sum.
+    states = replace(job.states, summed_bytes=job.states.gradient_bytes)
+    cost = RooflineCost(job.cluster, job.model, layout=states)
+    name = job.cluster.nodes[0].device
+    shape = StageShape(name, 1, job.model.num_layers, has_embedding=True, has_head=True)
+    batch = (job.sequence_length,) * job.batch_size
+    needed = cost.stage_memory(shape, job.cluster.num_ranks, [batch], 1)
+    return needed.total <= cost.usable_bytes(name)
