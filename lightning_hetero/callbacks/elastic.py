@@ -32,7 +32,7 @@ from lightning_hetero.checkpoint import (
     SigtermNotice,
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
-from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 
 if TYPE_CHECKING:
     from lightning_hetero.strategy.run import SavesSlices
@@ -60,7 +60,13 @@ class ElasticRestart(Callback):
     Needs a `LayerwiseCheckpoint` beside it and, to start again by itself, torchrun with
     `--max-restarts`.
 
-    With `in_place=True` the script begins twice: the process that was started runs it until its
+    With `in_place=True` lost ranks end no other process, those that are told to go leave alone, and
+    new processes may join. Where the run has its store, `LIGHTNING_HETERO_JOIN=host:port` in the
+    environment of the same script, started by hand or by a torchrun of its own, makes its processes
+    newcomers: they import and build all they can, and are let in between two steps. host:port is
+    `MASTER_ADDR:MASTER_PORT` of the run, which rank 0 prints. The script must call `fit` first.
+
+    With it the script begins twice: the process that was started runs it until its
     first `fit` (or `validate`, …), and from then on only keeps a worker, which runs it from top to
     end. Each generation of ranks is a fit of its own to callbacks, loggers and data modules: they
     see `teardown`, then `on_generation(trainer, old, new)` if they have it, and `setup` again.
@@ -80,8 +86,9 @@ class ElasticRestart(Callback):
             who is left and as many samples an iteration as before. With
             `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost;
             where rows are gone with both their keepers, or a step was half made, from the newest
-            checkpoint, and the log says why. What can't be done so (no checkpoint yet, the store's
-            node lost, a fault that comes back) ends the processes, as without it.
+            checkpoint, and the log says why. Ranks that leave on a notice, or newcomers, cost no
+            step: all save before them. What can't be done so (no checkpoint yet, the store's node
+            lost or told to go, a fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost; dead processes are noticed at once.
 
@@ -121,6 +128,8 @@ class ElasticRestart(Callback):
         self._global_rank = 0
         self._is_first_of_node = True
         self._is_excluded = False
+        self._change: GenerationChange | None = None
+        """What happens before the next step."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -159,24 +168,43 @@ class ElasticRestart(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        change, self._change = self._change, None
+        if change is not None:
+            raise change
         strategy = run_of(trainer).strategy
         if strategy is not None:
             strategy.engine.is_leaving = self.is_leaving
+            strategy.engine.sees_guests = self._sees_guests(trainer)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Who leaves may have no time for it; a newcomer has.
+        if self._change is not None and self._change.leaving:
+            change, self._change = self._change, None
+            raise change
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         strategy = run_of(trainer).strategy
+        has_guests = strategy is not None and strategy.engine.has_guests
         if strategy is not None:
             leaving = strategy.engine.leaving
         else:
             leaving = frozenset({0} if self.is_leaving else ())
-        if leaving:
+        if leaving or has_guests:
             assert self._checkpoint is not None
             node_of_rank = self._checkpoint.node_of_rank
             nodes = {node_of_rank[rank] for rank in leaving}
-            self._checkpoint.save_and_leave(nodes, partial(self._leave, trainer, leaving))
+            leave = self._stop_in_place if self.in_place else self._leave
+            self._checkpoint.save_and_leave(nodes, partial(leave, trainer, leaving))
+
+    def _sees_guests(self, trainer: pl.Trainer) -> bool:
+        """Whether this rank, the first one, knows of newcomers that may be let in."""
+        strategy = run_of(trainer).strategy
+        membership = None if strategy is None else strategy.processes.membership
+        return membership is not None and trainer.is_global_zero and membership.look_for_guests()
 
     @property
     def is_leaving(self) -> bool:
@@ -206,14 +234,59 @@ class ElasticRestart(Callback):
         nodes = self._checkpoint.node_of_rank
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
-    def _leave(self, trainer: pl.Trainer, leaving: Collection[int], saved: SavedCheckpoint) -> None:
-        """Wait until the checkpoint is safe, then end this process as all others do."""
-        start_s, error_seen = time.monotonic(), None
+    def _stop_in_place(
+        self, trainer: pl.Trainer, leaving: Collection[int], saved: SavedCheckpoint
+    ) -> None:
+        """Have the ranks that were told to go leave before the next step, and newcomers come in.
+
+        All leave together, to be started again, where the others couldn't go on.
+        """
+        assert self._checkpoint is not None
+        error = self._confirm(saved)
+        notice = self._is_excluded or (self._watcher is not None and self._watcher.pending())
+        nodes = self._checkpoint.node_of_rank
+        rows = Ranks(run_of(trainer).control).gather((self.is_leaving, bool(notice), error))
+        lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
+        told = {rank for rank, row in enumerate(rows) if row[0]}
+        leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
+        errors = [row[2] for row in rows if row[2] is not None]
+        why = self._why_all_leave(trainer, leaving)
+        if why is not None:
+            rank_zero_info("Not going on in place, because %s.", why)
+            self._leave(trainer, leaving, saved)
+        elif errors and not leaving:
+            rank_zero_warn(f"Newcomers wait, because {saved.id} isn't safe: {errors[0]}")
+        else:
+            reason = (
+                f"{len(leaving)} ranks leave on a notice" if leaving else "newcomers are let in"
+            )
+            if leaving:
+                note(trainer, "leaving", ranks=sorted(leaving), in_place=True)
+            self._change = GenerationChange(f"After step {saved.id.step}, {reason}.", leaving)
+
+    def _why_all_leave(self, trainer: pl.Trainer, leaving: Collection[int]) -> str | None:
+        """Return why the others couldn't go on without some ranks, None if they can."""
+        strategy = run_of(trainer).strategy
+        membership = None if strategy is None else strategy.processes.membership
+        if membership is None or len(leaving) == trainer.world_size:
+            return "nobody would be left"
+        assert membership.generation is not None
+        server = membership.generation.rank_of(0)
+        return "the store goes with the first process" if server in leaving else None
+
+    def _confirm(self, saved: SavedCheckpoint) -> str | None:
+        """Wait until a checkpoint is safe; returns what has kept it from that."""
         try:
             saved.wait_until_confirmed(self._drain_timeout_s)
         except (CheckpointError, PeerError, OSError) as error:
-            error_seen = repr(error)
-            _log.warning("Leaving without the checkpoint of %s: %r", saved.id, error)
+            _log.warning("The checkpoint of %s isn't safe: %r", saved.id, error)
+            return repr(error)
+        return None
+
+    def _leave(self, trainer: pl.Trainer, leaving: Collection[int], saved: SavedCheckpoint) -> None:
+        """Wait until the checkpoint is safe, then end this process as all others do."""
+        start_s = time.monotonic()
+        error_seen = self._confirm(saved)
         try:
             leaving = self._await_upload(trainer, saved, start_s)
         except RuntimeError as error:
@@ -261,6 +334,7 @@ class ElasticRestart(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # After the loss of a rank another fit follows, which heeds a SIGTERM that has come by then.
+        self._change = None
         self._stop_watching()
 
     def _stop_watching(self) -> None:

@@ -9,9 +9,11 @@ The log itself notes
   lists them, and one that isn't there stands in the line that first names it. The first 1,000
   changes after a start are noted, for a run may change its plan with every step,
 - `validated`: what validation measured,
-- `generation`: a rank was lost and the others go on in place (`ElasticRestart(in_place=True)`): who
-  was `lost` (numbers of the first start's ranks), how many `ranks` go on, how many steps they train
-  again (`steps_again`), and the seconds from the last step to the next one (`idle_s`),
+- `generation`: ranks were lost, have left or come, and the others go on in place
+  (`ElasticRestart(in_place=True)`): who was `lost` or has left (numbers of the first start's ranks,
+  or of newcomers, which count on from there), who has `joined`, how many `ranks` go on, how many
+  steps they train again (`steps_again`), and the seconds from the last step to the next one
+  (`idle_s`),
 - `failed`: a rank ends with an error; by that rank,
 - `ended`: training is done.
 
@@ -71,8 +73,8 @@ class RunLog(Callback):
         self._num_changes = 0
         self._stepped_at_s = time.monotonic()
         self._last_step = 0
-        self._lost: dict[str, Any] | None = None
-        """What is to be noted of the ranks that were lost since the last step."""
+        self._changed: dict[str, Any] | None = None
+        """What is to be noted of the ranks that were lost, or have come, since the last step."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, whichever rank this is."""
@@ -113,24 +115,28 @@ class RunLog(Callback):
                 note(trainer, "plan", **self._numbered(strategy.plan))
 
     def on_generation(self, trainer: pl.Trainer, old: "Generation", new: "Generation") -> None:
-        """Remember who was lost until it is known what that has cost."""
-        lost = [] if self._lost is None else self._lost["lost"]
-        numbers = [old.members[rank].number for rank in old.without(new)]
-        self._lost = {"lost": [*lost, *numbers], "generation": new.number, "ranks": new.world_size}
+        """Remember who was lost or has come until it is known what that has cost."""
+        before = self._changed or {"lost": [], "joined": []}
+        self._changed = {
+            "lost": [*before["lost"], *(old.members[rank].number for rank in old.without(new))],
+            "joined": [*before["joined"], *new.newcomers_since(old)],
+            "generation": new.number,
+            "ranks": new.world_size,
+        }
 
     def _note_generation(self, trainer: pl.Trainer) -> None:
-        """Note, after the first step of a generation, what the loss of ranks has cost."""
+        """Note, after the first step of a generation, what the change of ranks has cost."""
         now_s, step = time.monotonic(), trainer.global_step
-        if self._lost is not None:
+        if self._changed is not None:
             again = max(0, self._last_step + 1 - step)
             note(
                 trainer,
                 "generation",
-                **self._lost,
+                **self._changed,
                 idle_s=now_s - self._stepped_at_s,
                 steps_again=again,
             )
-            self._lost = None
+            self._changed = None
         self._stepped_at_s, self._last_step = now_s, step
 
     def _numbered(self, plan: "ParallelPlan") -> dict[str, Any]:

@@ -26,6 +26,7 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.process.machine import machine_id, machine_namespace
 from lightning_hetero.core.process.membership import membership_name
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "RUN_FILE",
     "Lease",
     "OccupiedError",
-    "machine_id",
     "mark_places",
     "new_run",
     "read_run",
@@ -98,14 +98,6 @@ _BEATS_TO_WAIT = 3
 _PATIENCE_S = 2.0
 _NO_JOB = {"", "none"}
 """torchrun's run id where nobody gave one: jobs don't differ by it."""
-
-
-def machine_id() -> str:
-    """Return what tells this machine, as it was started last, from all others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 class OccupiedError(CheckpointError):
@@ -203,7 +195,7 @@ class Lease:
             "job": _job(),
             "membership": membership_name(),
             "host": socket.gethostname(),
-            "machine": _namespace(),
+            "machine": machine_namespace(),
             "process": _process(os.getpid()),
             "beats": self._beats,
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -224,7 +216,7 @@ class Lease:
         if membership_name() is not None and owner.get("membership") == membership_name():
             # Who is lost while the others go on can't complete a checkpoint without them.
             return True
-        if owner.get("machine") != _namespace():
+        if owner.get("machine") != machine_namespace():
             # To a disk of this machine's own nobody else can write: it was started again since.
             return not self._shared
         own = _process(os.getpid())
@@ -251,13 +243,6 @@ def _job() -> list[str] | None:
         return None
     is_local = host == "localhost" or host.startswith("127.") or host == "::1"
     return [job, host, port, machine_id() if is_local else ""]
-
-
-def _namespace() -> str:
-    """Return where process ids mean the same processes."""
-    with contextlib.suppress(OSError):
-        return f"{machine_id()}/{Path('/proc/self/ns/pid').readlink()}"
-    return machine_id()
 
 
 def _process(pid: int) -> list[int] | None:

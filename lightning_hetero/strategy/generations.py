@@ -3,16 +3,22 @@
 The launcher is where a strategy gets hold of a whole `Trainer.fit`. With
 `ElasticRestart(in_place=True)` it first makes the process that was started a keeper
 (`runtime.generation.keeper`), whose child runs the script again and comes here as a worker. There
-a fit that ends because another rank is lost is followed by another one:
+a fit that ends because another rank is lost, comes or leaves is followed by another one:
 
 1. the old generation's detector is paused and its groups are hung up, and what this rank has of
    the last step is kept (`checkpoint.survivors`),
 2. Lightning's own end of a fit: `teardown` of strategy, loops, callbacks and data module,
-3. those who are left form the next generation (`runtime.generation.membership`),
+3. those who are left form the next generation (`runtime.generation.membership`), and newcomers
+   that wait are in it (`runtime.generation.newcomers`); where ranks have stopped between two steps
+   to let some in or go, this is done first, so that none hangs up while others still talk,
 4. random state, loops and flags are put back to what they were before the first fit,
 5. callbacks' `on_generation(trainer, old, new)`, and the fit begins as after any restart:
    processes meet, the plan is made for who is left, and what those who are left have kept, or
    else the newest checkpoint, gives the state.
+
+A newcomer comes here with its first fit, as all do, and its processes meet those of the generation
+that lets it in. An error before that generation has trained a step is blamed on the newcomers: the
+others go on without them.
 
 Under NCCL by construction, not by trial: operations are aborted before anything waits for them,
 each generation makes communicators of its own, and an error that poisons a process (CUDA's) is its
@@ -29,6 +35,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,9 +52,10 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.generation.entering import JOIN, is_newcomer, split_address
 from lightning_hetero.runtime.generation.keeper import KEPT, Assignment, become_keeper
-from lightning_hetero.runtime.ranks.failure import AgreedExit
+from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
@@ -66,16 +74,29 @@ _MOST_IN_VAIN = 3
 
 
 def launcher_of(
-    strategy: "HookedStrategy", start_method: "StartMethod", *, num_nodes: int
+    strategy: "HookedStrategy",
+    start_method: "StartMethod",
+    num_nodes: int,
+    check_world_size: Callable[[int], None],
 ) -> "_MultiProcessingLauncher | HeteroLauncher":
-    """Return what starts the other processes of this node, if nobody else has."""
+    """Return what starts the other processes of this node, if nobody else has.
+
+    Args:
+        strategy: Whose launcher it is.
+        start_method: See `HeteroStrategy`.
+        num_nodes: Number of nodes.
+        check_world_size: Refuses a number of processes, before they are started, unless they are
+            added to others.
+    """
     environment = strategy.cluster_environment
     assert environment is not None
+    starts_others = not environment.creates_processes_externally
+    if starts_others and not is_newcomer():
+        check_world_size(num_nodes * strategy.num_processes)
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)
     num_processes = len(strategy.parallel_devices or ())
     has_script = sys.argv[0] not in _NO_SCRIPT or num_processes * num_nodes == 1
-    starts_others = not environment.creates_processes_externally
     if starts_others and (hasattr(sys, "ps1") or not has_script):
         raise ConfigurationError(
             "HeteroStrategy starts its other processes by running the script again, and here is "
@@ -105,6 +126,12 @@ class HeteroLauncher(_SubprocessScriptLauncher):
     ) -> Any:
         work = partial(function, *args, **kwargs)
         rule = _rule_of(trainer)
+        if is_newcomer() and (rule is None or trainer.state.fn != TrainerFn.FITTING):
+            raise ConfigurationError(
+                f"{JOIN} is set, so this process joins a run that trains: its script must call fit "
+                "before all else, with ElasticRestart(in_place=True) among the callbacks. Unset it "
+                "to start a run."
+            )
         if rule is not None:
             if KEPT not in os.environ:
                 self._be_kept()
@@ -128,6 +155,9 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 f"this is {sys.platform}. Leave in_place out."
             )
         environment = self.cluster_environment
+        address, port, joins = environment.main_address, environment.main_port, is_newcomer()
+        if joins:
+            address, port = split_address(os.environ[JOIN])
         # What this process's first start of Lightning may have set itself isn't the user's.
         common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         if environment.creates_processes_externally:
@@ -135,9 +165,10 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         else:
             num_ranks = self.num_processes * self.num_nodes
             common |= {
-                "MASTER_ADDR": environment.main_address,
-                "MASTER_PORT": str(environment.main_port),
-                "NODE_RANK": str(environment.node_rank()),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                # A newcomer does none of rank 0's work before it has a rank.
+                "NODE_RANK": "1" if joins else str(environment.node_rank()),
                 "WORLD_SIZE": str(num_ranks),
             }
             workers = [common | {"LOCAL_RANK": str(rank)} for rank in range(self.num_processes)]
@@ -147,9 +178,9 @@ class HeteroLauncher(_SubprocessScriptLauncher):
             Assignment(
                 command=[sys.executable, *sys.orig_argv[1:]],
                 workers=workers,
-                address=environment.main_address,
-                port=environment.main_port,
-                serves=is_first and not agent_serves,
+                address=address,
+                port=port,
+                serves=is_first and not agent_serves and not joins,
             )
         )
 
@@ -176,23 +207,30 @@ class _Generations:
         self._processes = strategy.processes
         self._trainer: Any = trainer
         self._num_in_vain = 0
+        self._newcomers: tuple[int, ...] = ()
+        """Members that weren't in the generation before this one."""
         self._processes.outlive_ranks(silence)
 
     def fit(self, work: Callable[[], Any]) -> Any:
-        """Fit until training has ended, whoever is lost on the way."""
+        """Fit until training has ended, whoever comes, leaves or is lost on the way."""
         # Modules and other things that stay: a collection after a loss needn't look at them.
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
+        if self._processes.joins and self._processes.membership is None:
+            self._strategy.await_recovery()
+            self._strategy.has_begun_training = True
         while True:
             try:
                 result = work()
+            except GenerationChange as change:
+                end = _End(reason=str(change), leaving=change.leaving)
             except Exception as error:
-                lost = self._processes.lost_peer(error)
-                if lost is None or not self._may_go_on(lost):
+                reason = self._reason_to_go_on(error)
+                if reason is None:
                     self._processes.leave_members(error)
                     raise
-                reason = str(lost)
+                end = _End(reason=reason)
             except BaseException as error:
                 if not isinstance(error, AgreedExit):
                     self._processes.leave_members(error)
@@ -201,11 +239,21 @@ class _Generations:
                 self._processes.end_members()
                 return result
             # Outside of `except`, so that nothing of the old generation is held by its error.
-            self._begin_next(reason, before)
+            self._begin_next(end, before)
 
-    def _may_go_on(self, lost: PeerError) -> bool:
-        """Whether another generation may do better; says so where not."""
-        trained = self._strategy.has_trained
+    def _reason_to_go_on(self, error: Exception) -> str | None:
+        """Return why another generation may do better, None if none would; says so."""
+        trained, newcomers = self._strategy.has_trained, self._newcomers
+        lost = self._processes.lost_peer(error)
+        if newcomers and not trained:
+            reason = f"{type(error).__name__}: {error}"
+            membership = self._processes.membership
+            if lost is None and membership is not None:
+                for number in newcomers:
+                    membership.tell_gone(number, f"The others can't train with it: {reason}")
+            return f"Newcomers {list(newcomers)} couldn't be taken in. {reason}"
+        if lost is None:
+            return None
         self._num_in_vain = 0 if trained else self._num_in_vain + 1
         why = ""
         if not self._strategy.has_begun_training:
@@ -214,33 +262,57 @@ class _Generations:
             why = f"{self._num_in_vain} generations in a row have trained no step"
         if why:
             _log.warning("Not going on in place, because %s. %s", why, lost)
-        return not why
+        return None if why else str(lost)
 
-    def _begin_next(self, reason: str, before: "_BeforeFit") -> None:
-        trainer, module = self._trainer, self._strategy.lightning_module
-        self._processes.leave_generation()
-        for checkpoint in trainer.strategy.run.checkpoints:
-            checkpoint.keep_live(trainer, self._processes.generation)
-        self._strategy.await_recovery()
-        trainer._teardown()
-        self._strategy._lightning_module = module
-        call._call_teardown_hook(trainer)
-        gc.collect()
-        old, new, environment = self._processes.join_next_generation()
-        self._strategy.cluster_environment = environment
+    def _begin_next(self, end: "_End", before: "_BeforeFit") -> None:
+        trainer, processes = self._trainer, self._processes
+        ended = processes.generation
+        if end.leaving is None:
+            self._end_fit(ended)
+            old, new = processes.form_generation()
+        elif processes.comms.global_rank in end.leaving:
+            processes.see_others_off()
+            raise AgreedExit(0)
+        else:
+            old, new = processes.form_generation(end.leaving)
+            self._end_fit(ended)
+        self._strategy.cluster_environment = processes.enter_generation(new)
         self._strategy.set_world_ranks()
         before.put_back(trainer)
+        self._newcomers = new.newcomers_since(old)
         rank_zero_info(
-            "Generation %s: %s ranks go on without ranks %s of the one before, in place. %s",
+            "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,
             new.world_size,
             list(old.without(new)),
-            reason,
+            f", with members {list(self._newcomers)}" if self._newcomers else "",
+            end.reason,
         )
         for callback in trainer.callbacks:
             notify = getattr(callback, "on_generation", None)
             if notify is not None:
                 notify(trainer, old, new)
+
+    def _end_fit(self, generation: int) -> None:
+        """Let go of a generation's groups, and end its fit as Lightning does."""
+        module = self._strategy.lightning_module
+        self._processes.leave_generation()
+        for checkpoint in self._trainer.strategy.run.checkpoints:
+            checkpoint.keep_live(self._trainer, generation)
+        self._strategy.await_recovery()
+        self._trainer._teardown()
+        self._strategy._lightning_module = module
+        call._call_teardown_hook(self._trainer)
+        gc.collect()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    """Why a generation has ended."""
+
+    reason: str
+    leaving: frozenset[int] | None = None
+    """Ranks that leave, where all have stopped between two steps; None where one was lost."""
 
 
 class _BeforeFit:

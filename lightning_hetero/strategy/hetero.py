@@ -319,10 +319,8 @@ class HeteroStrategy(HookedStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        environment = self.cluster_environment
-        if environment is not None and not environment.creates_processes_externally:
-            self._request.check_world_size(self.num_nodes * self.num_processes)
-        self._launcher = launcher_of(self, self._start_method, num_nodes=self.num_nodes)
+        check = self._request.check_world_size
+        self._launcher = launcher_of(self, self._start_method, self.num_nodes, check)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -358,7 +356,8 @@ class HeteroStrategy(HookedStrategy):
         )
         request = self._request
         if self.awaits_recovery:
-            # An iteration stays what it was, whoever is left.
+            # An iteration stays what it was, whoever is left or comes.
+            self._num_batches = self.broadcast(self._num_batches)
             facts = replace(facts, num_batches=self._num_batches)
             request = request.for_survivors(self.world_size)
         plans = request.answer(facts)

@@ -26,8 +26,9 @@ from typing_extensions import override
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
-from lightning_hetero.strategy.processes import Processes, StartMethod, device_of
+from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load
 
@@ -116,10 +117,7 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes: torchrun's if it started this process, else what the Trainer was given.
-
-        The world size comes from the cluster environment either way.
-        """
+        """Number of nodes: torchrun's if it started this process, else the Trainer's."""
         return int(os.environ.get("GROUP_WORLD_SIZE", self._num_nodes))
 
     @num_nodes.setter
@@ -152,7 +150,9 @@ class HookedStrategy(ParallelStrategy):
         self.set_world_ranks()
         reset_seed()
         assert self.cluster_environment is not None
-        self.cluster_environment = self._processes.meet(self.cluster_environment, self.root_device)
+        self.cluster_environment = self._processes.meet(
+            self.cluster_environment, self.root_device, self._lightning_module
+        )
         self.set_world_ranks()
 
     def stop_watching(self) -> None:

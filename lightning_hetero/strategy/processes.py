@@ -5,12 +5,10 @@ processes. Every wait for another rank can end in `PeerError`, which names the r
 """
 
 import os
-import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -20,25 +18,40 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.runtime.generation.entering import (
+    is_newcomer,
+    join_membership,
+    open_membership,
+)
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.generation.membership import (
     Generation,
     Membership,
-    open_membership,
-    silence_of,
 )
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector
-from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late
+from lightning_hetero.runtime.ranks.failure import (
+    AgreedExit,
+    FailureDetector,
+    print_in_one_line,
+)
+from lightning_hetero.runtime.ranks.meeting import (
+    connect_store,
+    ended_when_late,
+    package_versions,
+)
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
+from lightning_hetero.strategy.devices import check_queues
+from lightning_hetero.strategy.trainable import facts_of
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
-__all__ = ["Processes", "StartMethod", "check_queues", "device_of"]
+__all__ = ["Processes", "StartMethod"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -53,7 +66,7 @@ class Processes:
     1. `meet`: connect to the others and begin to watch them,
     2. `reduce`, `broadcast`, `barrier`: collective, under `watching`,
     3. `fail` or `stop_watching`: the end,
-    4. or, after `outlive_ranks`, `leave_generation`, `join_next_generation` and `meet` again.
+    4. or, after `outlive_ranks`, `form_generation`, `enter_generation` and `meet` again.
 
     Args:
         timeout: How long a rank waits for another before it gives up, once all have connected.
@@ -90,17 +103,27 @@ class Processes:
         """The group of small messages on CPU; None before the processes have met."""
         return None if self._comms is None else self._comms.control
 
-    def meet(self, environment: ClusterEnvironment, device: torch.device) -> ClusterEnvironment:
+    def meet(
+        self,
+        environment: ClusterEnvironment,
+        device: torch.device,
+        module: "pl.LightningModule | None" = None,
+    ) -> ClusterEnvironment:
         """Connect to the other processes; collective, and only the first call does.
+
+        Args:
+            environment: Says which rank this process is.
+            device: This process's.
+            module: What is trained: a process that joins later must have the same.
 
         Returns:
             What says from now on which rank this process is.
         """
         self._environment = environment
-        if environment.world_size() > 1:
+        if self._silence is not None and self._membership is None:
+            self._become_member(package_versions() | facts_of(module))
+        if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
-            if self._silence is not None and self._membership is None:
-                self._become_member()
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
                 self._detector = FailureDetector(
@@ -190,7 +213,7 @@ class Processes:
             assert self._environment is not None
             rank = self._environment.global_rank()
             if self._detector.failed_rank not in (None, rank):
-                _print_in_one_line(error, rank)
+                print_in_one_line(error, rank)
 
     # -- generations ----------------------------------------------------------------------------
 
@@ -208,20 +231,35 @@ class Processes:
         return self._membership is not None
 
     @property
+    def membership(self) -> Membership | None:
+        """This process's part in a run that outlives ranks; there once it is a member."""
+        return self._membership
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process comes to a run that trains already."""
+        return self._silence is not None and is_newcomer()
+
+    @property
     def generation(self) -> int:
         """Number of the newest generation that this process was in."""
-        found = None if self._membership is None else self._membership.generation
-        return 0 if found is None else found.number
+        generation = self._membership and self._membership.generation
+        return generation.number if generation else 0
 
-    def _become_member(self) -> None:
-        """Form the first generation with all that were started; collective."""
+    def _become_member(self, facts: dict[str, str]) -> None:
+        """Form the first generation with all that were started, or come to one; collective."""
         environment = self._environment
         assert environment is not None
-        rank = environment.global_rank()
-        self._membership = open_membership(
-            self._connect_store(), number=rank, node=str(environment.node_rank())
-        )
-        self._enter(self._membership.form(range(environment.world_size())))
+        rank, world_size = environment.global_rank(), environment.world_size()
+        if self.joins:
+            membership = join_membership(facts, start_timeout=self._start_timeout)
+        else:
+            store, node = self._connect_store(), str(environment.node_rank())
+            membership = open_membership(store, rank, world_size, node=node, facts=facts)
+            membership.form(range(world_size))
+        self._membership = membership
+        assert membership.generation is not None
+        self._enter(membership.generation)
 
     def _enter(self, generation: Generation) -> None:
         assert self._membership is not None
@@ -247,39 +285,53 @@ class Processes:
 
     def leave_generation(self) -> None:
         """End all connections to the others, but go on beating."""
-        assert self._detector is not None
-        self._beating, self._detector = self._detector.pause(), None
+        self._stop_judging()
         self._abort()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._comms = self._hook_logs = None
 
-    def join_next_generation(self) -> tuple[Generation, Generation, ClusterEnvironment]:
-        """Agree with those who are left on who goes on.
+    def _stop_judging(self) -> None:
+        if self._detector is not None:
+            self._beating, self._detector = self._detector.pause(), None
+
+    def form_generation(self, leaving: Collection[int] = ()) -> tuple[Generation, Generation]:
+        """Agree with the others on who goes on, before `enter_generation`.
+
+        After `leave_generation` where a rank is lost: nobody waits for anybody in a group then.
+        Before it where all have stopped between two steps: none hangs up while others still talk.
+
+        Args:
+            leaving: Ranks that don't go on; the same on all others.
 
         Returns:
-            The last generation, this one, and what says which rank this process is in it.
+            The last generation, and this one.
 
         Raises:
             PeerError: The others go on without this process, or the store is gone.
         """
+        self._stop_judging()
         membership, beating, silence = self._membership, self._beating, self._silence
         assert membership is not None
-        assert membership.generation is not None
         assert beating is not None
         assert silence is not None
-        old = membership.generation
-        silent_rank = silence_of(
-            beating.beats_of, limit_s=silence.total_seconds(), nap_s=silence.total_seconds() / 5
-        )
-        ranks = {member.number: rank for rank, member in enumerate(old.members)}
-        with ended_when_late(ranks[membership.number], "the membership's store", _FORMING_S):
-            new = membership.form(list(ranks), lambda number: silent_rank(ranks[number]))
-        beating.end(0.0)
+        with ended_when_late(membership.number, "the membership's store", _FORMING_S):
+            return membership.form_next(beating.beats_of, silence.total_seconds(), leaving)
+
+    def enter_generation(self, new: Generation) -> ClusterEnvironment:
+        """Take part in a generation that has formed; returns which rank this process is in it."""
+        assert self._beating is not None
+        self._beating.end(0.0)
         self._connections = Connections()
         self._enter(new)
         assert self._environment is not None
-        return old, new, self._environment
+        return self._environment
+
+    def see_others_off(self) -> None:
+        """Stay, as one that leaves, until the others go on without this process."""
+        assert self._membership is not None
+        self._stop_judging()
+        self._membership.wait_for_next(_FORMING_S)
 
     def leave_members(self, error: BaseException) -> None:
         """Tell the others at once that this process is about to end, and why."""
@@ -341,43 +393,3 @@ class Processes:
         with self.watching():
             dist.broadcast_object_list(objects, src, group=self.control)
         return objects[0]
-
-
-def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
-    """Refuse a device with one hardware queue for all of its streams.
-
-    Raises:
-        ConfigurationError: `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
-    """
-    if device.type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ConfigurationError(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share one hardware queue:"
-            " a receive that waits for another rank holds up the computation behind it, for which "
-            "that rank may wait. Unset it, or set it to 8 or more; only Megatron-LM's overlap of "
-            "tensor parallelism wants 1."
-        )
-
-
-def device_of(devices: list[torch.device], local_rank: int) -> torch.device:
-    """Return a process's device."""
-    if len(devices) > local_rank:
-        return devices[local_rank]
-    # More processes run on this node than `devices=` says: the launcher knows better.
-    device = devices[0]
-    return device if device.type == "cpu" else torch.device(device.type, local_rank)
-
-
-def _print_in_one_line(error: BaseException, global_rank: int) -> None:
-    """Print an error without its traceback if it ends this process: another rank prints one."""
-    usual = sys.excepthook
-
-    def print_in_one_line(
-        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
-    ) -> None:
-        if raised is error:
-            text = " ".join(str(raised).split())
-            print(f"[rank{global_rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
-        else:
-            usual(kind, raised, trace)
-
-    sys.excepthook = print_in_one_line

@@ -4,6 +4,7 @@ The engine calls the steps and runs their backwards itself, and parameters are a
 outside of them.
 """
 
+import zlib
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["check_parameter_hooks", "check_trainable"]
+__all__ = ["check_parameter_hooks", "check_trainable", "facts_of"]
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
@@ -69,3 +70,12 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has wrapped a module, or `module.compile()` was called."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def facts_of(module: pl.LightningModule | None) -> dict[str, str]:
+    """Return what all processes must have in common to train a module, before it is set up."""
+    if module is None:
+        return {}
+    shapes = [(name, tuple(item.shape)) for name, item in module.named_parameters()]
+    digest = zlib.crc32(repr(shapes).encode())
+    return {"parameters": f"{len(shapes)} of digest {digest:08x} in {type(module).__name__}"}

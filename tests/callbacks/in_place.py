@@ -28,6 +28,7 @@ from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
+from lightning_hetero.runtime.generation.entering import JOIN
 from lightning_hetero.runtime.generation.keeper import Keeper, Worker, be_kept, block_signals
 from tests.processes import fork_server, free_port, use_default_start_method
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
@@ -150,18 +151,33 @@ def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> Non
 def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
     """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
     _log_to(folder)
-    block_signals()
     port = free_port()
+    (folder / "port").write_text(str(port))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
+    _keep(folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True)
 
-    def start(rank: int, environment: dict[str, str], _: int) -> int:
+
+def play_newcomer(folder: Path, name: str, work: Callable[[], None]) -> None:
+    """Be a node of one worker that joins a run."""
+    _log_to(folder)
+    port = int((folder / "port").read_text())
+    os.environ |= {JOIN: f"127.0.0.1:{port}", "NODE_RANK": "1"}
+    _keep(folder, [name], work, port, serves=False)
+
+
+def _keep(
+    folder: Path, names: list[str], work: Callable[[], None], port: int, *, serves: bool
+) -> None:
+    block_signals()
+
+    def start(local_rank: int, environment: dict[str, str], _: int) -> int:
         pid = os.fork()
         if pid == 0:
             be_kept()
-            os.environ |= environment | {"LOCAL_RANK": str(rank), "RANK": str(rank)}
-            os.environ["FIRST_RANK"] = str(rank)
-            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+            os.environ |= environment | {"LOCAL_RANK": str(local_rank)}
+            os.environ["FIRST_RANK"] = names[local_rank]
+            (folder / f"pid-{names[local_rank]}").write_text(str(os.getpid()))
             try:
                 work()
                 code = 0
@@ -174,8 +190,8 @@ def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
             os._exit(code)
         return pid
 
-    workers = [Worker(partial(start, rank)) for rank in range(num_ranks)]
-    os._exit(Keeper(workers, address="127.0.0.1", port=port, serves=True).run())
+    workers = [Worker(partial(start, rank)) for rank in range(len(names))]
+    os._exit(Keeper(workers, address="127.0.0.1", port=port, serves=serves).run())
 
 
 class Node:
@@ -187,9 +203,17 @@ class Node:
         self.folder = folder
         folder.mkdir()
         work = partial(train, folder, num_ranks=num_ranks, in_place=in_place, **options)
+        self._newcomer = partial(train, folder, num_ranks=1, **options)
+        self.newcomers: dict[str, Any] = {}
         be_node = play if in_place else play_restarts
         self.process = fork_server().Process(target=be_node, args=(folder, num_ranks, work))
         self.process.start()
+
+    def join(self, name: str) -> None:
+        """Start a process that joins; its name is used where others have a rank."""
+        arguments = (self.folder, name, self._newcomer)
+        self.newcomers[name] = fork_server().Process(target=play_newcomer, args=arguments)
+        self.newcomers[name].start()
 
     def let_go_on_to(self, step: int) -> None:
         """Stop before the step after this one."""
@@ -197,16 +221,33 @@ class Node:
         temporary.write_text(str(step))
         temporary.rename(self.folder / "limit")
 
-    def pid_of(self, rank: int) -> int:
+    def go_on_until(self, happens: Callable[[], bool], *, first: int, last: int) -> int:
+        """Go on step by step, slowly, until something happens; returns the last one that may be."""
+        for step in range(first, last):
+            self.let_go_on_to(step)
+            deadline_s = time.monotonic() + 300.0
+            while not (happened := happens()) and not self._has_trained(step):
+                assert time.monotonic() < deadline_s, self.log()
+                time.sleep(0.01)
+            if happened:
+                return step
+            time.sleep(0.3)
+        raise AssertionError(f"it didn't happen:\n{self.log()}")
+
+    def _has_trained(self, step: int) -> bool:
+        names = [path.name.removeprefix("pid-") for path in self.folder.glob("pid-*")]
+        return any(item.get("step") == step for name in names for item in self.records(name))
+
+    def pid_of(self, rank: int | str) -> int:
         """Return the process that has been a rank since the start."""
         return int((self.folder / f"pid-{rank}").read_text())
 
-    def strike(self, rank: int, number: int = signal.SIGKILL) -> float:
+    def strike(self, rank: int | str, number: int = signal.SIGKILL) -> float:
         """Send a signal to a worker, named by its first rank; returns when."""
         os.kill(self.pid_of(rank), number)
         return time.time()
 
-    def records(self, rank: int) -> list[dict[str, Any]]:
+    def records(self, rank: int | str) -> list[dict[str, Any]]:
         """Return what a worker, named by its first rank, has written."""
         if not (self.folder / f"pid-{rank}").exists():
             return []
@@ -214,7 +255,7 @@ class Node:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def wait_for_step(self, rank: int, step: int, timeout_s: float = 300.0) -> dict[str, Any]:
+    def wait_for_step(self, rank: int | str, step: int, timeout_s: float = 300.0) -> dict[str, Any]:
         """Return what a worker wrote of a step, the last time that it trained it."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and self.process.exitcode is None:
@@ -264,5 +305,6 @@ def playing(folder: Path, num_ranks: int, **options: Any) -> Iterator[Node]:
     try:
         yield node
     finally:
-        node.process.kill()
-        node.process.join()
+        for process in (node.process, *node.newcomers.values()):
+            process.kill()
+            process.join()

@@ -16,18 +16,31 @@ from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 NUM_RANKS, NUM_STEPS = 5, 20
+NEW = "new"
 
 
 def trained(node: Node) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """Return what all ranks wrote of each step, by (ranks that trained it, step)."""
     found: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    for rank in range(NUM_RANKS):
+    for rank in (*range(NUM_RANKS), NEW):
         size = 0
         for item in node.records(rank):
             size = item.get("size", size)
             if "step" in item:
                 found[size, item["step"]].append(item)
     return found
+
+
+def check_steps(
+    steps: dict[tuple[int, int], list[dict[str, Any]]], expected: list[float], num_batches: int
+) -> None:
+    """Compare losses and samples of all steps with plain Lightning's."""
+    assert {step for _, step in steps} == set(range(1, len(expected) + 1))
+    for (size, step), items in steps.items():
+        assert len(items) == size, f"step {step} was trained by {len(items)} of {size} ranks"
+        assert [i["loss"] for i in items] == pytest.approx([expected[step - 1]] * size, rel=1e-5)
+        rows = [row for item in items for row in item["rows"]]
+        assert len(rows) == len(set(rows)) == BATCH * num_batches
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -56,12 +69,7 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
         assert node.wait_for_end() == 0, node.log()
         steps = trained(node)
         events = list(read_log(node.folder / "events.jsonl"))
-    assert {step for _, step in steps} == set(range(1, NUM_STEPS + 1))
-    for (size, step), items in steps.items():
-        assert len(items) == size, f"step {step} was trained by {len(items)} of {size} ranks"
-        assert [i["loss"] for i in items] == pytest.approx([expected[step - 1]] * size, rel=1e-5)
-        rows = [row for item in items for row in item["rows"]]
-        assert len(rows) == len(set(rows)) == BATCH * NUM_RANKS
+    check_steps(steps, expected, NUM_RANKS)
     # Each worker has been one process all the time, and the log says who was lost.
     assert [len([i for i in node.records(4) if "begin" in i])] == [3]
     noted = [item for item in events if item["event"] == "generation"]
@@ -72,6 +80,38 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
     assert (live["is_live"], live["lost_steps"], live["step"]) == (True, 0, 2)
     assert (saved["is_live"], saved["step"]) == (False, 8)
     assert "kept by lost ranks alone ([0, 1] of the generation" in saved["why_not_live"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_again(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 is lost while the newcomer is there."""
+    num_steps = 60
+    expected = undisturbed(2, num_steps)
+    with playing(tmp_path / "run", 2, num_steps=num_steps, every=100, heartbeat_s=30.0) as node:
+        node.let_go_on_to(2)
+        node.wait_for_step(0, 2)
+        node.join(NEW)
+        joined = node.go_on_until(lambda: bool(node.records(NEW)), first=3, last=num_steps - 20)
+        node.let_go_on_to(joined + 2)
+        for name in (0, 1, NEW):
+            node.wait_for_step(name, joined + 2)
+        node.strike(0)
+        node.let_go_on_to(joined + 6)
+        for name in (1, NEW):
+            node.wait_for_step(name, joined + 6)
+        node.strike(NEW, signal.SIGTERM)
+        node.let_go_on_to(num_steps)
+        assert node.wait_for_end() == 0, node.log()
+        node.newcomers[NEW].join()
+        assert node.newcomers[NEW].exitcode == 0, "it has left as it was told to"
+        check_steps(trained(node), expected, 2)
+        events = list(read_log(node.folder / "events.jsonl"))
+    noted = [item for item in events if item["event"] == "generation"]
+    changes = [(item["lost"], item["joined"], item["ranks"]) for item in noted]
+    assert changes == [([], [2], 3), ([0], [], 2), ([2], [], 1)]
+    assert [item["steps_again"] for item in noted][::2] == [0, 0]
 
 
 def test_bad_options_say_what_to_do() -> None:

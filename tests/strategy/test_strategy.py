@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.strategy.processes import check_queues
+from lightning_hetero.strategy.devices import check_queues
 from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,

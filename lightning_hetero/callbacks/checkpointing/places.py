@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint import (
     Transport,
     open_store,
 )
-from lightning_hetero.checkpoint.claims import Lease, machine_id
+from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.checkpoint.deadlines import Deadline, Progress
 from lightning_hetero.checkpoint.probing import probe_store
 from lightning_hetero.checkpoint.retry import local_folder
@@ -39,6 +39,7 @@ from lightning_hetero.checkpoint.shared_memory import (
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.process.machine import machine_id
 
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe"]
 

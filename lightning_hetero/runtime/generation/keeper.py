@@ -245,7 +245,7 @@ class Keeper:
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import membership
+        from lightning_hetero.runtime.generation import membership, newcomers, records
 
         dead, outlook = self._dead(), None
         for worker in self._workers:
@@ -254,15 +254,18 @@ class Keeper:
             prefix, number = worker.member
             of_run = PrefixStore(prefix, store)
             if worker.code is None:
-                if membership.is_gone(of_run, number):
+                if records.is_gone(of_run, number):
                     # The others have given it up, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
             elif worker in dead:
                 if worker.died_in_training is None:
-                    worker.died_in_training = not membership.has_ended(of_run)
-                    membership.tell_gone(of_run, number, worker.describe_end())
+                    worker.died_in_training = not records.has_ended(of_run)
+                    records.tell_gone(of_run, number, worker.describe_end())
                 outlook = _Outlook.OVER
-                if membership.has_ended(of_run):
+                if newcomers.has_only_knocked(of_run, number):
+                    # The run is none of its own: whoever started it hears at once that it failed.
+                    continue
+                if records.has_ended(of_run):
                     # What fails after training, in code that follows, is a failure of the script.
                     outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
                 elif membership.is_anybody_left(of_run):

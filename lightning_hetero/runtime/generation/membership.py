@@ -1,14 +1,15 @@
 """Who is in a run: generations of members, agreed on in a store that no member serves.
 
 A *member* is one process, with a number of its own for the whole run. A *generation* is the members
-that train together, and in it each has a rank. Who is lost ends a generation, and those who are
-left agree on the next one:
+that train together, and in it each has a rank. Who is lost, leaves or comes ends a generation, and
+those who are left agree on the next one:
 
 1. every member that has stopped using the old generation's groups says that it is *here*,
 2. a member is *gone* if anybody says so: itself, whoever started it (the system's word), or a
    member that waits for it and hears no heartbeat,
 3. as soon as each member of the old generation is one of both, any of them proposes those who are
-   here. The first proposal counts (`compare_set`), so there is one next generation or none,
+   here. The first proposal counts (`compare_set`), so there is one next generation or none; in it
+   are those newcomers, too, that were called for it (`newcomers`),
 4. who isn't in it ends. It was frozen or cut off, and the groups and names of its generation are
    nobody's any more: each generation keeps to a prefix of its own.
 
@@ -26,8 +27,7 @@ generation, and its old one lacks ranks. Where it is served:
 import json
 import threading
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,24 +36,26 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.core.process.membership import name_membership
-from lightning_hetero.runtime.generation.keeper import tell_keeper
+from lightning_hetero.runtime.generation import newcomers
+from lightning_hetero.runtime.generation.records import (
+    ENDED,
+    NEWEST,
+    NEWS,
+    gone_key,
+    is_gone,
+    tell_gone,
+)
 from lightning_hetero.runtime.ranks.heartbeat import Silence
 
 __all__ = [
     "Generation",
     "Member",
     "Membership",
-    "has_ended",
     "is_anybody_left",
-    "is_gone",
-    "open_membership",
     "silence_of",
-    "tell_gone",
 ]
 
 _POLL_S = 0.01
-_NEWEST, _ENDED, _NEWS = "newest", "ended", "news"
 
 
 class Member(NamedTuple):
@@ -92,57 +94,17 @@ class Generation:
         kept = {item.number for item in other.members}
         return tuple(r for r, item in enumerate(self.members) if item.number not in kept)
 
-
-def tell_gone(store: Store, member: int, reason: str) -> None:
-    """Say that a member is gone and won't be back; the first reason counts.
-
-    Args:
-        store: The membership's.
-        member: Its number.
-        reason: Why.
-    """
-    store.compare_set(_gone(member), "", reason)
-    store.add(_NEWS, 1)
-
-
-def has_ended(store: Store) -> bool:
-    """Whether some member has trained to the end."""
-    return bool(store.check([_ENDED]))
-
-
-def is_gone(store: Store, member: int) -> bool:
-    """Whether anybody has said that a member is gone."""
-    return bool(store.check([_gone(member)]))
+    def newcomers_since(self, old: "Generation") -> tuple[int, ...]:
+        """Return the numbers of the members that weren't in the generation before."""
+        return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
 
 
 def is_anybody_left(store: Store) -> bool:
     """Whether a member of the newest generation isn't gone."""
-    if not store.check([_NEWEST]):
+    if not store.check([NEWEST]):
         return False
-    members = _decode(store.get(f"members/{int(store.get(_NEWEST))}"))
+    members = _decode(store.get(f"members/{int(store.get(NEWEST))}"))
     return any(not is_gone(store, item.number) for item in members)
-
-
-def open_membership(met: Store, *, number: int, node: str) -> "Membership":
-    """Return a member's part in a new membership; every rank of the first start calls it.
-
-    Its keeper, if it has one, is told, and so are this process's leases.
-
-    Args:
-        met: What the ranks have met in, served by no rank, as `connect_store` returns it.
-        number: This rank.
-        node: Names its node.
-    """
-    assert isinstance(met, PrefixStore)
-    if number == 0:
-        met.set("membership", uuid.uuid4().hex)
-    name = met.get("membership").decode()
-    prefix = f"lightning_hetero/members/{name}"
-    name_membership(name)
-    tell_keeper(prefix, number)
-    # A client of its own, since another one's wait holds up all other calls.
-    own = met.underlying_store.clone()  # type: ignore[attr-defined]
-    return Membership(PrefixStore(prefix, own), number=number, node=node)
 
 
 class Membership:
@@ -162,13 +124,24 @@ class Membership:
         store: Served by no member, under a prefix of this run's own.
         number: This member's.
         node: Names this member's node.
+        door: Where this member sees newcomers; None where none are let in.
         patience_s: How long a generation may take to form, while those that are waited for beat.
     """
 
-    def __init__(self, store: Store, *, number: int, node: str, patience_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        number: int,
+        node: str,
+        door: newcomers.Door | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
         store.set_timeout(timedelta(seconds=patience_s))
         self._store = store
         self._own = Member(number, node)
+        self._door = door
+        self._news_heard = 0
         self._patience_s = patience_s
         self.generation: Generation | None = None
         """The newest one that this member is in."""
@@ -192,18 +165,21 @@ class Membership:
     def form(
         self, expected: Sequence[int], is_silent: Callable[[int], bool] = lambda _: False
     ) -> Generation:
-        """Agree with the others on the next generation; called when its last one has failed.
+        """Agree with the others on the next generation; called when the last one has ended.
 
         Args:
-            expected: Numbers of the members that may be in it.
-            is_silent: Tells whether a member, which isn't here yet, has shown no sign of life for
-                too long. Asked again and again.
+            expected: Numbers of the members that may be in it; newcomers that are called besides
+                need not be named.
+            is_silent: Tells whether a member, or one that was called, which isn't here yet, has
+                shown no sign of life for too long. Asked again and again.
 
         Raises:
             PeerError: The others go on without this member, or the store doesn't answer.
         """
         number = 0 if self.generation is None else self.generation.number + 1
-        self._store.set(f"here/{number}/{self.number}", self._own.node)
+        self._say_here(number)
+        called = [] if number == 0 else newcomers.call(self._store, number)
+        expected = list(dict.fromkeys([*expected, *called]))
         deadline_s = time.monotonic() + self._patience_s
         while not self._store.check([f"members/{number}"]):
             here, missing = self._look(number, expected)
@@ -217,6 +193,66 @@ class Membership:
             else:
                 time.sleep(_POLL_S)
         return self._enter(number)
+
+    def form_next(
+        self, beats_of: Callable[[int], int], silence_s: float, leaving: Collection[int] = ()
+    ) -> tuple[Generation, Generation]:
+        """Agree with those who are left of this generation on the next one; see `form`.
+
+        Args:
+            beats_of: Returns how often a rank of this generation has beaten.
+            silence_s: How late a sign of life may be.
+            leaving: Ranks that don't go on, by agreement.
+
+        Returns:
+            This generation, and the next one.
+        """
+        old = self.generation
+        assert old is not None
+        ranks = {member.number: rank for rank, member in enumerate(old.members)}
+
+        def signs_of(number: int) -> int:
+            return (
+                beats_of(ranks[number])
+                if number in ranks
+                else newcomers.knocks_of(self._store, number)
+            )
+
+        is_silent = silence_of(signs_of, limit_s=silence_s, nap_s=silence_s / 5)
+        expected = [number for number, rank in ranks.items() if rank not in leaving]
+        return old, self.form(expected, is_silent)
+
+    def enter_called(self, number: int) -> Generation:
+        """Enter the generation that has called this newcomer.
+
+        Raises:
+            PeerError: The others go on without it, or don't come to agree.
+        """
+        newcomers.note_entered(self._store, self.number)
+        self._say_here(number)
+        deadline_s = time.monotonic() + self._patience_s
+        while not self._store.check([f"members/{number}"]):
+            if time.monotonic() > deadline_s:
+                raise PeerError(
+                    f"Generation {number}, which had called this process, didn't form within "
+                    f"{self._patience_s:.0f} s. Look at the other processes."
+                )
+            time.sleep(_POLL_S)
+        return self._enter(number)
+
+    def wait_for_next(self, timeout_s: float) -> None:
+        """Stay, as one that leaves, until the others have formed the next generation, or so long.
+
+        They have stopped using the old one's groups then.
+        """
+        assert self.generation is not None
+        deadline_s = time.monotonic() + timeout_s
+        key = f"members/{self.generation.number + 1}"
+        while not self._store.check([key]) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+    def _say_here(self, number: int) -> None:
+        self._store.set(f"here/{number}/{self.number}", self._own.node)
 
     def _look(self, number: int, expected: Sequence[int]) -> tuple[list[Member], list[int]]:
         """Return who is here and not gone, and who is neither."""
@@ -240,7 +276,7 @@ class Membership:
                 f"The others go on without this process (member {self.number}, generation "
                 f"{number}): {why} It was frozen, or cut off from them; it ends now."
             )
-        self._store.set(_NEWEST, str(number))
+        self._store.set(NEWEST, str(number))
         self.generation = formed
         if number > 1 and formed.rank_of(self.number) == 0:
             # Beside training: it is one short call for each key.
@@ -260,6 +296,14 @@ class Membership:
             with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
                 for name in names.list_keys():
                     names.delete_key(name)
+        with suppress(RuntimeError, AttributeError):
+            self._store.delete_key(newcomers.call_key(number))
+
+    # -- who comes ------------------------------------------------------------------------------
+
+    def look_for_guests(self) -> bool:
+        """Judge newcomers, and return whether some wait to be let in; by rank 0, at every step."""
+        return self._door is not None and self._door.look(self._news_heard)
 
     # -- who is gone ----------------------------------------------------------------------------
 
@@ -269,16 +313,17 @@ class Membership:
 
     def reason_of(self, member: int) -> str | None:
         """Return why a member is gone, None if it isn't."""
-        key = _gone(member)
+        key = gone_key(member)
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def tell_end(self) -> None:
         """Say that training has ended as it should."""
-        self._store.set(_ENDED, "")
+        self._store.set(ENDED, "")
 
     def num_news(self) -> int:
         """Return how often anybody was said to be gone; see `Bulletin`."""
-        return int(self._store.add(_NEWS, 0))
+        self._news_heard = int(self._store.add(NEWS, 0))
+        return self._news_heard
 
     def find_gone(self) -> tuple[int, str] | None:
         """Return a rank of this generation that is gone, and why; see `Bulletin`."""
@@ -307,10 +352,6 @@ def silence_of(
         return silence.look(beats_of(rank)) > limit_s
 
     return is_silent
-
-
-def _gone(member: int) -> str:
-    return f"gone/{member}"
 
 
 def _decode(members: bytes) -> tuple[Member, ...]:

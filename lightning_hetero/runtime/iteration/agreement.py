@@ -2,7 +2,7 @@
 
 Every rank gives a row: a few integers (did anything change?) and sums (loss, target tokens, logged
 values). Rows go up a tree and all of them down again (see `ranks.tree`): at any number of ranks a
-rank has at most 18 messages, in about 2 log₈ n steps, and n rows of 8·(12 + 5 per logged value)
+rank has at most 18 messages, in about 2 log₈ n steps, and n rows of 8·(13 + 5 per logged value)
 bytes come in. A row is sent as soon as the rank's schedule ends and read after the push, so it
 costs little wait of its own. Objects travel only when ranks report what they haven't before. On an
 accelerator the sums are gathered there, apart from the integers, so nothing waits for the device.
@@ -29,7 +29,7 @@ from lightning_hetero.runtime.results.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 
-_NUM_INTEGERS = 7
+_NUM_INTEGERS = 8
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8}
 _MAX_KNOWN = 64
 
@@ -82,6 +82,8 @@ class Header:
     """Of this rank's batch, 0 if idle; must agree inside a pipeline."""
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
+    sees_guests: bool
+    """Whether this rank knows of processes that wait to be let in."""
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of this rank's micro-batches."""
     returns: bool
@@ -97,6 +99,8 @@ class Agreed:
     """Weight of the iteration in an epoch's mean, summed over pipelines."""
     leaving: frozenset[int]
     """Ranks whose machines are about to be taken away."""
+    has_guests: bool
+    """Whether processes wait to be let in."""
     loss_kinds: frozenset[Kind]
     """Kinds of the losses of all ranks."""
     returns: bool
@@ -143,6 +147,7 @@ class Agreement:
             header.pipeline_index,
             header.fingerprint,
             header.is_leaving,
+            header.sees_guests,
             sum(bit for kind, bit in _BITS.items() if kind in header.loss_kinds),
             header.returns,
         ]
@@ -164,7 +169,9 @@ class Agreement:
         rows = self._tree.share(self._going_up)
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
-        digests, num_samples, pipelines, fingerprints, is_leaving, kinds, returns = integers.T
+        digests, num_samples, pipelines, fingerprints, is_leaving, guests, kinds, returns = (
+            integers.T
+        )
         if pipelines.tobytes() != self._pipelines:
             self._pipelines, self._first_ranks = pipelines.tobytes(), _first_ranks(pipelines)
         _check_fingerprints(pipelines, fingerprints, self._first_ranks)
@@ -177,6 +184,7 @@ class Agreement:
             reports=reports,
             num_samples=int(num_samples.sum()),
             leaving=frozenset(is_leaving.nonzero()[0].tolist()),
+            has_guests=bool(guests.any()),
             loss_kinds=frozenset(kind for kind, bit in _BITS.items() if (kinds & bit).any()),
             returns=bool(returns.any()),
             sums=sums,

@@ -133,6 +133,9 @@ class Engine:
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
         """The ranks that said so in the last training iteration; the same on every rank."""
+        self.sees_guests = False
+        """Whether this rank knows of processes that wait to be let in; told like `is_leaving`."""
+        self.has_guests = False
 
     # -- an iteration ---------------------------------------------------------------------------
 
@@ -244,6 +247,7 @@ class Engine:
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
             is_leaving=self.is_leaving,
+            sees_guests=self.sees_guests,
             loss_kinds=frozenset(results.losses.kinds),
             returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
         )
@@ -277,7 +281,7 @@ class Engine:
         Raises:
             StepError: Losses don't go together, or gradients aren't finite.
         """
-        self.leaving = agreed.leaving
+        self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:

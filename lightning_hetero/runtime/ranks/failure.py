@@ -9,11 +9,13 @@ exit code. So is one whose teardown doesn't end. Rank 0 serves the store; it may
 """
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import TracebackType
 
 from torch import OutOfMemoryError
 from torch.distributed import DistError
@@ -23,7 +25,13 @@ from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.runtime.ranks.heartbeat import Bulletin, Heartbeat, Silence
 from lightning_hetero.runtime.ranks.meeting import end_process
 
-__all__ = ["LEAVE_EXIT_CODE", "AgreedExit", "FailureDetector"]
+__all__ = [
+    "LEAVE_EXIT_CODE",
+    "AgreedExit",
+    "FailureDetector",
+    "GenerationChange",
+    "print_in_one_line",
+]
 
 LEAVE_EXIT_CODE = 14
 """Exit code of ranks that end together to be started anew."""
@@ -41,8 +49,37 @@ _OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host al
 class AgreedExit(SystemExit):
     """All ranks end after the same step: no rank has failed, and none needs to be told."""
 
-    def __init__(self) -> None:
-        super().__init__(LEAVE_EXIT_CODE)
+    def __init__(self, code: int = LEAVE_EXIT_CODE) -> None:
+        super().__init__(code)
+
+
+class GenerationChange(Exception):
+    """All ranks have stopped between the same two steps, with a checkpoint of the first.
+
+    Args:
+        reason: Why.
+        leaving: Ranks that end now; the others go on, with newcomers if some wait.
+    """
+
+    def __init__(self, reason: str, leaving: frozenset[int] = frozenset()) -> None:
+        super().__init__(reason)
+        self.leaving = leaving
+
+
+def print_in_one_line(error: BaseException, rank: int) -> None:
+    """Print an error without its traceback if it ends this process: another rank prints one."""
+    usual = sys.excepthook
+
+    def print_shortly(
+        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
+    ) -> None:
+        if raised is error:
+            text = " ".join(str(raised).split())
+            print(f"[rank{rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
+        else:
+            usual(kind, raised, trace)
+
+    sys.excepthook = print_shortly
 
 
 class FailureDetector:

@@ -34,6 +34,7 @@ __all__ = [
     "connect_store",
     "end_process",
     "ended_when_late",
+    "package_versions",
 ]
 
 EXIT_CODE = 13
@@ -178,7 +179,8 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
 _PACKAGES = ("lightning_hetero", "torch", "lightning", "torchmetrics", "numpy")
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Return the versions that must be the same on all ranks, by package."""
     python = {"Python": ".".join(platform.python_version_tuple()[:2])}
     return python | {name: installed_version(name, otherwise="not installed") for name in _PACKAGES}
 
@@ -201,7 +203,7 @@ def check_alike(comms: Communicators, **facts: object) -> None:
     Raises:
         ConfigurationError: A rank has others than most; on every rank.
     """
-    texts = {name: _text_of(fact) for name, fact in {**_versions(), **facts}.items()}
+    texts = {name: _text_of(fact) for name, fact in {**package_versions(), **facts}.items()}
     own = {
         name: text if len(text) < 40 else f"digest {zlib.crc32(text.encode()):08x}"
         for name, text in texts.items()

@@ -49,9 +49,11 @@ def keep(folder: Path, port: int, codes: list[int | None]) -> None:
         member.form(range(len(codes)))
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
         code = codes[rank]
+        dying = [other for other, code in enumerate(codes) if code is not None]
         while code is None:
             time.sleep(0.01)
-            if (folder / "ends").exists():
+            # Not before the keeper, which imports torch meanwhile, has told who died in training.
+            if (folder / "ends").exists() and all(map(member.reason_of, dying)):
                 member.tell_end()
                 code = 5 if (folder / "fails-after").exists() else 0
         return code

@@ -1,0 +1,141 @@
+"""How a process becomes a member: with all others at the first start, or as a newcomer later."""
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.process.machine import machine_namespace
+from lightning_hetero.core.process.membership import name_membership
+from lightning_hetero.runtime.generation.keeper import tell_keeper
+from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
+
+__all__ = [
+    "JOIN",
+    "find_node",
+    "is_newcomer",
+    "join_membership",
+    "open_membership",
+    "split_address",
+]
+
+JOIN = "LIGHTNING_HETERO_JOIN"
+"""Set by who starts a newcomer: host:port of the store of the run that it comes to."""
+OPEN = "lightning_hetero/open membership"
+"""Of the store itself: the prefix of the membership that newcomers come to."""
+
+
+def is_newcomer() -> bool:
+    """Whether this process was started to join a run that trains."""
+    return JOIN in os.environ
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of what `JOIN` says.
+
+    Raises:
+        ConfigurationError: That is no address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigurationError(
+            f"{JOIN} is {address!r}; it must be host:port of the run's store, which is "
+            "MASTER_ADDR:MASTER_PORT of its processes."
+        )
+    return host, int(port)
+
+
+def open_membership(
+    met: Store, number: int, world_size: int, *, node: str, facts: Mapping[str, str]
+) -> Membership:
+    """Return a member's part in a new membership; every rank of the first start calls it.
+
+    Its keeper, if it has one, is told, and so are this process's leases.
+
+    Args:
+        met: What the ranks have met in, served by no rank, as `connect_store` returns it.
+        number: This rank.
+        world_size: Number of ranks.
+        node: Names its node.
+        facts: What it runs; newcomers must run the same.
+    """
+    assert isinstance(met, PrefixStore)
+    server = met.underlying_store
+    if number == 0:
+        name = uuid.uuid4().hex
+        begin_numbers(PrefixStore(_prefix(name), server), world_size)
+        met.set("membership", name)
+        server.set(OPEN, _prefix(name))
+    prefix = _prefix(met.get("membership").decode())
+    find_node(PrefixStore(prefix, server), otherwise=node)
+    _be_known(prefix, number)
+    own = _own_client(prefix, server)
+    return Membership(own, number=number, node=node, door=Door(own, facts))
+
+
+def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Membership:
+    """Return a member's part in the membership of the run that `JOIN` names, once it is let in.
+
+    Args:
+        facts: What it runs.
+        start_timeout: How long it may take until it is let in.
+
+    Raises:
+        ConfigurationError: `JOIN` is no address; or this process is refused.
+        PeerError: No run is there, or it doesn't let this process in.
+    """
+    server, prefix = _connect(os.environ[JOIN], start_timeout)
+    of_run = PrefixStore(prefix, server)
+    newcomer = Newcomer(of_run, facts)
+    _be_known(prefix, newcomer.number)
+    node = find_node(of_run, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    own = _own_client(prefix, server)
+    membership = Membership(own, number=newcomer.number, node=node, door=Door(own, facts))
+    membership.enter_called(newcomer.wait_for_call(start_timeout.total_seconds()))
+    return membership
+
+
+def _connect(address: str, start_timeout: timedelta) -> tuple[Store, str]:
+    """Return the run's store, and what names in its membership begin with."""
+    host, port = split_address(address)
+    try:
+        server = TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=start_timeout
+        )
+        return server, server.get(OPEN).decode()
+    except RuntimeError as error:
+        raise PeerError(
+            f"No run to join at {address} in {start_timeout.total_seconds():.0f} s: {error}. It "
+            "must have ElasticRestart(in_place=True) and be reached from here."
+        ) from error
+
+
+def _prefix(name: str) -> str:
+    return f"lightning_hetero/members/{name}"
+
+
+def _be_known(prefix: str, number: int) -> None:
+    """Tell this process's keeper and its leases which member of which run it is."""
+    name_membership(prefix)
+    tell_keeper(prefix, number)
+
+
+def _own_client(prefix: str, server: Store) -> PrefixStore:
+    """Return a client of its own, since another one's wait holds up all other calls."""
+    return PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
+
+
+def find_node(store: Store, *, otherwise: str) -> str:
+    """Return what the membership calls this machine; a new name where nobody of it has been.
+
+    Args:
+        store: The membership's.
+        otherwise: The new name.
+    """
+    return str(store.compare_set(f"node/{machine_namespace()}", "", otherwise).decode())

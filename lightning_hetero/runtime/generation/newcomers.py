@@ -1,0 +1,242 @@
+"""How a process comes to a run that trains, and how the run sees it before it lets it in.
+
+1. The *newcomer* has done what it can do alone: it has imported everything and made its module. It
+   draws a member's number, writes down what it runs, and *knocks* again and again.
+2. Rank 0 looks at it between two steps. One that runs something else is *refused*, with what to do,
+   and nobody else notices. One that has knocked between two looks, so lives, is a *guest*.
+3. Ranks agree with an iteration's row that guests wait, and all stop after the same step. Who comes
+   first *calls* the guests for the next generation; the first call counts (`compare_set`).
+4. Who is called says that it is here, as all others do, and is in the generation that is proposed.
+   One that was called and shows no sign of life is gone, as a member would be.
+
+A generation that forms because a rank was lost calls guests as well. Whoever dies on the way holds
+up nobody before it is called, and the others for as long as a lost rank's heartbeat may be late
+then.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+
+from torch.distributed.distributed_c10d import Store
+
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation.records import (
+    ENDED,
+    NEWEST,
+    NEWS,
+    gone_key,
+    is_gone,
+    tell_gone,
+)
+from lightning_hetero.runtime.ranks.heartbeat import Silence
+
+__all__ = [
+    "Door",
+    "Newcomer",
+    "begin_numbers",
+    "call",
+    "call_key",
+    "has_only_knocked",
+    "knocks_of",
+    "note_entered",
+]
+
+_log = logging.getLogger(__name__)
+
+_NUMBERS, _FIRST, _GUESTS = "numbers", "first newcomer", "guests"
+_KNOCK_S = 0.05
+_MOST_SILENT_S = 30.0
+"""After which one that doesn't knock any more is forgotten."""
+
+
+class Newcomer:
+    """A process that wants to be let in.
+
+    Args:
+        store: The membership's; see `entering.connect_newcomer`.
+        facts: What it runs, by name: must be the same in all members.
+    """
+
+    def __init__(self, store: Store, facts: Mapping[str, str]) -> None:
+        self._store = store
+        self.number = int(store.add(_NUMBERS, 1)) - 1
+        """The member's."""
+        store.set(_facts(self.number), json.dumps(dict(facts)))
+
+    def wait_for_call(self, timeout_s: float) -> int:
+        """Knock until a generation calls; returns its number.
+
+        Raises:
+            ConfigurationError: It is refused: what it runs differs from what the members run.
+            PeerError: The run has ended, nobody has called in time, or the members have given this
+                process up.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self.knock()
+        self._store.add(NEWS, 1)
+        while time.monotonic() < deadline_s:
+            self._raise_if_turned_away()
+            coming = self._next_generation()
+            if coming is not None and self.number in _numbers(self._store, call_key(coming)):
+                return coming
+            time.sleep(_KNOCK_S)
+            self.knock()
+        raise PeerError(
+            f"Nobody has let this process in for {timeout_s:.0f} s. Runs do between two steps, "
+            "once they have begun to train; if that takes longer, allow more: "
+            "HeteroStrategy(start_timeout=...)."
+        )
+
+    def knock(self) -> None:
+        """Show that this process lives."""
+        self._store.add(_knocks(self.number), 1)
+
+    def _next_generation(self) -> int | None:
+        """Return the number of the first generation that hasn't formed."""
+        if not self._store.check([NEWEST]):
+            return None
+        coming = int(self._store.get(NEWEST)) + 1
+        while self._store.check([f"members/{coming}"]):
+            coming += 1
+        return coming
+
+    def _raise_if_turned_away(self) -> None:
+        store, refused = self._store, f"refused/{self.number}"
+        if store.check([refused]):
+            raise ConfigurationError(store.get(refused).decode())
+        if store.check([ENDED]):
+            raise PeerError("The run has trained to its end: there is nothing left to join.")
+        if is_gone(store, self.number):
+            reason = store.get(gone_key(self.number)).decode()
+            raise PeerError(f"The run goes on without this process: {reason}")
+
+
+class Door:
+    """What members see of newcomers; rank 0 looks and judges, all of them call.
+
+    Args:
+        store: The membership's.
+        facts: What the members run; see `Newcomer`.
+    """
+
+    def __init__(self, store: Store, facts: Mapping[str, str]) -> None:
+        self._store = store
+        self._facts = dict(facts)
+        self._next = 0
+        self._waiting: dict[int, Silence] = {}
+        self._heard: dict[int, int] = {}
+        self._news = -1
+
+    def look(self, num_news: int) -> bool:
+        """Judge those who knock, and return whether guests wait to be called.
+
+        No call of the store while there are no news and nobody waits.
+
+        Args:
+            num_news: Grows with each news in the membership.
+        """
+        if num_news == self._news and not self._waiting:
+            return False
+        self._news = num_news
+        total = int(self._store.add(_NUMBERS, 0))
+        # Those before it were there from the start.
+        self._next = self._next or int(self._store.get(_FIRST))
+        for number in range(self._next, total):
+            self._waiting[number] = Silence(1.0)
+        self._next = total
+        for number, silence in list(self._waiting.items()):
+            if not self._waits_on(number, silence):
+                del self._waiting[number]
+        return any(self._may_come_in(number) for number in self._waiting)
+
+    def _may_come_in(self, number: int) -> bool:
+        return number in _numbers(self._store, _GUESTS)
+
+    def _waits_on(self, number: int, silence: Silence) -> bool:
+        """Judge one; returns whether it still waits."""
+        store, facts = self._store, _facts(number)
+        refused = f"refused/{number}"
+        if is_gone(store, number) or any(store.check([k]) for k in (_entered(number), refused)):
+            return False
+        knocks = knocks_of(store, number)
+        lives = knocks > self._heard.setdefault(number, knocks)
+        if silence.look(knocks) > _MOST_SILENT_S:
+            tell_gone(store, number, f"It didn't knock for {_MOST_SILENT_S:.0f} s.")
+            return False
+        if knocks == 0 or not store.check([facts]):
+            return True
+        differences = _differences(self._facts, json.loads(store.get(facts)))
+        if differences:
+            text = (
+                f"This process (member {number}) may not join: {differences}. Give it the same "
+                "code, packages, plan file and options as the run has."
+            )
+            store.set(refused, text)
+            _log.warning("Refused a newcomer. %s", text)
+            return False
+        guests = _numbers(store, _GUESTS)
+        if lives and number not in guests:
+            store.set(_GUESTS, json.dumps([*guests, number]))
+        return True
+
+
+def call(store: Store, generation: int) -> list[int]:
+    """Call the guests for a generation; returns who is called, the same for every caller."""
+    waiting = [
+        number
+        for number in sorted(_numbers(store, _GUESTS))
+        if not is_gone(store, number) and not store.check([_entered(number)])
+    ]
+    return list(json.loads(store.compare_set(call_key(generation), "", json.dumps(waiting))))
+
+
+def call_key(generation: int) -> str:
+    """Return under which key it stands who is called."""
+    return f"call/{generation}"
+
+
+def knocks_of(store: Store, number: int) -> int:
+    """Return how often one has knocked."""
+    return int(store.add(_knocks(number), 0))
+
+
+def note_entered(store: Store, number: int) -> None:
+    """Write down that one is a member, and never a newcomer again; before it is in a generation."""
+    store.set(_entered(number), "")
+
+
+def has_only_knocked(store: Store, number: int) -> bool:
+    """Whether one has come and was never in a generation."""
+    return bool(store.check([_facts(number)])) and not store.check([_entered(number)])
+
+
+def begin_numbers(store: Store, num_first: int) -> None:
+    """Count the members of the first start, whose numbers are their ranks."""
+    store.set(_FIRST, str(num_first))
+    store.add(_NUMBERS, num_first)
+
+
+def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return ", ".join(
+        f"it has {name} {theirs.get(name, 'none')}, the run {ours.get(name, 'none')}"
+        for name in names
+    )
+
+
+def _numbers(store: Store, key: str) -> list[int]:
+    return list(json.loads(store.get(key))) if store.check([key]) else []
+
+
+def _facts(number: int) -> str:
+    return f"facts/{number}"
+
+
+def _knocks(number: int) -> str:
+    return f"knocks/{number}"
+
+
+def _entered(number: int) -> str:
+    return f"entered/{number}"

@@ -1,0 +1,33 @@
+"""Which device a process has, and whether the run can use it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from lightning_hetero.core.errors import ConfigurationError
+
+__all__ = ["check_queues", "device_of"]
+
+
+def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
+    """Refuse a device with one hardware queue for all of its streams.
+
+    Raises:
+        ConfigurationError: `CUDA_DEVICE_MAX_CONNECTIONS` is 1.
+    """
+    if device.type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigurationError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share one hardware queue:"
+            " a receive that waits for another rank holds up the computation behind it, for which "
+            "that rank may wait. Unset it, or set it to 8 or more; only Megatron-LM's overlap of "
+            "tensor parallelism wants 1."
+        )
+
+
+def device_of(devices: list[torch.device], local_rank: int) -> torch.device:
+    """Return a process's device."""
+    if len(devices) > local_rank:
+        return devices[local_rank]
+    # More processes run on this node than `devices=` says: the launcher knows better.
+    device = devices[0]
+    return device if device.type == "cpu" else torch.device(device.type, local_rank)

@@ -1,0 +1,236 @@
+"""Newcomers and members of one process, in one store: every way in which one comes, or doesn't."""
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Event, Thread
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.runtime.generation import newcomers
+from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
+from lightning_hetero.runtime.generation.membership import Generation, Membership
+from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
+
+FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
+PATIENT_S, SHORT_S = 20.0, 0.1
+
+
+def run_of(count: int) -> tuple[dist.Store, list[Membership]]:
+    """Return the store and the members of a run that trains in its generation 0."""
+    store = dist.HashStore()
+    begin_numbers(store, count)
+    members = [
+        Membership(store, number=n, node="a", door=Door(store, FACTS), patience_s=20.0)
+        for n in range(count)
+    ]
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(lambda member: member.form(range(count)), members))
+    return store, members
+
+
+class Coming:
+    """A newcomer on a thread of its own: it knocks until it is called, refused, or stopped."""
+
+    def __init__(self, store: dist.Store, **other: str) -> None:
+        self.newcomer = Newcomer(store, {**FACTS, **other})
+        self.number = self.newcomer.number
+        self.membership = Membership(store, number=self.number, node="b", door=Door(store, FACTS))
+        self.result: Generation | Exception | None = None
+        self._thread = Thread(target=self._come, daemon=True)
+        self._thread.start()
+
+    def _come(self) -> None:
+        try:
+            self.result = self.membership.enter_called(self.newcomer.wait_for_call(20.0))
+        except Exception as error:
+            self.result = error
+
+    def wait(self) -> Generation | Exception:
+        self._thread.join(20.0)
+        assert self.result is not None
+        return self.result
+
+
+def see(member: Membership) -> None:
+    """Look, as rank 0 does between steps, until guests wait."""
+    for _ in range(2000):
+        member.num_news()
+        if member.look_for_guests():
+            return
+        Event().wait(0.005)
+    raise AssertionError("nobody has come")
+
+
+def form_next(
+    members: list[Membership], leaving: tuple[int, ...] = (), silence_s: float = PATIENT_S
+) -> list[Generation]:
+    staying = [m for m in members if m.generation.rank_of(m.number) not in leaving]
+    beats = iter(range(10**9))
+    with ThreadPoolExecutor(len(staying)) as threads:
+        formed = threads.map(
+            lambda m: m.form_next(lambda _: next(beats), silence_s, leaving)[1], staying
+        )
+        return list(formed)
+
+
+def test_newcomers_are_seen_before_they_are_called_and_then_all_agree() -> None:
+    store, members = run_of(2)
+    assert not members[0].look_for_guests()
+    first, second = Coming(store), Coming(store)
+    see(members[0])
+    while len(newcomers._numbers(store, "guests")) < 2:
+        members[0].look_for_guests()
+    assert first.result is second.result is None
+    formed = form_next(members)
+    assert {item.number for item in formed} == {1}
+    assert formed[0].newcomers_since(Generation(number=0, members=formed[0].members[:2])) == (2, 3)
+    assert first.wait() == second.wait() == formed[0] == formed[1]
+    assert not members[0].look_for_guests(), "who is in isn't called again"
+    # Who has come is a member like any other: it sees those who come later, and may leave.
+    third = Coming(store)
+    everyone = [*members, first.membership, second.membership]
+    see(first.membership)
+    assert [m.number for m in form_next(everyone, leaving=(0, 3))[0].members] == [1, 2, 4]
+    assert isinstance(third.wait(), Generation)
+
+
+def test_a_generation_that_forms_since_a_rank_was_lost_takes_in_who_waits() -> None:
+    store, members = run_of(3)
+    coming = Coming(store)
+    see(members[0])
+    members[0].tell_gone(1, "SIGKILL")
+    formed = form_next([members[0], members[2]])
+    assert [item.number for item in formed[0].members] == [0, 2, 3]
+    assert coming.wait() == formed[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("torch", "2.12"), ("parameters", "8 of digest 99999999")]
+)
+def test_one_that_runs_something_else_is_refused_and_the_others_notice_nothing(
+    name: str, value: str
+) -> None:
+    store, members = run_of(2)
+    coming = Coming(store, **{name: value})
+    while coming.result is None:
+        members[0].num_news()
+        assert not members[0].look_for_guests()
+    error = coming.wait()
+    assert isinstance(error, ConfigurationError)
+    assert f"it has {name} {value}, the run {FACTS[name]}. Give it the same" in str(error)
+    assert members[0].find_gone() is None
+    assert newcomers.has_only_knocked(store, coming.number)
+    assert not members[1].look_for_guests(), "also another rank 0 doesn't ask again"
+
+
+def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
+    """After it drew its number; after its first knock; as a guest; when called; when it is in."""
+    store, members = run_of(2)
+    store.add("numbers", 1)  # Drawn, and no word since.
+    knocked = Newcomer(store, FACTS)
+    knocked.knock()
+    members[0].num_news()
+    for _ in range(5):
+        assert not members[0].look_for_guests(), "nobody has knocked twice"
+    guest = Newcomer(store, FACTS)
+    guest.knock()
+    members[0].look_for_guests()
+    guest.knock()
+    assert members[0].look_for_guests()
+    # It is called, and nothing comes: it is given up for ever, and only once waited for.
+    formed = form_next(members, silence_s=SHORT_S)
+    assert [item.number for item in formed[0].members] == [0, 1]
+    assert members[0].reason_of(guest.number) == "It showed no sign of life."
+    assert not members[0].look_for_guests()
+    with pytest.raises(PeerError, match="goes on without this process: It showed no sign"):
+        guest.wait_for_call(20.0)
+    # One of which its keeper tells is not waited for at all.
+    told = Coming(store)
+    see(members[0])
+    members[1].tell_gone(told.number, "Its process ended with SIGKILL.")
+    assert [item.number for item in form_next(members)[0].members] == [0, 1]
+    assert isinstance(told.wait(), PeerError)
+    # One that said that it is here and died then is found lost in the next generation.
+    late = Newcomer(store, FACTS)
+    late.knock()
+    members[0].num_news()
+    members[0].look_for_guests()
+    late.knock()
+    assert members[0].look_for_guests()
+
+    def die_when_called() -> None:
+        called = late.wait_for_call(20.0)
+        newcomers.note_entered(store, late.number)
+        store.set(f"here/{called}/{late.number}", "b")
+
+    Thread(target=die_when_called).start()
+    assert form_next(members)[0].world_size == 3
+    members[0].tell_gone(late.number, "It stopped answering.")
+    assert members[1].find_gone() == (2, "Rank 2 is gone: It stopped answering.")
+    assert form_next(members)[0].world_size == 2
+
+
+def test_any_order_of_coming_leaving_and_dying_ends_in_one_generation_of_who_lives() -> None:
+    """Fourteen changes, each of up to two newcomers, a leaver and a loss each, one run."""
+    draw = random.Random(19)
+    store, members = run_of(3)
+    for generation in range(1, 15):
+        coming = [Coming(store) for _ in range(draw.randint(0, 2))]
+        rank_0 = members[0]
+        if coming:
+            see(rank_0)
+        dies = draw.random() < 0.3 and len(members) > 2
+        leaves = draw.random() < 0.3 and len(members) > 3
+        if dies:
+            rank_0.tell_gone(members.pop().number, "It died.")
+        leaving = (1,) if leaves else ()
+        formed = form_next(members, leaving)
+        assert {item.number for item in formed} == {generation}
+        assert len({str(item) for item in formed}) == 1
+        if leaves:
+            members.pop(1)
+        called = [c for c in coming if formed[0].rank_of(c.number) is not None]
+        members += [c.membership for c in called if c.wait() == formed[0]]
+        assert [item.number for item in formed[0].members] == [m.number for m in members]
+        # Who came too late for this one knocks on, and may be called for the next.
+        for other in coming:
+            if other not in called:
+                rank_0.tell_gone(other.number, "The test goes on.")
+                other.wait()
+
+
+def test_a_newcomer_is_told_why_nobody_lets_it_in() -> None:
+    store, members = run_of(1)
+    with pytest.raises(PeerError, match=r"Nobody has let this process in for 0 s.*start_timeout"):
+        Newcomer(store, FACTS).wait_for_call(0.1)
+    members[0].tell_end()
+    with pytest.raises(PeerError, match="trained to its end"):
+        Newcomer(store, FACTS).wait_for_call(20.0)
+
+
+@contextmanager
+def told_to_join(address: str) -> Iterator[None]:
+    with mock.patch.dict("os.environ", {JOIN: address}):
+        yield
+
+
+def test_a_wrong_address_says_what_to_give() -> None:
+    assert split_address("10.0.0.1:29500") == ("10.0.0.1", 29500)
+    for wrong in ("", "10.0.0.1", "10.0.0.1:port", ":29500"):
+        with (
+            told_to_join(wrong),
+            pytest.raises(ConfigurationError, match=r"must be host:port of the run's store"),
+        ):
+            join_membership(FACTS, start_timeout=timedelta(seconds=5))
+
+
+def test_where_no_run_is_one_is_told_so_in_time() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with told_to_join(f"127.0.0.1:{store.port}"), pytest.raises(PeerError, match="No run to join"):
+        join_membership(FACTS, start_timeout=timedelta(seconds=0.3))
