@@ -70,7 +70,8 @@ def report_recovery(
         sources.update({Source(source): count for source, count in counts})
     lost, lost_steps = "", None
     if finished is not None:
-        lost_steps = finished.step - recovered.id.step
+        # Who notes finished steps may have been lost before it had noted its last one.
+        lost_steps = max(0, finished.step - recovered.id.step)
         seconds["restart"] = times.made_s - finished.at_s
         lost = f" {lost_steps} steps lost, {seconds['restart']:.2f} s to restart,"
     rank_zero_info(
