@@ -30,7 +30,7 @@ from lightning_hetero.runtime.results.step_logs import LogEntry
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 
 _NUM_INTEGERS = 8
-_BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8}
+_BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8, Kind.TOGETHER: 16}
 _MAX_KNOWN = 64
 
 

@@ -79,6 +79,15 @@ class IterationLoss:
                 "sum or a mean, or say what it is: "
                 'HeteroStrategy(loss_reduction="mean") or "sum".'
             )
+        if is_cut and Kind.TOGETHER in kinds:
+            raise StepError(
+                "The loss needs all samples of a batch at once: they meet each other in it or in "
+                "what the layers get (products or differences of samples, statistics or a "
+                "reordering of the batch), or it is no mean or sum over them (a root, a norm, a "
+                "maximum). Micro-batches have only their own samples. Use one pipeline and "
+                'num_microbatches=1; or say HeteroStrategy(loss_reduction="mean") to train on the '
+                "mean of the micro-batches' losses, as data parallelism does."
+            )
         loss, weight = totals[:, :2].sum(0)
         broken = totals[:, NUM_TOTALS - 1].any()
         if Kind.SUM in kinds:

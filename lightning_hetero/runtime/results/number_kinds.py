@@ -1,7 +1,9 @@
 """Say of which kind a number over samples is, and make one number of those of micro-batches.
 
 A mean and a mean make a sum of means, a sum over a sum is a mean over the divisor, a mean times a
-constant is a mean, and so on. What these rules don't cover is `UNKNOWN`, never guessed here.
+constant is a mean, and so on. What these rules don't cover is `UNKNOWN`, never guessed here, and
+what is known to need all samples of a batch at once, such as a root of their mean or each sample's
+product with each other, is `TOGETHER`: no weights of micro-batches make it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ __all__ = [
     "LINEAR",
     "NO_RATIO",
     "OPERATIONS",
+    "TOGETHER",
     "UNKNOWN",
     "Count",
     "Kind",
@@ -44,6 +47,7 @@ class Kind(StrEnum):
     CONSTANT = "constant"
     UNKNOWN = "unknown"
     MIXED = "a sum and something else"
+    TOGETHER = "of all samples together"
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ CONSTANT = Reduction(Kind.CONSTANT)
 """Of a number that doesn't depend on the samples."""
 UNKNOWN = Reduction(Kind.UNKNOWN)
 """Of a number that no rule covers."""
+TOGETHER = Reduction(Kind.TOGETHER)
+"""Of what each sample of a batch has a part in, also of rows that others had a part in."""
 _MIXED = Reduction(Kind.MIXED)
 
 NO_RATIO = (float("inf"), -float("inf"))

@@ -117,7 +117,7 @@ class StepRecord:
         def mark(leaf: Any) -> Any:
             found = reductions.of(leaf) if isinstance(leaf, Tensor | float) else None
             value = leaf.detach() if isinstance(leaf, Tensor) else leaf
-            if found is None or found.kind not in (*JOINABLE, Kind.UNKNOWN, Kind.MIXED):
+            if found is None or found.kind is Kind.CONSTANT:
                 return value
             return _Number(value, found.kind, found.count)
 

@@ -15,6 +15,7 @@ from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
     LINEAR,
     OPERATIONS,
+    TOGETHER,
     UNKNOWN,
     Kind,
     Reduction,
@@ -53,9 +54,18 @@ _WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
 _PRODUCTS = {"matmul", "mm", "rmatmul", "cdist"}
+_NONLINEAR = {"sqrt", "rsqrt", "square"}
+_MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
+"""Functions over samples that may be means or sums, or run over something else where dim 0 is time.
+"""
+_REORDERING = {"flip", "flipud", "roll", "getitem", "index_select"}
+_CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
+"""Functions that return values and their indices along one dim, the last one unless told."""
 
 
-_NOT_BY_ELEMENT = _WITH_DIMS | _FACTORIES | _PRODUCTS | {"stack", "einsum"}
+_NOT_BY_ELEMENT = (
+    _WITH_DIMS | _FACTORIES | _PRODUCTS | _REORDERING | {"stack", "einsum", "randperm"}
+)
 """Functions that may make more of samples than other samples."""
 
 _ONLY_CONSTANTS = {id(CONSTANT)}
@@ -69,6 +79,8 @@ class Reductions:
         self._known: dict[int, tuple[Any, Reduction]] = {}
         self._stacked: dict[int, Tensor] = {}
         """Tensors whose dim 0 counts what was stacked, not samples."""
+        self._shuffles: dict[int, Tensor] = {}
+        """Random orders."""
 
     def of(self, value: Any) -> Reduction | None:
         """Return what is known of a tensor or number; None if it is no reduction."""
@@ -99,11 +111,13 @@ class Reductions:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at a call of a torch function."""
+        name = _name_of(func)
+        if isinstance(result, tuple) and name in _CHOOSING:
+            self._see_chosen(name, args, kwargs, result)
         if not isinstance(result, Tensor | float):
             return
-        name = _name_of(func)
         if isinstance(result, Tensor):
-            if name not in _NOT_BY_ELEMENT and self._is_of_samples(args, kwargs):
+            if name not in _NOT_BY_ELEMENT and self._is_of_samples(args, kwargs, result):
                 self._known.pop(id(result), None)
                 return
             try:
@@ -112,14 +126,35 @@ class Reductions:
                 # Arguments take forms that no rule expects, which is no reason to end a step.
                 judged = UNKNOWN
             self.keep(result, judged)
+            if name == "randperm" or (
+                self._shuffles and name in _KEEPING and id(args[0]) in self._shuffles
+            ):
+                self._shuffles[id(result)] = result
         elif name in ("item", "float"):
             self.keep(result, self.of(args[0]))
 
-    def _is_of_samples(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _see_chosen(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Sequence[Any]
+    ) -> None:
+        """Look at values that are chosen along a dim, with their indices."""
+        source = args[0] if args else kwargs.get("input")
+        if not isinstance(source, Tensor) or not source.ndim:
+            return
+        place = 2 if name in ("topk", "kthvalue") else 1
+        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+        if type(dim) is int and dim % source.ndim == 0 and self.of(source) in (None, TOGETHER):
+            for item in result[: 1 if name == "sort" else 2]:  # To sort samples mixes none.
+                self.keep(item, TOGETHER)
+
+    def _is_of_samples(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> bool:
         """Whether a function gets samples, and no number of which anything is known.
 
         That is most of what steps call, so it is found out by less than `_judge` takes.
         """
+        if len(args) == 2 and _is_outer(*args):
+            return False
         has_samples = False
         for item in (*args, *kwargs.values()) if kwargs else args:
             if id(item) in self._known or isinstance(item, list | tuple):
@@ -135,12 +170,25 @@ class Reductions:
         kinds = set(map(id, known))
         if name in _FACTORIES or kinds == _ONLY_CONSTANTS:
             return CONSTANT
+        if self._need_all(name, known, args, kwargs):
+            return TOGETHER
         if kinds <= _NO_REDUCTIONS:
             if self._is_of_stacked(name, tensors, args, kwargs, result):
                 return None
             if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
                 return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
             return _reduce(name, tensors, known, args, kwargs, result) if tensors else None
+        return self._judge_numbers(name, tensors, known, args, kwargs)
+
+    def _judge_numbers(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        known: Sequence[Reduction | None],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Reduction:
+        """Judge a function of tensors some of which are reductions."""
         if UNKNOWN in known and not any(item and item.kind is Kind.SUM for item in known):
             return UNKNOWN
         first = known[0]
@@ -153,6 +201,34 @@ class Reductions:
         if name in _JOINING:
             return fold([item or UNKNOWN for item in known])
         return self._combine(name, args, kwargs)
+
+    def _need_all(
+        self,
+        name: str,
+        known: Sequence[Reduction | None],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> bool:
+        """Whether a function's result, even if it is rows, needs all samples of the batch."""
+        if TOGETHER in known:
+            return True
+        if name in _NONLINEAR and len(known) == 1:
+            return known[0] not in (None, UNKNOWN)
+        return name in _REORDERING and self._reorders(name, args, kwargs)
+
+    def _reorders(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function gives samples, of which nothing else is known, others' places."""
+        source = args[0] if args else kwargs.get("input")
+        if not isinstance(source, Tensor) or source.ndim == 0 or self.of(source) is not None:
+            return False
+        if name in ("getitem", "index_select"):
+            index = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
+            index = kwargs.get("index", index)
+            is_first = name == "getitem" or kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0
+            return is_first and id(index) in self._shuffles
+        dims = kwargs.get("dims", args[1:] if name == "flip" else args[2:])
+        dims = (dims,) if isinstance(dims, int) else tuple(_numbers(dims))
+        return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
 
     def _is_of_stacked(
         self,
@@ -213,14 +289,16 @@ def _reduce(
     """Judge a function of elements that are no reductions yet."""
     source = tensors[0]
     if len(tensors) == 2 and known[1] is None and _is_product(name, args, tensors[1]):
-        return UNKNOWN  # Every sample meets every other.
+        is_known = known[0] is None and _is_of_each_with_each(name, *tensors)
+        return TOGETHER if is_known else UNKNOWN
     if len(tensors) == 2 and known == [None, None] and _is_outer(*tensors):
-        return UNKNOWN
+        return TOGETHER
     if len(tensors) > 1 or source.ndim == 0 or name not in _WITH_DIMS:
         return None
     dims = _dims(args, kwargs, source.ndim)
     if name in _OTHER_REDUCTIONS and (dims is None or 0 in dims):
-        return UNKNOWN
+        is_sum = "norm" in name and 1 in (*args[1:2], kwargs.get("p"), kwargs.get("ord"))
+        return UNKNOWN if is_sum or name in _MAY_BE_LINEAR else TOGETHER
     if name in _ALONG and dims is not None and 0 in dims:
         return UNKNOWN
     if name not in _REDUCTIONS or (dims is not None and 0 not in dims):
@@ -237,19 +315,36 @@ def _is_product(name: str, args: Sequence[Any], other: Tensor) -> bool:
     return name in _PRODUCTS and other.ndim == 2
 
 
-def _is_outer(left: Tensor, right: Tensor) -> bool:
+def _is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
+    """Whether it is a product of rows with rows, or over rows, as shapes have it."""
+    if name == "cdist" or left.ndim != 2:
+        return name == "cdist"
+    num_others = right.shape[0 if name == "einsum" else 1]
+    is_over_rows = name != "einsum" and left.stride(0) < left.stride(1)
+    return left.shape[0] == num_others or is_over_rows
+
+
+def _is_outer(left: Any, right: Any) -> bool:
     """Whether broadcasting makes as many columns of one tensor's rows as the other has rows."""
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return False
     ndim = max(left.ndim, right.ndim)
     if ndim < 2:
         return False
     (row, column), (other_row, other_column) = (
         ((1,) * (ndim - tensor.ndim) + tensor.shape)[:2] for tensor in (left, right)
     )
-    num_rows = max(row, other_row)
-    return num_rows > 1 and sorted([(row, column), (other_row, other_column)]) == [
-        (1, num_rows),
-        (num_rows, 1),
-    ]
+    is_column = column == other_row == 1 and row == other_column
+    is_row = row == other_column == 1 and column == other_row
+    return max(row, column) > 1 and (is_column or is_row)
+
+
+def _numbers(values: Any) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, int):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _numbers(value)
 
 
 def _dims(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> tuple[int, ...] | None:

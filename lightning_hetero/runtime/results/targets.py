@@ -12,7 +12,7 @@ Where none of them says it, the loss is taken for a mean over the targets of the
 function that the step called, or over samples, and the user is told.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.batches import count_samples
-from lightning_hetero.runtime.results.number_kinds import CONSTANT, UNKNOWN, Count, Kind, Reduction
+from lightning_hetero.runtime.results.number_kinds import (
+    CONSTANT,
+    TOGETHER,
+    UNKNOWN,
+    Count,
+    Kind,
+    Reduction,
+)
 from lightning_hetero.runtime.results.reductions import Reductions
 
 __all__ = [
@@ -97,6 +104,8 @@ class LossWatch(TorchFunctionMode):
         self.num_targets: Tensor | int | None = None
         self.size = 0
         """Targets of that loss, whether they counted or not."""
+        self.enters_together = False
+        """Whether samples had met before the layers."""
         self.outdated: Tensor | None = None
         """What a layer of another stage has changed in place, as it was before."""
         self._is_active = False
@@ -155,10 +164,18 @@ class LossWatch(TorchFunctionMode):
             self.reductions.follow(func, args, kwargs, result)
         else:
             self._see_loss(func, args, kwargs, result)
-            if self.reductions.of(inputs) not in (None, CONSTANT):
+            known = self.reductions.of(inputs)
+            if known not in (None, CONSTANT):
                 # Its targets are the best guess that there is of what it averages over.
-                self.reductions.keep(result, UNKNOWN)
+                self.reductions.keep(result, TOGETHER if known is TOGETHER else UNKNOWN)
         return result
+
+    def see_arguments(self, values: Iterable[Any]) -> None:
+        """Look at what the first layer gets; the first numbers among it are the hidden state."""
+        numbers = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+        known = [self.reductions.of(item) for item in numbers]
+        met = known[:1] not in ([], [None], [CONSTANT]) or TOGETHER in known
+        self.enters_together = self.enters_together or met
 
     def check_current(self, values: Any) -> None:
         """Refuse what is outdated.
@@ -230,7 +247,8 @@ class LossWeight:
     """How a micro-batch's loss counts in the iteration."""
 
     kind: Kind
-    """MEAN, SUM, UNKNOWN, which is then taken for a mean, or MIXED, which nothing fits."""
+    """MEAN, SUM, UNKNOWN, which is then taken for a mean, or MIXED or TOGETHER, which nothing fits.
+    """
     targets: Count
     """Targets that a mean averages over; also the weight of logged numbers of unknown kind."""
     others: tuple[Count, ...] = ()
@@ -258,6 +276,8 @@ def weigh_loss(
     if by_module is not None:
         targets: Count = by_module(microbatch)
         return LossWeight(Kind.SUM if declared is LossReduction.SUM else Kind.MEAN, targets)
+    if declared is None and (watch.enters_together or _is_together(found)):
+        return LossWeight(Kind.TOGETHER, 1.0)
     if found is not None and found.kind is Kind.MEAN and declared is not LossReduction.SUM:
         return LossWeight(Kind.MEAN, found.count, found.others if declared is None else ())
     by_batch = _count_of_batch(microbatch, watch)
@@ -271,6 +291,10 @@ def weigh_loss(
     if found is not None and found.kind in (Kind.SUM, Kind.MIXED):
         return LossWeight(found.kind, by_batch)
     return LossWeight(guessed, by_batch)
+
+
+def _is_together(found: Reduction | None) -> bool:
+    return found is not None and found.kind in (Kind.TOGETHER, Kind.MAX, Kind.MIN)
 
 
 def _count_of_batch(microbatch: object, watch: LossWatch) -> Count | None:

@@ -127,6 +127,8 @@ class StageBoundary:
         if current is None:
             return call.run() if self._again is None else self._call_again(self._again, call)
         current.note_checkpoint(index)
+        if index == 0:
+            current.loss_watch.see_arguments(call.given.values())
         if self._is_free(current):
             return self._call_freely(current, call)
         current.loss_watch.pause()

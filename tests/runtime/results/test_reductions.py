@@ -13,6 +13,7 @@ from lightning_hetero.runtime.results.number_kinds import Kind, check_ratios, en
 from lightning_hetero.runtime.results.targets import LossWatch
 
 WEIGHT = nn.Parameter(torch.randn(4, 4))
+TABLE = torch.randn(9, 4)
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
 LABELS = torch.tensor([0, -100, 2, 3, -100, 1])
 
@@ -68,23 +69,57 @@ SUMS: dict[str, Callable[[Tensor], Any]] = {
 UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "what may be a mean by hand": lambda x: x.square().sum() * (1.0 / len(x)),
     "that of a loss": lambda x: F.cross_entropy(x, LABELS, reduction="sum") * (1.0 / len(x)),
-    "a root": lambda x: F.mse_loss(x, -x).sqrt(),
     "a product": lambda x: x.mean() * x.sum(),
     "a mean times a count": lambda x: x.mean() * len(x),
     "a sum by a number": lambda x: x.sum() / len(x),
+    "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
+    "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
+    "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
+}
+
+TOGETHER: dict[str, Callable[[Tensor], Any]] = {
+    "a root": lambda x: F.mse_loss(x, -x).sqrt(),
     "statistics of a batch": lambda x: x.std(0).mean(),
     "a nonlinear function of them": lambda x: x.mean(0).square().sum(),
     "samples against each other": lambda x: F.cross_entropy(x @ x.T, torch.arange(6)),
-    "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
-    "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
     "samples against each other by name": (
         lambda x: F.cross_entropy(torch.einsum("id,jd->ij", x, x), torch.arange(6))
     ),
     "differences of samples": lambda x: (x[:, None] - x[None]).square().mean(),
     "samples against all targets by mistake": lambda x: (x[:, :1] - x[:, 1]).square().mean(),
     "distances of samples": lambda x: torch.cdist(x, x).mean(),
-    "what was normalised by the batch": lambda x: (x / x.sum()).square().mean(),
+    "in the order of chance": lambda x: (x - x[torch.randperm(6)]).square().mean(),
+    "mixed with others": lambda x: F.mse_loss(0.7 * x + 0.3 * x.flip(0), -x),
+    "moved along": lambda x: (x * torch.roll(x, 1, 0)).mean(),
+    "the hardest": lambda x: each(x).topk(2).values.mean(),
+    "sorted": lambda x: each(x).sort(descending=True)[0][:2].mean(),
+    "covariance": lambda x: (x.T @ x).square().sum(),
+    "statistics used": lambda x: ((x - x.std(0)) ** 2).mean(),
 }
+SEPARATE: dict[str, Callable[[Tensor], Any]] = {
+    "rows in another order": lambda x: each(x)[each(x).argsort()].mean(),
+    "a table's rows": lambda x: (x + TABLE[torch.randint(9, (6,))]).mean(),
+    "columns in another order": lambda x: (
+        x[:, torch.randperm(4)] + x.flip(1) + x.roll(1, 1)
+    ).mean(),
+    "the largest of each": lambda x: x.topk(2).values.mean(),
+    "norms of each": lambda x: x.norm(dim=1).mean(),
+    "rows with columns": lambda x: (x[:, :1] * x[:1].detach()[0]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_samples_make_together_is_known(name: str) -> None:
+    found = judged(TOGETHER[name])
+    assert found is not None
+    assert found[0] is Kind.TOGETHER
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_what_each_sample_makes_alone_is_known(name: str) -> None:
+    found = judged(SEPARATE[name])
+    assert found is not None
+    assert found[0] is Kind.MEAN
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -103,7 +138,7 @@ def test_a_sum_is_known(name: str) -> None:
 MIXED: dict[str, Callable[[Tensor], Any]] = {
     "a sum and a mean": lambda x: 0.5 * (x.sum() + x.mean()),
     "a sum and a penalty": lambda x: x.sum() + WEIGHT.square().sum(),
-    "a sum and what nobody knows": lambda x: (x.sum() + x.mean().sqrt()) + x.mean(),
+    "a sum and what nobody knows": lambda x: (x.sum() + divergence(x)) + x.mean(),
     "a sum and a value from elsewhere": lambda x: x.sum() + x[0, 0],
 }
 

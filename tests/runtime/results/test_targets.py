@@ -122,7 +122,7 @@ def cross_entropy() -> Tensor:
 
 
 def unclear() -> Tensor:
-    return cross_entropy().sqrt()
+    return cross_entropy().abs()
 
 
 ROWS = [torch.zeros(3, 2)]
@@ -142,6 +142,14 @@ def test_what_is_not_known_is_taken_for_a_mean_and_called_unknown() -> None:
     assert Step(lambda: torch.ones(())).weigh(object(), ROWS) == (Kind.UNKNOWN, 3)
 
 
+def test_what_needs_all_samples_at_once_has_no_weight_unless_the_user_says_so() -> None:
+    def root() -> Tensor:
+        return cross_entropy().sqrt()
+
+    assert Step(root).weigh(object(), SimpleNamespace(target_tokens=8))[0] is Kind.TOGETHER
+    assert Step(root, LossReduction.MEAN).weigh(object(), ROWS) == (Kind.MEAN, 5)
+
+
 def test_the_user_may_say_what_the_loss_is() -> None:
     for declared, kind in ((LossReduction.SUM, Kind.SUM), (LossReduction.MEAN, Kind.MEAN)):
         assert Step(unclear, declared).weigh(object(), ROWS) == (kind, 5)
@@ -151,9 +159,9 @@ def test_the_user_may_say_what_the_loss_is() -> None:
 def test_a_loss_over_all_tokens_knows_better_than_the_batch_whose_labels_a_step_replaced() -> None:
     batch = SimpleNamespace(num_target_tokens=5, num_tokens=6)
     labels = labels_of(1, -100, 2, -100, -100, 0)
-    replaced = Step(lambda: F.cross_entropy(torch.randn(6, 4), labels).sqrt())
+    replaced = Step(lambda: F.cross_entropy(torch.randn(6, 4), labels).abs())
     assert replaced.weigh(object(), batch) == (Kind.MEAN, 3)
-    some = Step(lambda: F.cross_entropy(torch.randn(4, 4), labels[:4]).sqrt())
+    some = Step(lambda: F.cross_entropy(torch.randn(4, 4), labels[:4]).abs())
     assert some.weigh(object(), batch) == (Kind.MEAN, 5)
 
 
