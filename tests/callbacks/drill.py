@@ -45,11 +45,17 @@ def newest_step(node: Node, ranks: Sequence[int]) -> int:
     )
 
 
-def train_on(node: Node, left: Sequence[int], num_steps: int) -> None:
-    """Wait until those who are left have trained so many steps more."""
+def train_on(node: Node, left: list[int], num_steps: int) -> None:
+    """Wait until those who are left have trained so many steps more; drop who has ended itself."""
     until = newest_step(node, left) + num_steps
-    for rank in left:
-        node.wait_for_step(rank, until)
+    for rank in list(left):
+        while not any(item.get("step", 0) >= until for item in node.records(rank)):
+            assert node.process.exitcode is None, node.log()
+            if not Path(f"/proc/{node.pid_of(rank)}").exists():
+                tell(f"worker {rank} has ended by itself:\n{node.log()}")
+                left.remove(rank)
+                break
+            time.sleep(0.02)
 
 
 def play(node: Node, num_ranks: int, most: int, draw: random.Random) -> list[tuple[str, str]]:
