@@ -51,7 +51,8 @@ def train_on(node: Node, left: list[int], num_steps: int) -> None:
     for rank in list(left):
         while not any(item.get("step", 0) >= until for item in node.records(rank)):
             assert node.process.exitcode is None, node.log()
-            if not Path(f"/proc/{node.pid_of(rank)}").exists():
+            has_begun = (node.folder / f"pid-{rank}").exists()
+            if has_begun and not Path(f"/proc/{node.pid_of(rank)}").exists():
                 tell(f"worker {rank} has ended by itself:\n{node.log()}")
                 left.remove(rank)
                 break

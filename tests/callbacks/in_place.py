@@ -124,7 +124,8 @@ def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
     return losses
 
 
-def _log_to(folder: Path) -> None:
+def log_to(folder: Path) -> None:
+    """Send what this process prints to the node's log."""
     use_default_start_method()
     torch.set_num_threads(1)
     log = (folder / "log").open("a")
@@ -132,13 +133,19 @@ def _log_to(folder: Path) -> None:
         os.dup2(log.fileno(), stream.fileno())
 
 
+def _write_pid(folder: Path, name: str) -> None:
+    temporary = folder / f"new-pid-{name}"
+    temporary.write_text(str(os.getpid()))
+    temporary.rename(folder / f"pid-{name}")  # Whoever waits for it reads all of it.
+
+
 def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
     """Be a node whose workers torchrun starts again; forks, so they import nothing."""
-    _log_to(folder)
+    log_to(folder)
 
     def start() -> None:
         os.environ["FIRST_RANK"] = os.environ["RANK"]
-        (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+        _write_pid(folder, os.environ["RANK"])
         work()
 
     options = [f"--nproc-per-node={num_ranks}", "--max-restarts=100", "--monitor-interval=0.1"]
@@ -150,25 +157,26 @@ def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> Non
 
 def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
     """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
-    _log_to(folder)
+    log_to(folder)
     port = free_port()
     (folder / "port").write_text(str(port))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
-    _keep(folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True)
+    keep_workers(folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True)
 
 
 def play_newcomer(folder: Path, name: str, work: Callable[[], None]) -> None:
     """Be a node of one worker that joins a run."""
-    _log_to(folder)
+    log_to(folder)
     port = int((folder / "port").read_text())
     os.environ |= {JOIN: f"127.0.0.1:{port}", "NODE_RANK": "1"}
-    _keep(folder, [name], work, port, serves=False)
+    keep_workers(folder, [name], work, port, serves=False)
 
 
-def _keep(
+def keep_workers(
     folder: Path, names: list[str], work: Callable[[], None], port: int, *, serves: bool
 ) -> None:
+    """Be the keeper of workers with these names; ends with its exit code."""
     block_signals()
 
     def start(local_rank: int, environment: dict[str, str], _: int) -> int:
@@ -177,7 +185,7 @@ def _keep(
             be_kept()
             os.environ |= environment | {"LOCAL_RANK": str(local_rank)}
             os.environ["FIRST_RANK"] = names[local_rank]
-            (folder / f"pid-{names[local_rank]}").write_text(str(os.getpid()))
+            _write_pid(folder, names[local_rank])
             try:
                 work()
                 code = 0

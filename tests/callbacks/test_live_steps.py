@@ -128,7 +128,6 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("on_train_batch_start", 2, {}),
         ("on_before_optimizer_step", 3, {"accumulate_grad_batches": 2}),
         ("on_before_zero_grad", EPOCH + 2, {}),
-        ("on_validation_batch_start", EPOCH, {}),
         ("on_train_epoch_end", EPOCH, {}),
     ],
 )
