@@ -14,6 +14,7 @@ import pytest
 
 from lightning_hetero.checkpoint import LocalStore, Tier, TierKind, recover
 from tests.checkpoint.states import PLANS, assert_is_state, needs_of
+from tests.fast_python import fast_python
 
 SAVER = """
 import itertools, os, sys
@@ -67,7 +68,7 @@ def test_sigkill_never_loses_or_tears_a_committed_checkpoint(fast_path: Path) ->
     first, num_leftovers = 1, 0
     # One process imports once; its forks do the saving and are killed.
     server = subprocess.Popen(
-        [sys.executable, "-c", SAVER],
+        [fast_python(), "-c", SAVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -98,7 +98,7 @@ def test_fast_devices_come_first_in_all_pipelines_at_once_where_that_is_faster()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_search_is_within_1_percent_of_all_plans_up_to_6_devices(seed):
     choose = random.Random(seed).choice
     counts = choose([(3, 2), (2, 2, 2), (3, 3), (4, 2), (1, 1, 2), (4, 1), (6,), (4, 1, 1)])
@@ -121,8 +121,15 @@ LLAMA = ModelSpec.load("llama-7b")
 WORK = Workload(sequence_length=4096, global_batch_size=64)
 
 
-def test_the_plan_is_valid_fits_and_runs_all_micro_batches():
-    result = plan(MIXED, LLAMA, WORK)
+@pytest.fixture(scope="module")
+def mixed():
+    """Return what the search finds for the mixed cluster, and the shares of progress it told."""
+    shares = []
+    return plan(MIXED, LLAMA, WORK, progress=lambda _what, share: shares.append(share)), shares
+
+
+def test_the_plan_is_valid_fits_and_runs_all_micro_batches(mixed):
+    result, _ = mixed
     cost = RooflineCost(MIXED, LLAMA)
     for candidate in result.candidates:
         candidate.plan.check_world_size(MIXED.num_ranks)
@@ -139,30 +146,29 @@ def test_the_plan_is_valid_fits_and_runs_all_micro_batches():
     assert 0.0 < result.lower_bound_s <= times[0]
 
 
-def test_the_same_arguments_give_the_same_plan():
-    first, second = plan(MIXED, LLAMA, WORK), plan(MIXED, LLAMA, WORK)
+def test_the_same_arguments_give_the_same_plan(mixed):
+    first, second = mixed[0], plan(MIXED, LLAMA, WORK)
     assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
 
 
-def test_unequal_micro_batches_are_never_slower_than_equal_ones():
-    free = plan(MIXED, LLAMA, WORK).best
+def test_unequal_micro_batches_are_never_slower_than_equal_ones(mixed):
+    free = mixed[0].best
     equal = plan(MIXED, LLAMA, WORK, PlanningOptions(equal_microbatches=True)).best
     counts = {pipeline.num_microbatches for pipeline in equal.plan.pipelines}
     assert max(counts) - min(counts) <= 1
     assert free.simulation.iteration_time_s <= equal.simulation.iteration_time_s
 
 
-def test_a_plan_for_cost_is_cheaper_and_no_faster():
-    fast = plan(MIXED, LLAMA, WORK).best
+def test_a_plan_for_cost_is_cheaper_and_no_faster(mixed):
+    fast = mixed[0].best
     cheap = plan(MIXED, LLAMA, WORK, PlanningOptions(objective=Objective.COST)).best
     assert cheap.money_per_token(WORK.num_tokens) <= fast.money_per_token(WORK.num_tokens)
     assert cheap.simulation.iteration_time_s >= fast.simulation.iteration_time_s
     assert len(cheap.plan.ranks) < len(fast.plan.ranks)
 
 
-def test_progress_rises_to_one():
-    shares = []
-    plan(MIXED, LLAMA, WORK, progress=lambda _what, share: shares.append(share))
+def test_progress_rises_to_one(mixed):
+    _, shares = mixed
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert len(set(shares)) >= 6

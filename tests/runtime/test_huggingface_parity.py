@@ -47,6 +47,7 @@ def test_a_plan_trains_a_hugging_face_model_as_one_device_does(
         world_size=3,
         loss="inside" if inside else "outside",
         padded=inside,
+        num_rows=12 if inside else 24,  # Three iterations.
     )
     expected = pool.run(train, 1, case.on_single_device())[0]
     assert len(set(expected.losses)) == len(expected.losses) > 2, "the oracle doesn't train"

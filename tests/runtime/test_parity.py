@@ -144,7 +144,7 @@ def test_any_plan_trains_the_reference_model_on_packed_samples_alike(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @given(case=st.sampled_from(["gpt", "packed"]).flatmap(lambda model: cases(model=model)))
-@settings(max_examples=16, derandomize=True, **_options)
+@settings(max_examples=8, derandomize=True, **_options)
 def test_many_plans_train_as_a_single_device_does(pool: ProcessPool, case: Case) -> None:
     check(pool, case)
 

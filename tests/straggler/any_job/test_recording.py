@@ -3,7 +3,6 @@
 import json
 import pathlib
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 from lightning_hetero import straggler
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler import read_times
+from tests.fast_python import fast_python
 from tests.processes import clean_environment, free_port
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -45,7 +45,7 @@ def test_one_line_records_plain_ddp_in_each_process(tmp_path):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "job.py", "records"],
+            [fast_python(), "job.py", "records"],
             cwd=tmp_path,
             env=clean_environment(**address, RANK=str(rank), PYTHONPATH=str(ROOT)),
         )
