@@ -2,6 +2,7 @@ import gc
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,10 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("suite")
 
 
+SECONDS = {"slow": 40.0, "dist": 2.0}
+"""About what a test with such a mark takes."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let the processes of pytest-xdist be forks; what tests start is a real `python` for them."""
     if hasattr(config, "workerinput"):
@@ -41,8 +46,12 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files that hold what takes long."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Begin with files that take long: a process takes one at a time, and all end together."""
+    seconds: dict[Any, float] = defaultdict(float)
+    for item in items:
+        marks = [SECONDS[mark.name] for mark in item.iter_markers() if mark.name in SECONDS]
+        seconds[item.path] += max(marks, default=0.05)
+    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish() -> None:

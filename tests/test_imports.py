@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.dist
+
 
 def run(script: str) -> str:
     """Return what a script prints."""
