@@ -19,7 +19,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.errors import HeteroError, ModelError
 from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.stage.activations import HiddenForm
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output, is_cache
@@ -149,7 +149,16 @@ class SkippedLayer:
             # It looks at values, as experts do. Zeros show the form, but take a layer's memory.
             if self._has_hooks():
                 self._refuse_to_foretell("hooks inside it look at what it computes")
-            output, made = self._run(call, hidden, on_zeros=True)
+            try:
+                output, made = self._run(call, hidden, on_zeros=True)
+            except HeteroError:
+                raise
+            except Exception as error:
+                raise ModelError(
+                    f"Layer {self._index} runs on another stage, and can't be run here on zeros, to "
+                    f"see what it returns: {type(error).__name__}: {error}. Use a plan whose "
+                    "pipelines have one stage."
+                ) from error
             if made.any_alive(unknown_only=False):
                 self._refuse_to_foretell("it leaves tensors in somebody's list")
             return output

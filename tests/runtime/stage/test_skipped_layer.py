@@ -42,6 +42,8 @@ class Layer(nn.Module):
         y = self.norm(x + torch.tanh(self.linear(x))) + self.table
         if "values" in self.habit and float(y.detach().sum()) > 1e6:
             return x
+        if "own weights" in self.habit and not float(self.linear.weight.detach().abs().sum()):
+            raise ValueError("no weights")
         if "wide attribute" in self.habit:
             self.left = torch.cat([y, y], dim=1)
         if "small attribute" in self.habit:
@@ -148,6 +150,12 @@ def test_what_layers_leave_elsewhere_is_unknown_each_time() -> None:
 def test_what_layers_leave_elsewhere_by_values_is_refused() -> None:
     model = Model("elsewhere by values")
     with pytest.raises(ModelError, match="Layer 0 runs on another stage and computes by values"):
+        in_stages(model, StageBoundary(model.layers), torch.randn(5, 3))
+
+
+def test_a_layer_that_runs_with_its_own_weights_alone_is_refused_by_name() -> None:
+    model = Model("own weights")
+    with pytest.raises(ModelError, match="Layer 0 runs on another stage, and .* no weights"):
         in_stages(model, StageBoundary(model.layers), torch.randn(5, 3))
 
 
