@@ -155,7 +155,7 @@ class SkippedLayer:
                 raise
             except Exception as error:
                 raise ModelError(
-                    f"Layer {self._index} runs on another stage, and can't be run here on zeros, to "
+                    f"Layer {self._index} runs on another stage, and can't be run on zeros, to "
                     f"see what it returns: {type(error).__name__}: {error}. Use a plan whose "
                     "pipelines have one stage."
                 ) from error
