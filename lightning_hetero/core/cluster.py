@@ -9,6 +9,9 @@ run. A cluster file is YAML::
     inter_node_bytes_per_s: 400 Gbit/s
     links:
       - {nodes: [0, 1], bytes_per_s: 12.5 GB/s, latency_s: 20 us}
+    inter_node_rates:
+      - {message_bytes: 64 KiB, bytes_per_s: 4 GB/s}
+      - {message_bytes: 16 MiB, bytes_per_s: 45 GB/s}
 """
 
 import functools
@@ -22,10 +25,11 @@ import yaml
 
 from lightning_hetero.core.devices import DeviceSpec, canonical_name, find_device
 from lightning_hetero.core.errors import ClusterError
+from lightning_hetero.core.message_curve import MessageCurve
 from lightning_hetero.core.reading import build, load_file, parse_yaml
 from lightning_hetero.core.table import format_table
 
-__all__ = ["Cluster", "Link", "Node"]
+__all__ = ["Cluster", "Link", "MessageRate", "Node"]
 
 _MOST_DEVICES = 2**20
 
@@ -99,17 +103,31 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MessageRate:
+    """The rate that messages of one size reach between two nodes, as a benchmark measures it."""
+
+    message_bytes: float
+    """Bytes of the message."""
+    bytes_per_s: float
+    """Bytes of it in a second, one direction, the latency not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """All nodes and what connects them.
 
     Raises:
-        ClusterError: No nodes, an unknown device, or links that contradict each other.
+        ClusterError: No nodes, an unknown device, links that contradict each other, or rates at
+            which a larger message takes less time.
     """
 
     nodes: tuple[Node, ...]
     """The machines; ranks are numbered node by node."""
     inter_node_bytes_per_s: float = 50e9
     """Bandwidth between nodes of one rank, one direction, bytes/s (400 Gb/s by default)."""
+    inter_node_rates: tuple[MessageRate, ...] = ()
+    """The rate of a message by its size, sizes rising, over a link of that bandwidth: between two
+    sizes seconds are interpolated. Links of other bandwidths scale it. None: all sizes reach it."""
     inter_node_latency_s: float = 10e-6
     """Latency of a message between nodes, seconds."""
     intra_node_latency_s: float = 3e-6
@@ -139,6 +157,23 @@ class Cluster:
             if not getattr(self, name) >= 0:
                 raise ClusterError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         self._check_links()
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        if self.inter_node_curve is None:  # Made here, which refuses what is no curve.
+            return
+        fastest = max(item.bytes_per_s for item in self.inter_node_rates)
+        if fastest > self.inter_node_bytes_per_s:
+            raise ClusterError(
+                f"inter_node_rates name {fastest:g} bytes/s, more than inter_node_bytes_per_s, "
+                f"{self.inter_node_bytes_per_s:g}. Set that to the highest rate."
+            )
+
+    @functools.cached_property
+    def inter_node_curve(self) -> MessageCurve | None:
+        """What a message between nodes takes by its size; None if all reach their link's rate."""
+        points = tuple((item.message_bytes, item.bytes_per_s) for item in self.inter_node_rates)
+        return MessageCurve(points) if points else None
 
     def _check_links(self) -> None:
         seen: dict[tuple[int, int], Link] = {}
@@ -221,7 +256,7 @@ class Cluster:
         data: dict[str, Any] = {"nodes": [_without_defaults(node) for node in self.nodes]}
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name in ("links", "devices") and value:
+            if isinstance(value, tuple) and value and item.name != "nodes":
                 data[item.name] = [_without_defaults(entry) for entry in value]
             elif isinstance(value, float | int) and value != item.default:
                 data[item.name] = value
@@ -281,7 +316,7 @@ class Cluster:
         return format_table(("node", "devices", "ranks", "memory", "TFLOP/s"), rows)
 
 
-def _without_defaults(part: Node | Link | DeviceSpec) -> dict[str, Any]:
+def _without_defaults(part: Node | Link | MessageRate | DeviceSpec) -> dict[str, Any]:
     """Return the fields of a part of the cluster that aren't as they would be anyway."""
     defaults = {item.name: item.default for item in fields(part)}
     return {key: value for key, value in asdict(part).items() if value != defaults[key]}

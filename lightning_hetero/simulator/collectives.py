@@ -6,58 +6,12 @@ n-1 latencies, one behind another, and goes over every link of the ring; pairwis
 messages are under way together. NCCL's trees serve all-reduces only, which an exchange has none of.
 """
 
-from bisect import bisect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from lightning_hetero.core.errors import ConfigurationError
-
-__all__ = ["MessageCurve", "pairwise_s", "ring_s"]
+__all__ = ["pairwise_s", "ring_s"]
 
 Seconds = Callable[[float], float]
 """Seconds of one message by its bytes."""
-
-
-@dataclass(frozen=True)
-class MessageCurve:
-    """The rate that a link reaches by the size of a message, measured at some sizes.
-
-    Between two sizes seconds are interpolated; a smaller message takes as long as the smallest, and
-    a larger one goes at the largest one's rate::
-
-        curve = MessageCurve(((1e4, 1e9), (1e8, 50e9)))
-        curve(2e8)  # 4 ms
-
-    Raises:
-        ConfigurationError: Sizes don't rise, or a larger message would take less time.
-    """
-
-    points: tuple[tuple[float, float], ...]
-    """(bytes, bytes/s) in ascending order of bytes."""
-
-    def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.points]
-        seconds = [size / rate for size, rate in self.points if rate > 0]
-        rises = len(seconds) == len(sizes) > 0 < sizes[0] and sizes == sorted(set(sizes))
-        if not rises or seconds != sorted(seconds):
-            raise ConfigurationError(
-                f"A link's curve {self.points} must name rates above 0 for rising sizes, at which "
-                "a larger message takes no less time. Leave out what was measured while the link "
-                "was busy."
-            )
-
-    def __call__(self, num_bytes: float) -> float:
-        """Return the seconds of a message."""
-        sizes = [size for size, _ in self.points]
-        place = bisect(sizes, num_bytes)
-        if place == 0:
-            return sizes[0] / self.points[0][1]
-        size, rate = self.points[place - 1]
-        if place == len(sizes):
-            return num_bytes / rate
-        following, its_rate = self.points[place]
-        share = (num_bytes - size) / (following - size)
-        return (1 - share) * size / rate + share * following / its_rate
 
 
 def ring_s(num_ranks: int, num_bytes: float, message_s: Seconds) -> float:

@@ -19,7 +19,7 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
-from lightning_hetero.simulator.collectives import MessageCurve, ring_s
+from lightning_hetero.simulator.collectives import ring_s
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
@@ -80,7 +80,7 @@ class CostModel(ABC):
         self.cluster = cluster
         self.model = model
         self.layout = layout or StateLayout()
-        self.message_curve: MessageCurve | None = None
+        self.message_curve = cluster.inter_node_curve
         """Rate of a message between nodes by its size, over a link of the cluster's usual rate;
         None if messages of all sizes reach their link's rate."""
         self.node_of_rank = [

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from math import log2
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
+from lightning_hetero.core.slices import Ownership
 from lightning_hetero.straggler import (
     Observation,
     RankHistory,
@@ -37,10 +39,12 @@ NUM_WATCHED = 50
 """Iterations."""
 LIMIT_S = 300
 """For each size of a plan, which takes 5 to 10 s of CPU; one that takes longer is left out."""
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "one-stage plan": {"num_stages": 1},
     "8 stages": {"num_stages": 8},
     "2 stages, TP 4": {"num_stages": 2, "tp_degree": 4},
+    "one stage, TP 8": {"num_stages": 1, "tp_degree": 8},
+    "8 stages, all ranks own alike": {"num_stages": 8, "ownership": Ownership.EVEN},
 }
 
 

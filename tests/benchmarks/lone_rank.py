@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hetero import ParallelPlan
+from lightning_hetero.core.slices import Ownership
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration import running_plan
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -54,10 +55,11 @@ class Case:
     world_size: int
     num_stages: int = 1
     tp_degree: int = 1
+    ownership: Ownership = Ownership.HOLDERS
 
     @property
     def plan(self) -> ParallelPlan:
-        """The plan that the run begins with, whose holders own the slices."""
+        """The plan that the run begins with."""
         return self._plan_of(self.num_stages)
 
     @property
@@ -182,7 +184,7 @@ def _engine(module: Module, case: Case) -> Engine:
         layout,
         case.plan,
         communicators,
-        config=EngineConfig(num_microbatches=num_microbatches),
+        config=EngineConfig(num_microbatches=num_microbatches, ownership=case.ownership),
         device=_CPU,
         clock=ComputeClock(_CPU),
         tensor_parallel=tensor_parallel,

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import ClusterError
+from lightning_hetero.core.message_curve import MessageCurve
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import RooflineCost, StateLayout
-from lightning_hetero.simulator.collectives import MessageCurve, ring_s
+from lightning_hetero.simulator.collectives import ring_s
 from lightning_hetero.simulator.exchange import ExchangeTable
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
@@ -59,7 +60,7 @@ def test_a_curve_interpolates_seconds_and_is_refused_if_larger_messages_took_les
     assert curve((1e3 + 1e6) / 2) == pytest.approx(5.5e-3)
     assert curve(2e6) == pytest.approx(2e-2)
     for points in ((), ((1e3, 1.0), (1e4, 1e9)), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 0.0),)):
-        with pytest.raises(ConfigurationError, match="rising sizes"):
+        with pytest.raises(ClusterError, match="rising sizes"):
             MessageCurve(points)
 
 
@@ -98,6 +99,26 @@ def test_a_curve_that_is_a_straight_line_changes_nothing(plan, cost):
         straight.push_s + straight.pull_s, curved.push_s + curved.pull_s, strict=True
     ):
         assert one == pytest.approx(other)
+
+
+def test_rates_by_size_in_a_cluster_file_slow_small_messages_down():
+    text = """
+        nodes: [{device: A100-40GB, count: 1}, {device: A100-40GB, count: 1}]
+        inter_node_bytes_per_s: 10 GB/s
+        inter_node_latency_s: 0
+        inter_node_rates:
+          - {message_bytes: 1 MB, bytes_per_s: 1 GB/s}
+          - {message_bytes: 100 MB, bytes_per_s: 10 GB/s}
+    """
+    cluster = Cluster.from_yaml(text)
+    cost = RooflineCost(cluster, MODEL)
+    assert cost.transfer_s(0, 1, 1e6) == pytest.approx(1e-3)
+    assert cost.transfer_s(0, 1, 1e9) == pytest.approx(0.1)
+    assert Cluster.from_yaml(cluster.to_yaml()) == cluster
+    with pytest.raises(ClusterError, match="a larger message takes no less time"):
+        Cluster.from_yaml(text.replace("100 MB, bytes_per_s: 10 GB/s", "2 MB, bytes_per_s: 9 GB/s"))
+    with pytest.raises(ClusterError, match=r"name 2e.10 bytes/s, more than inter_node_bytes_per_s"):
+        Cluster.from_yaml(text.replace("100 MB, bytes_per_s: 10", "100 MB, bytes_per_s: 20"))
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.MESSAGES, ExchangeKind.REDUCE_SCATTER])

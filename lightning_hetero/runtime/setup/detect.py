@@ -144,17 +144,16 @@ def cluster_of(seats: Sequence[Seat]) -> Cluster:
         hosts.append(host)
     devices = _devices_of(seats)
     latency_s = _CPU_LINK_LATENCY_S if any_cpu else 3e-6
-    network = (
-        {"inter_node_bytes_per_s": _CPU_NETWORK_BYTES_PER_S, "inter_node_latency_s": 100e-6}
-        if any_cpu
-        else {}
-    )
+    network = Cluster.inter_node_bytes_per_s, Cluster.inter_node_latency_s
+    if any_cpu:
+        network = _CPU_NETWORK_BYTES_PER_S, 100e-6
     return Cluster(
         nodes=tuple(nodes),
         links=tuple(_links_inside(hosts, [devices[node.device] for node in nodes], latency_s)),
         devices=tuple(spec for spec in devices.values() if KNOWN_DEVICES.get(spec.name) != spec),
+        inter_node_bytes_per_s=network[0],
+        inter_node_latency_s=network[1],
         intra_node_latency_s=latency_s,
-        **network,
     )
 
 
