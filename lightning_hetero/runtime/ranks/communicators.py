@@ -6,7 +6,8 @@ saved and recovered beside training, from another thread, on a group of their ow
 fills the seam that `checkpoint.transport` leaves.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -79,7 +80,7 @@ class Communicators:
             return made
 
         control = group("gloo")
-        return cls(
+        made = cls(
             global_rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             forward=group(),
@@ -90,6 +91,8 @@ class Communicators:
             timeout=timeout,
             connections=connections,
         )
+        connections.share(made.gather_objects)
+        return made
 
     def abort(self) -> None:
         """End what waits in the communicators, as far as their backends can: a peer is dead.
@@ -132,17 +135,26 @@ class Communicators:
 
         A group is made once, by all ranks in the order of the plan, and kept for later plans.
         """
-        own = None
-        for _, _, stage in plan.iter_stages():
-            if stage.tp_degree == 1:
-                continue
-            if stage.ranks not in self._groups:
-                with self.connections.opening():
-                    made = dist.new_group(list(stage.ranks), timeout=self.timeout)
-                self._groups[stage.ranks] = made
-            if self.global_rank in stage.ranks:
-                own = self._groups[stage.ranks]
-        return own
+        stages = [stage.ranks for _, _, stage in plan.iter_stages() if stage.tp_degree > 1]
+        self._make(self._groups, [ranks for ranks in stages if ranks not in self._groups])
+        own = [self._groups[ranks] for ranks in stages if self.global_rank in ranks]
+        return own[0] if own else None
+
+    def _make(
+        self,
+        known: dict[tuple[int, ...], dist.ProcessGroup],
+        new: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Make the groups of some sets of ranks; collective over all ranks.
+
+        A rank calls torch for each of them, because torch counts them to name them, and names must
+        agree. One of which it is no member costs that call and no message (on gloo).
+        """
+        with self.connections.opening():
+            for ranks in new:
+                known[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+        if new:
+            self.connections.share(self.gather_objects)
 
     def exchange_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the communicator of pull and push among some ranks, ascending; None without one.
@@ -156,12 +168,9 @@ class Communicators:
 
         Collective over all ranks, which want the same in the same order. See `MAX_EXCHANGE_GROUPS`.
         """
-        for ranks in wanted:
-            is_new = len(ranks) < self.world_size and ranks not in self._exchange_groups
-            if is_new and len(self._exchange_groups) < MAX_EXCHANGE_GROUPS:
-                with self.connections.opening():
-                    made = dist.new_group(list(ranks), timeout=self.timeout)
-                self._exchange_groups[ranks] = made
+        known = self._exchange_groups
+        new = [ranks for ranks in wanted if len(ranks) < self.world_size and ranks not in known]
+        self._make(known, new[: MAX_EXCHANGE_GROUPS - len(known)])
 
 
 class GroupTransport:
@@ -176,10 +185,15 @@ class GroupTransport:
     """
 
     def __init__(self, timeout: timedelta, connections: Connections | None = None) -> None:
-        with (connections or Connections()).opening():
+        connections = connections or Connections()
+        with connections.opening():
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        connections.share(self._gather)
+
+    def _gather(self, value: list[Any]) -> list[list[Any]]:
+        return [json.loads(item) for item in self.all_gather(json.dumps(value).encode())]
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Give `data` to all ranks; return what each gave, by rank."""

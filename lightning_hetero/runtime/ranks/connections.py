@@ -7,24 +7,29 @@ of the exception that ended it hold them. So what groups open is noted, and hung
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 __all__ = ["Connections"]
 
 _Opened = set[tuple[int, str]]
 """File descriptors, and what the system says they are: a descriptor is soon used again."""
+_Address = tuple[str, int]
 
 
 class Connections:
     """What this process's groups have opened, on Linux; elsewhere nothing is known of it.
 
-    Groups connect when they are made, up to `meeting.MAX_EAGER_RANKS` ranks. Those that connect
-    later end with the frozen process, or with their timeout.
+    Up to `meeting.MAX_EAGER_RANKS` ranks groups connect when they are made. Above that, two ranks
+    connect when they first talk, which nobody sees. Such a connection is known by its ends: one of
+    them is where a group listens, here or on another rank.
     """
 
     def __init__(self) -> None:
         self._opened: _Opened = set()
+        self._others: set[_Address] = set()
+        """Where the groups of all ranks listen."""
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -33,13 +38,48 @@ class Connections:
         yield
         self._opened |= _sockets() - before
 
+    def share(self, gather: Callable[[list[_Address]], Iterable[Sequence[_Address]]]) -> None:
+        """Hear where the others' groups listen; called by every rank once groups are made.
+
+        Args:
+            gather: Returns what each rank gave.
+        """
+        listening: list[_Address] = []
+        for descriptor, _ in self._opened & _sockets():
+            with suppress(OSError), _end_of(descriptor) as end:
+                if _listens(end):
+                    listening.append(_address(end.getsockname()))
+        for addresses in gather(listening):
+            self._others.update(map(_address, addresses))
+
     def hang_up(self, *, spared_port: int | None = None) -> None:
         """End the connections, and what waits for them, but those to a port (the store's)."""
-        for descriptor, _ in self._opened & _sockets():
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
-                is_listening = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if not is_listening and end.getpeername()[1] != spared_port:
+        for item in _sockets():
+            with suppress(OSError), _end_of(item[0]) as end:
+                if not _listens(end) and self._is_of_group(item, end, spared_port):
                     end.shutdown(socket.SHUT_RDWR)
+
+    def _is_of_group(
+        self, item: tuple[int, str], end: socket.socket, spared_port: int | None
+    ) -> bool:
+        peer = end.getpeername()
+        if item in self._opened:
+            return bool(peer[1] != spared_port)
+        if end.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        return not self._others.isdisjoint({_address(end.getsockname()), _address(peer)})
+
+
+def _end_of(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _listens(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _address(name: Sequence[Any]) -> _Address:
+    return str(name[0]), int(name[1])
 
 
 def _sockets() -> _Opened:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,6 +68,39 @@ def count_sockets(rank: int, *, is_lazy: bool) -> int:
         processes.barrier()
         found = len(_sockets() - before)
         processes.barrier()
+    processes.stop_watching()
+    return found
+
+
+def wait_for_frozen(rank: int, *, frozen: int) -> str:
+    """Wait for a message that never comes, over a connection made lazily, and hang up.
+
+    Returns why the wait has ended; nothing on the frozen rank.
+    """
+    processes = Processes(timeout=_TIMEOUT, start_timeout=_TIMEOUT, backend=None)
+    with _connecting(is_lazy=True):
+        processes.meet(TorchElasticEnvironment(), torch.device("cpu"))
+        comms, found = processes.comms, ""
+        message, others = torch.zeros(1), [r for r in range(comms.world_size) if r != frozen]
+        if rank == frozen:
+            for other in others:
+                dist.send(message, other, group=comms.forward)
+        else:
+            dist.recv(message, frozen, group=comms.forward)
+        processes.barrier()
+        store = processes._connect_store()
+        if rank == frozen:
+            store.wait([f"ended/{other}" for other in others])
+        else:
+            port = TorchElasticEnvironment().main_port
+            late = threading.Timer(0.2, partial(comms.connections.hang_up, spared_port=port))
+            late.start()
+            try:
+                dist.recv(message, frozen, group=comms.forward)
+            except RuntimeError as error:
+                found = str(error)
+            late.join()
+            store.set(f"ended/{rank}", "")
     processes.stop_watching()
     return found
 

@@ -8,7 +8,7 @@ import pytest
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.meeting import allow_connections
 from tests.processes import ProcessPool
-from tests.runtime.ranks.control_traffic import count_sockets
+from tests.runtime.ranks.control_traffic import count_sockets, wait_for_frozen
 
 
 @pytest.mark.dist
@@ -17,6 +17,18 @@ def test_above_some_ranks_only_those_who_talk_are_connected(pool: ProcessPool) -
         pool.run(partial(count_sockets, is_lazy=is_lazy), 4) for is_lazy in (True, False)
     )
     assert all(few < many for few, many in zip(lazy, eager, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_who_waits_over_a_connection_made_when_they_talked_can_hang_up(
+    pool: ProcessPool, frozen: int
+) -> None:
+    # Which end listens follows from the ranks' order, so both ways are tried.
+    found = pool.run(partial(wait_for_frozen, frozen=frozen), 3)
+    assert found[frozen] == ""
+    waited = [text for rank, text in enumerate(found) if rank != frozen]
+    assert all("closed by peer" in text for text in waited), waited
 
 
 @pytest.mark.parametrize(
