@@ -214,7 +214,7 @@ def _forms_made(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: U
 
 
 def _key_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if type(value) is Unknown or isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(map(_key_of, value))
@@ -303,7 +303,10 @@ def _traits_of(func: Any) -> _Traits:
     )
 
 
-def _first_unknown(values: Iterable[Any]) -> Unknown:
+def _first_unknown(values: Sequence[Any]) -> Unknown:
+    for item in values:
+        if type(item) is Unknown:
+            return item
     return next(item for item in _flat(values) if isinstance(item, Unknown))
 
 
