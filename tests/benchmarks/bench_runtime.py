@@ -16,6 +16,7 @@ of the machine disturb less.
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -85,11 +86,13 @@ class PlainModule(ToyModule):
         pass
 
 
-def lightning_steps(strategy: Any, rows: int) -> list[Seconds]:
+def lightning_steps(
+    strategy: Any, rows: int, callbacks: Sequence[L.Callback] = ()
+) -> list[Seconds]:
     times = StepTimes()
     trainer = L.Trainer(
         strategy=strategy,
-        callbacks=[times],
+        callbacks=[times, *callbacks],
         **quiet(devices=2, max_steps=STEPS, barebones=False, limit_val_batches=0),
     )
     loader = DataLoader(TokenRows(rows * STEPS * 2), batch_size=rows)
