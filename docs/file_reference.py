@@ -15,7 +15,7 @@ from lightning_hetero.core.cluster import Cluster, Link, MessageRate, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
-from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
+from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, LinkTimes, Profile
 from lightning_hetero.core.reading import unit_of_field
 
 __all__ = ["reference"]
@@ -85,7 +85,7 @@ YAML a plan is written the same way.""",
     ),
     (
         "A profile file",
-        (Profile, DeviceProfile, BlockTimes, LayerMemory),
+        (Profile, DeviceProfile, BlockTimes, LayerMemory, LinkTimes),
         "`lightning-hetero profile` writes it, with `format`, the version of the format, besides.",
     ),
 )

@@ -2,17 +2,20 @@
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from lightning_hetero.cli.arguments import add_model_argument
+from lightning_hetero.cli.measured_links import MeasuredLinks, measure_links
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.profile import Profile
+from lightning_hetero.core.profile import LinkTimes, Profile
 from lightning_hetero.core.time_fit import TimeFit
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
@@ -23,7 +26,9 @@ __all__ = ["add_arguments", "run_profile"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
     parser.description = (
-        "Measure the layers of a model on this machine's device and write a profile."
+        "Measure the layers of a model on this machine's device and write a profile. Started by "
+        "torchrun on several ranks (torchrun --nproc-per-node 2 -m lightning_hetero.cli profile "
+        "...), it also measures messages inside a node and between nodes; rank 0 measures layers."
     )
     add_model_argument(parser)
     parser.add_argument("--output", metavar="FILE", required=True, help="JSON file to write")
@@ -59,6 +64,9 @@ def run_profile(arguments: argparse.Namespace) -> int:
     if not output.resolve().parent.is_dir():
         raise ProfileError(f"Can't write {output}: its folder doesn't exist. Create it first.")
     device = _device(arguments.device)
+    links, writes = _measure_links(device)
+    if not writes:
+        return 0
     options = ProfileOptions(
         microbatches=tuple((length,) for length in arguments.sequence_lengths),
         tp_degrees=tuple(arguments.tp_degrees),
@@ -76,9 +84,17 @@ def run_profile(arguments: argparse.Namespace) -> int:
             device=device,
             report=lambda line: status.update(f"measuring {line}"),
         )
-    measured = dataclasses.replace(profile.devices[0], spec=_spec(spec, name))
-    profile = dataclasses.replace(profile, devices=(measured,))
+    measured = dataclasses.replace(
+        profile.devices[0], spec=_spec(spec, name), inside_node=links.inside_node
+    )
+    profile = dataclasses.replace(profile, devices=(measured,), between_nodes=links.between_nodes)
     console.print(_as_table(profile))
+    for where, times in (
+        ("inside the node", links.inside_node),
+        ("between nodes", links.between_nodes),
+    ):
+        if times is not None:
+            console.print(f"messages {where}: {_speed(times)}", highlight=False)
     (profile if merged_with is None else merged_with.merge(profile)).save(output)
     console.print(f"written to {output}", highlight=False)
     return 0
@@ -91,7 +107,25 @@ def _device(name: str | None) -> torch.device:
         raise ProfileError(f"--device {name!r} is no device: {error}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError("--device cuda, but this machine has no CUDA device. Use --device cpu.")
+    if device.type == "cuda" and name in (None, "cuda") and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     return device
+
+
+def _measure_links(device: torch.device) -> tuple[MeasuredLinks, bool]:
+    """Return what messages take among torchrun's ranks, and whether this one goes on alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return MeasuredLinks(), True
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        return measure_links(device), dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
+
+
+def _speed(times: LinkTimes) -> str:
+    return f"{times.bytes_per_s / 1e9:.3g} GB/s after {times.latency_s * 1e6:.0f} µs"
 
 
 def _spec(spec: DeviceSpec, name: str) -> DeviceSpec | None:

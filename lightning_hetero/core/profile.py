@@ -16,12 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.reading import build, load_file, parse_json, show
 
-__all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "Profile", "binary_blocks"]
+__all__ = [
+    "BlockTimes",
+    "DeviceProfile",
+    "LayerMemory",
+    "LinkTimes",
+    "Profile",
+    "binary_blocks",
+]
 
 _FORMAT_VERSION = 1
 
@@ -107,6 +115,24 @@ class LayerMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkTimes:
+    """Messages from one rank to another, as measured: a latency, then so many bytes a second."""
+
+    bytes_per_s: float
+    """Bandwidth of one direction, bytes/s."""
+    latency_s: float
+    """Seconds of a message of no size."""
+
+    def __post_init__(self) -> None:
+        rate, latency = self.bytes_per_s, self.latency_s
+        if not (math.isfinite(rate) and rate > 0 and math.isfinite(latency) and latency >= 0):
+            raise ProfileError(
+                f"Messages of {rate} bytes/s after {latency} s can't be: the rate must be above 0, "
+                "the latency 0 or more. Measure them again."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceProfile:
     """All measurements on one device type."""
 
@@ -120,6 +146,8 @@ class DeviceProfile:
     """Optimizer seconds per parameter that the rank owns; None if it wasn't measured."""
     includes_tp_traffic: bool = True
     """Whether the times hold the traffic inside TP groups; one rank alone can't measure it."""
+    inside_node: LinkTimes | None = None
+    """Messages between two such devices of one node; None if they weren't measured."""
     spec: DeviceSpec | None = None
     """What planners ask of the device besides times (memory, links), by the same name; None if only
     the table of known devices says it."""
@@ -184,6 +212,8 @@ class Profile:
     """Versions of the packages that ran, such as {"torch": "2.13.0"}."""
     date: datetime.datetime
     """When it was measured, with its time zone."""
+    between_nodes: LinkTimes | None = None
+    """Messages between two nodes; None if they weren't measured."""
 
     def __post_init__(self) -> None:
         names = [device.device for device in self.devices]
@@ -210,6 +240,26 @@ class Profile:
     def device_specs(self) -> tuple[DeviceSpec, ...]:
         """What the profile says of devices that no table knows."""
         return tuple(device.spec for device in self.devices if device.spec is not None)
+
+    def with_links(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with links as measured; those that it names one by one stay."""
+        changes: dict[str, Any] = {}
+        if self.between_nodes is not None:
+            changes["inter_node_bytes_per_s"] = self.between_nodes.bytes_per_s
+            changes["inter_node_latency_s"] = self.between_nodes.latency_s
+        devices = {spec.name: spec for spec in cluster.devices}
+        inside = []
+        for index in {node.device: i for i, node in enumerate(cluster.nodes)}.values():
+            spec = cluster.device_of_node(index)
+            measured = self.device(spec.name).inside_node
+            if measured is not None:
+                devices[spec.name] = dataclasses.replace(
+                    spec, intra_node_bytes_per_s=measured.bytes_per_s
+                )
+                inside.append(measured.latency_s)
+        if inside:
+            changes |= {"devices": tuple(devices.values()), "intra_node_latency_s": max(inside)}
+        return dataclasses.replace(cluster, **changes)
 
     def check(
         self,
@@ -250,7 +300,10 @@ class Profile:
         names = {device.device for device in other.devices}
         kept = tuple(device for device in self.devices if device.device not in names)
         return dataclasses.replace(
-            self, devices=kept + other.devices, date=min(self.date, other.date)
+            self,
+            devices=kept + other.devices,
+            date=min(self.date, other.date),
+            between_nodes=other.between_nodes or self.between_nodes,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -261,6 +314,7 @@ class Profile:
             "versions": dict(self.versions),
             "date": self.date.isoformat(),
             "devices": [dataclasses.asdict(device) for device in self.devices],
+            "between_nodes": self.between_nodes and dataclasses.asdict(self.between_nodes),
         }
 
     @classmethod

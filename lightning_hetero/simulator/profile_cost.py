@@ -1,7 +1,7 @@
 """Times from a measured profile (AutoHet §III-D): blocks by binary decomposition, fits between.
 
 What a profile doesn't say is taken from the roofline: memory that wasn't measured, the optimizer's
-step, and the links.
+step, and links between which no messages were measured.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,9 @@ class ProfileCost(RooflineCost):
         *,
         layout: StateLayout | None = None,
     ) -> None:
-        super().__init__(cluster, model, layout=layout)
         profile.check(model=model)
+        super().__init__(profile.with_links(cluster), model, layout=layout)
         self.profile = profile
-        for node in cluster.nodes:
-            profile.device(node.device)
         self._fits: dict[StageShape, tuple[TimeFit, TimeFit]] = {}
 
     def measure_stage_s(

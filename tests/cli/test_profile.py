@@ -1,10 +1,19 @@
+import contextlib
+import dataclasses
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_hetero.cli import main
+from lightning_hetero.cli.measured_links import MeasuredLinks, measure_links
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.profile import Profile
+from lightning_hetero.core.profile import LinkTimes, Profile
+from lightning_hetero.simulator import ProfileCost, simulate
+from tests.processes import ProcessPool
 
 SIZES = """
 name: tiny
@@ -86,3 +95,56 @@ def test_bad_input_is_one_line_and_exit_code_2(words, change, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def _measure(rank: int) -> list[MeasuredLinks]:
+    dist.init_process_group("gloo")
+    small = {"num_bytes": (64, 4096), "repeats": 1}
+    cpu = torch.device("cpu")
+    return [measure_links(cpu, node=names[rank], **small) for names in ("aab", "abc")]
+
+
+def _profile(rank: int, folder: Path, words: list[str]) -> bool:
+    own = folder / str(rank)
+    own.mkdir()
+    with contextlib.chdir(own):
+        Path("tiny.yaml").write_text(SIZES)
+        assert main(words) == 0
+        return Path("p.json").exists()
+
+
+@pytest.mark.dist
+def test_messages_are_measured_inside_a_node_and_between_nodes(pool: ProcessPool):
+    (links, alone), *others = pool.run(_measure, 3)
+    assert others == [[links, alone]] * 2
+    assert links.inside_node is not None
+    assert links.between_nodes is not None
+    assert alone.inside_node is None
+
+
+@pytest.mark.dist
+def test_torchruns_ranks_write_one_profile_with_messages(words, tmp_path, pool: ProcessPool):
+    assert pool.run(_profile, 2, tmp_path, words) == [True, False]
+    written = Profile.load(tmp_path / "0" / "p.json")
+    assert written.devices[0].inside_node is not None, "both ranks are on this machine"
+    assert written.between_nodes is None
+
+
+def test_plans_count_with_measured_messages(words):
+    assert main(words) == 0
+    spec = DeviceSpec(
+        name="core",
+        peak_flops_per_s=1e10,
+        memory_bytes=2**30,
+        memory_bytes_per_s=1e10,
+        intra_node_bytes_per_s=1e9,
+    )
+    Cluster(nodes=(Node(device="core", count=1),) * 2, devices=(spec,)).save("c.yaml")
+    ParallelPlan.even(world_size=2, num_layers=4, num_stages=2).save("plan.json")
+    slow = LinkTimes(bytes_per_s=1e3, latency_s=1.0)
+    dataclasses.replace(Profile.load("p.json"), between_nodes=slow).save("slow.json")
+    seconds = []
+    for file in ("p.json", "slow.json"):
+        cost = ProfileCost(Cluster.load("c.yaml"), Profile.load(file).model, Profile.load(file))
+        seconds.append(simulate(ParallelPlan.load("plan.json"), cost, [[(16,)] * 4]))
+    assert seconds[1].iteration_time_s > seconds[0].iteration_time_s + 4.0

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import (
     BlockTimes,
     DeviceProfile,
     LayerMemory,
+    LinkTimes,
     Profile,
     binary_blocks,
 )
@@ -158,3 +160,39 @@ def test_truncated_and_missing_files_are_refused(tmp_path):
 def test_impossible_times_are_refused(change):
     with pytest.raises(ProfileError):
         dataclasses.replace(times_of(), **change)
+
+
+def with_links(profile: Profile) -> Profile:
+    """Return a profile whose devices reach each other at 1 GB/s, and nodes at 2 GB/s."""
+    near = LinkTimes(bytes_per_s=1e9, latency_s=1e-5)
+    return dataclasses.replace(
+        profile,
+        devices=tuple(dataclasses.replace(d, inside_node=near) for d in profile.devices),
+        between_nodes=LinkTimes(bytes_per_s=2e9, latency_s=3e-5),
+    )
+
+
+def test_measured_links_replace_those_of_a_cluster_but_for_named_ones(tmp_path):
+    with_links(profile_of("A10-24GB")).save(tmp_path / "p.json")
+    measured = Profile.load(tmp_path / "p.json")
+    nodes = (Node(device="A10-24GB", count=2), Node(device="A10-24GB", count=1))
+    named = Link(nodes=(0, 0), bytes_per_s=7e9, latency_s=1e-6)
+    found = measured.with_links(Cluster(nodes=nodes, links=(named,)))
+    assert found.link_between(0, 0) == (7e9, 1e-6)
+    assert found.link_between(1, 1) == (1e9, 1e-5)
+    assert found.link_between(0, 1) == (2e9, 3e-5)
+    assert measured.with_links(found) == found
+    plain = profile_of("A10-24GB").with_links(Cluster(nodes=nodes))
+    assert plain == Cluster(nodes=nodes)
+
+
+def test_messages_between_nodes_survive_a_merge_with_a_profile_without_them():
+    with_them, without = with_links(profile_of("A10")), profile_of("T4")
+    for merged in (with_them.merge(without), without.merge(with_them)):
+        assert merged.between_nodes == with_them.between_nodes
+
+
+@pytest.mark.parametrize("times", [(0.0, 0.0), (float("nan"), 0.0), (1e9, -1e-6)])
+def test_impossible_links_are_refused(times):
+    with pytest.raises(ProfileError, match="Measure them again"):
+        LinkTimes(bytes_per_s=times[0], latency_s=times[1])
