@@ -1,0 +1,84 @@
+"""A network that falls apart and heals: one side goes on, and the other one never trains again."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.core.errors import PeerError
+from lightning_hetero.runtime.generation.membership import Generation, Membership
+
+PATIENCE_S = 60.0
+
+
+class Proxy:
+    """Stands between a server on loopback and its clients, and holds all bytes back while cut."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._flows = threading.Event()
+        self._flows.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._flows.clear()
+
+    def heal(self) -> None:
+        self._flows.set()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(("127.0.0.1", self._server_port))
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._hand_on, args=(source, sink), daemon=True).start()
+
+    def _hand_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                self._flows.wait()
+                sink.sendall(data)
+
+
+def member_of(port: int, number: int, node: str) -> Membership:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    members = dist.PrefixStore("members", store)
+    return Membership(members, number=number, node=node, patience_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize("num_cut_off", [1, 3])
+def test_of_two_sides_only_the_one_with_the_store_forms_a_generation(num_cut_off: int) -> None:
+    """Also where that is the smaller one: the store decides, not the number."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(server.port)
+    near = [member_of(server.port, number, "a") for number in range(4 - num_cut_off)]
+    far = [member_of(proxy.port, number, "b") for number in range(4 - num_cut_off, 4)]
+    everyone, numbers = [*near, *far], [item.number for item in (*near, *far)]
+    with ThreadPoolExecutor(4) as threads:
+        first = list(threads.map(lambda item: item.form(numbers), everyone))
+    proxy.cut()
+
+    def form(item: Membership) -> Generation:
+        """Give up whoever isn't heard of: each side, all of the other one."""
+        others = far if item in near else near
+        return item.form(numbers, lambda number: number in {other.number for other in others})
+
+    with ThreadPoolExecutor(4) as threads:
+        cut_off = [threads.submit(form, item) for item in far]
+        going_on = list(threads.map(form, near))
+        assert [item.number for item in going_on[0].members] == numbers[: len(near)]
+        # While they are cut off they wait: they can't even give up the others.
+        assert not any(future.done() for future in cut_off)
+        assert all(item.generation == first[0] for item in far)
+        proxy.heal()
+        for future in cut_off:
+            with pytest.raises(PeerError, match=r"The others go on without this process"):
+                future.result(PATIENCE_S)
+    assert {str(item) for item in going_on} == {str(near[0].generation)}
+    assert all(item.generation == first[0] for item in far), "they are in no later generation"
+    assert all(near[0].reason_of(item.number) is None for item in near), "nobody gave these up"
