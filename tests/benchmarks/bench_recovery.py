@@ -7,6 +7,10 @@ as without `in_place`: the agent ends all workers and starts them again. Its wor
 process that has imported torch, so the seconds that a real start spends on imports (8 s of
 processor time each here) are not counted; the peer is shown at its best.
 
+Then newcomers join a run of three, one after another, and leave on a SIGTERM: the longest gap
+between two steps of the others, over their usual one. Newcomers are forks, too, but what they
+import on the way to their fit they import before they knock.
+
 Counted in place: one store call of the keeper, a round of heartbeats (0.2 s at most), teardown and
 set-up of one fit, one recovery. A frozen rank costs the heartbeat's limit of 2 s besides.
 """
@@ -15,6 +19,7 @@ import signal
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from lightning_hetero.callbacks.run_log import read_log
@@ -62,16 +67,41 @@ def run(num_repeats: int = NUM_REPEATS) -> list[Row]:
             note=f"{again.count(0)} of {len(again)} recoveries read no checkpoint's step again",
         )
     )
+    for what, seconds in _measure_joining(num_repeats).items():
+        rows.append(_row(f"gap of the others when a process {what}", seconds, None, target=1.0))
     return rows
 
 
-def _row(name: str, seconds: list[float], peers: list[float] | None) -> Row:
+def _measure_joining(num_repeats: int) -> _Measured:
+    """Let newcomers come and go; return the seconds that each has cost the others."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        run = Path(folder) / "run"
+        options = {"num_steps": 1_000_000, "every": 1000, "heartbeat_s": HEARTBEAT_S}
+        with playing(run, NUM_RANKS - 1, **options) as node:
+            node.wait_for_step(0, FIRST_STEP)
+            for index in range(num_repeats):
+                node.join(f"new-{index}")
+                node.wait_for_generation(2 * index + 1)
+                time.sleep(TRAINING_S)
+                node.strike(f"new-{index}", signal.SIGTERM)
+                node.wait_for_generation(2 * index + 2)
+                time.sleep(TRAINING_S)
+            events = list(read_log(run / "events.jsonl"))
+            ends_s = [item["at_s"] for item in node.records(0) if "step" in item]
+    usual_s = statistics.median(later - end for end, later in pairwise(ends_s))
+    noted = [item for item in events if item["event"] == "generation"]
+    joined = [item["idle_s"] - usual_s for item in noted if item["joined"]]
+    left = [item["idle_s"] - usual_s for item in noted if item["lost"]]
+    return {"joins": joined, "leaves on a SIGTERM": left}
+
+
+def _row(name: str, seconds: list[float], peers: list[float] | None, target: float = 2.0) -> Row:
     return Row(
         name=f"{name}, {NUM_RANKS} workers",
         ours=statistics.median(seconds),
         peer=None if peers is None else statistics.median(peers),
         unit="s",
-        target=2.0,
+        target=target,
         better="lower",
         kind="measured",
         value=max(seconds),

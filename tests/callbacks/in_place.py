@@ -28,6 +28,7 @@ from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
+from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.runtime.generation.entering import JOIN
 from lightning_hetero.runtime.generation.keeper import Keeper, Worker, be_kept, block_signals
 from tests.processes import fork_server, free_port, use_default_start_method
@@ -283,6 +284,18 @@ class Node:
                 return min(ends) - struck_at_s
             time.sleep(0.01)
         raise AssertionError(f"no step follows:\n{self.log()}")
+
+    def wait_for_generation(self, number: int, timeout_s: float = 300.0) -> None:
+        """Return once a generation has trained a step."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s and self.process.exitcode is None:
+            noted = (
+                i for i in read_log(self.folder / "events.jsonl") if i["event"] == "generation"
+            )
+            if any(item["generation"] >= number for item in noted):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"generation {number} doesn't train:\n{self.log()}")
 
     def log(self) -> str:
         """Return what its processes printed."""
