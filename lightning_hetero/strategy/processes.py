@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation.entering import (
+    JOIN,
     is_newcomer,
     join_membership,
     open_membership,
@@ -257,6 +259,8 @@ class Processes:
             store, node = self._connect_store(), str(environment.node_rank())
             membership = open_membership(store, rank, world_size, node=node, facts=facts)
             membership.form(range(world_size))
+            address = f"{environment.main_address}:{environment.main_port}"
+            rank_zero_info("The same script joins this run with %s=%s.", JOIN, address)
         self._membership = membership
         assert membership.generation is not None
         self._enter(membership.generation)

@@ -23,6 +23,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -47,6 +48,8 @@ class Record(Callback):
         self._dies = folder / "dies-in-set-up"
         self._rows: list[int] = []
         self._num_fits = 0
+        self._told: tuple[int, ...] = ()
+        """What it heard of the last generation."""
 
     def write(self, **entry: Any) -> None:
         with self._file.open("a") as file:
@@ -58,7 +61,12 @@ class Record(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.write(begin=trainer.global_step, rank=trainer.global_rank, size=trainer.world_size)
+        zero = (rank_zero_only.rank, trainer.is_global_zero, self._told)  # type: ignore[attr-defined]
+        place = {"rank": trainer.global_rank, "size": trainer.world_size}
+        self.write(begin=trainer.global_step, zero=zero, **place)
+
+    def on_generation(self, trainer: Any, old: Any, new: Any) -> None:
+        self._told = (new.number, trainer.global_rank, trainer.world_size)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
         self._rows = [zlib.crc32(row.numpy().tobytes()) for row in batch[0]]

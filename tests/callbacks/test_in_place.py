@@ -107,6 +107,14 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
         node.newcomers[NEW].join()
         assert node.newcomers[NEW].exitcode == 0, "it has left as it was told to"
         check_steps(trained(node), expected, 2)
+        # A newcomer knows of the generations after its first one.
+        for name, told in ((1, [0, 3, 2, 1]), (NEW, [0, 2])):
+            begun = [item for item in node.records(name) if "begin" in item]
+            assert [(i["zero"][2] or [0])[-1] for i in begun] == told
+            for item in begun:
+                rank, is_zero, heard = item["zero"]
+                assert (rank, is_zero) == (item["rank"], item["rank"] == 0)
+                assert not heard or heard[1:] == [item["rank"], item["size"]]
         events = list(read_log(node.folder / "events.jsonl"))
     noted = [item for item in events if item["event"] == "generation"]
     changes = [(item["lost"], item["joined"], item["ranks"]) for item in noted]
