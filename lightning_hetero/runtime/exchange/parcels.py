@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,17 @@ class _Sent:
     numel: int
     rows: list[Tensor]
     """In one dim where that is a view."""
+
+
+class _Splits(NamedTuple):
+    """How the buffers of a collective are cut."""
+
+    given: list[int]
+    """Elements for each member."""
+    received: list[int]
+    """Elements from each member."""
+    arriving: list[tuple[int, int]]
+    """(member, elements) of those from whom anything comes, ascending."""
 
 
 @dataclass(eq=False)
@@ -85,21 +97,29 @@ class _Unit:
         return buffers
 
     def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[_Sent]) -> list[Tensor]:
-        members = self.unit.kind.members
-        sizes = {peer: item.numel for item in sent for peer in item.peers}
-        in_splits = [sizes.get(peer, 0) for peer in members]
-        sizes = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
-        out_splits = [sizes.get(peer, 0) for peer in members]
         rows = {peer: item.rows for item in sent for peer in item.peers}
-        leaving = [row for peer in members for row in rows.get(peer, ())]
+        leaving = [row for peer in sorted(rows) for row in rows[peer]]
         given = self._packed(leaving) if leaving else self._empty(0)
-        received = self._empty(sum(out_splits))
+        splits = self._splits
+        received = self._empty(sum(splits.received))
         work = dist.all_to_all_single(
-            received, given, out_splits, in_splits, group=group, async_op=True
+            received, given, splits.received, splits.given, group=group, async_op=True
         )
         self._receives, self._kept = [work], [given]
-        by_source = dict(zip(members, torch.split(received, out_splits), strict=True))
+        parts = received.split_with_sizes([numel for _, numel in splits.arriving])
+        by_source = {source: part for (source, _), part in zip(splits.arriving, parts, strict=True)}
         return [by_source[parcel.source] for parcel in self.parcels.arriving]
+
+    @cached_property
+    def _splits(self) -> "_Splits":
+        members, parcels = self.unit.kind.members, self.parcels
+        to = {parcel.destination: parcel.numel for parcel in parcels.leaving}
+        come = {parcel.source: parcel.numel for parcel in parcels.arriving}
+        return _Splits(
+            given=[to.get(peer, 0) for peer in members],
+            received=[come.get(peer, 0) for peer in members],
+            arriving=sorted(come.items()),
+        )
 
     def _packed(self, rows: Sequence[Tensor]) -> Tensor:
         return end_to_end(rows, self.options.dtype, self.store.device)
