@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -138,9 +139,8 @@ class Processes:
                 )
                 self._detector.abort = self._abort
             self._detector.start()
-        with self._connections.opening():
-            if not dist.is_initialized():
-                self._init_process_group(device)
+        if not dist.is_initialized():
+            self._connections.open(lambda: self._init_process_group(device))
         if self._comms is None:
             self._comms = Communicators.create(
                 device=device, timeout=self._timeout, connections=self._connections
@@ -270,9 +270,9 @@ class Processes:
         assert self._environment is not None
         number = self._membership.number
         self._environment = GenerationEnvironment(self._environment, generation, number)
-        with self._connections.opening():
-            # What waits in it for ranks that don't come is ended with the connections, too.
-            self._store = self._membership.store_of(generation)
+        # What waits in it for ranks that don't come is ended with the connections, too.
+        self._connections = Connections(may_end=True)
+        self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)
 
     def lost_peer(self, error: Exception) -> PeerError | None:
@@ -326,7 +326,6 @@ class Processes:
         """Take part in a generation that has formed; returns which rank this process is in it."""
         assert self._beating is not None
         self._beating.end(0.0)
-        self._connections = Connections()
         self._enter(new)
         assert self._environment is not None
         return self._environment

@@ -59,6 +59,7 @@ def run(num_repeats: int = NUM_REPEATS) -> list[Row]:
         Row(
             name=f"steps lost with redundancy=1, {len(again)} faults, checkpoints every 2 steps",
             ours=sum(again),
+            peer=None,
             unit="steps",
             target=0.0,
             better="lower",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -74,8 +75,7 @@ class Communicators:
             return cls(global_rank=0, world_size=1)
 
         def group(backend: str | None = None) -> dist.ProcessGroup:
-            with connections.opening():
-                made = dist.new_group(backend=backend, timeout=timeout)
+            made = connections.open(lambda: dist.new_group(backend=backend, timeout=timeout))
             assert isinstance(made, dist.ProcessGroup)
             return made
 
@@ -150,9 +150,9 @@ class Communicators:
         A rank calls torch for each of them, because torch counts them to name them, and names must
         agree. One of which it is no member costs that call and no message (on gloo).
         """
-        with self.connections.opening():
-            for ranks in new:
-                known[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+        for ranks in new:
+            make = partial(dist.new_group, list(ranks), timeout=self.timeout)
+            known[ranks] = self.connections.open(make)
         if new:
             self.connections.share(self.gather_objects)
 
@@ -186,8 +186,8 @@ class GroupTransport:
 
     def __init__(self, timeout: timedelta, connections: Connections | None = None) -> None:
         connections = connections or Connections()
-        with connections.opening():
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        make = partial(dist.new_group, backend="gloo", timeout=timeout)
+        self._group = connections.open(make)
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         connections.share(self._gather)

@@ -7,11 +7,18 @@ of the exception that ended it hold them. So what groups open is noted, and hung
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any, TypeVar
 
 __all__ = ["Connections"]
+
+_T = TypeVar("_T")
+_LOOK_S = 0.02
+_LAST_S = 0.5
+"""How long a group that is nearly there may take once connections are hung up."""
 
 _Opened = set[tuple[int, str]]
 """File descriptors, and what the system says they are: a descriptor is soon used again."""
@@ -24,19 +31,48 @@ class Connections:
     Up to `meeting.MAX_EAGER_RANKS` ranks groups connect when they are made. Above that, two ranks
     connect when they first talk, which nobody sees. Such a connection is known by its ends: one of
     them is where a group listens, here or on another rank.
+
+    Args:
+        may_end: Whether the process may outlive them, so that nothing may wait in them for long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_end: bool = False) -> None:
         self._opened: _Opened = set()
+        self._may_end = may_end
+        self._is_hung_up = threading.Event()
         self._others: set[_Address] = set()
         """Where the groups of all ranks listen."""
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Note what is opened in this context, by whichever thread."""
+    def open(self, make: Callable[[], _T]) -> _T:
+        """Return what `make` does, such as a new group, and note what is opened meanwhile.
+
+        gloo waits for every rank of a new group, and nothing ends that wait but its timeout, not
+        even that the rank is dead. So where connections may be hung up, a thread waits, and is left
+        there.
+
+        Raises:
+            RuntimeError: They were hung up. It counts as a broken connection.
+        """
         before = _sockets()
-        yield
-        self._opened |= _sockets() - before
+        try:
+            return self._make(make) if self._may_end else make()
+        finally:
+            self._opened |= _sockets() - before
+
+    def _make(self, make: Callable[[], _T]) -> _T:
+        answer: Future[_T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(make())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name="new connections", daemon=True).start()
+        while not wait([answer], _LOOK_S).done:
+            if self._is_hung_up.is_set() and not wait([answer], _LAST_S).done:
+                raise RuntimeError("gloo: connections were hung up before all ranks had come.")
+        return answer.result()
 
     def share(self, gather: Callable[[list[_Address]], Iterable[Sequence[_Address]]]) -> None:
         """Hear where the others' groups listen; called by every rank once groups are made.
@@ -54,6 +90,7 @@ class Connections:
 
     def hang_up(self, *, spared_port: int | None = None) -> None:
         """End the connections, and what waits for them, but those to a port (the store's)."""
+        self._is_hung_up.set()
         for item in _sockets():
             with suppress(OSError), _end_of(item[0]) as end:
                 if not _listens(end) and self._is_of_group(item, end, spared_port):
