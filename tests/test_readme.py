@@ -100,6 +100,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "losses that are means or sums": (
         "runtime/test_loss_weights.py::test_losses_and_logs_are_recognised_for_what_they_are",
         "runtime/test_loss_weights.py::test_what_is_not_recognised_can_be_declared_and_is_warned_of",
+        "runtime/test_loss_weights.py::test_samples_that_meet_are_refused_where_batches_are_cut",
         "runtime/results/test_iteration_loss.py::test_a_microbatch_without_targets_adds_exactly_nothing",
     ),
     "what steps return": (

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -84,6 +85,34 @@ class Logging(TinyModule):
         self.log("highest", logits.max())
 
 
+class Contrasts(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        samples = logits.mean(1)
+        return F.cross_entropy(samples @ samples.T, torch.arange(len(samples)))
+
+
+class MixesRows(TinyModule):
+    """Mixes each sample with another one of the batch, before the layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        x = self.model.embed(ids)
+        x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+        for layer in self.model.layers:
+            x = layer(x)
+        return self.loss(self.model.head(x), labels)
+
+
+class Centres(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        x = self.model.embed(ids)
+        x = x - x.mean(0)
+        for layer in self.model.layers:
+            x = layer(x)
+        return self.loss(self.model.head(x), labels)
+
+
 ONE = plan_of(pipeline(stage(0, 0, 3)))
 GOOD = [Summed, MaskedByHand, MaskCountedBefore, Counted, Logging]
 
@@ -109,6 +138,19 @@ def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPo
             assert "different numbers of targets" in warned[rank][1]
             assert "The loss is a sum over samples and something else" in warned[rank][2]
         assert [item[0]["warned"] for item in warned] == [True, False]
+
+
+def test_samples_that_meet_are_refused_where_batches_are_cut(pool: ProcessPool) -> None:
+    makes = [Contrasts, MixesRows, Centres]
+    for plan in PLANS.values():
+        for messages in pool.run(fit_each, 2, makes, plan):
+            assert all("needs all samples of a batch at once" in item for item in messages)
+        for (found,) in pool.run(fit_each, 2, [Contrasts], plan, {"loss_reduction": "mean"}):
+            assert len(found["losses"]) == 4
+    alone, found = (
+        fit_each(0, [Centres], plan, {"num_microbatches": 1})[0] for plan in (None, ONE)
+    )
+    same(found, alone)
 
 
 def test_a_batch_that_nothing_cuts_needs_no_weights() -> None:
