@@ -1,5 +1,6 @@
 """Laws of what layers leave beside their outputs, on one process."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -64,6 +65,19 @@ def test_what_a_layer_leaves_is_found_where_it_was_skipped() -> None:
     assert [a is b for a, b in zip(ran[0].shared, skipped[0].shared, strict=True)] == [True] * 2
     # The hidden state, and each of the others once.
     assert len(handover.tensors) == len({id(tensor) for tensor in handover.tensors}) == 1 + 2 * 4
+
+
+def test_nothing_is_kept_of_what_a_layer_no_longer_holds() -> None:
+    layer = nn.Linear(2, 2)
+    leavings = LayerLeavings([layer])
+    for _ in range(2):
+        layer.last = torch.zeros(1)
+        gone = weakref.ref(layer.last)
+        before = leavings.look(0)
+        layer.last = torch.ones(1)
+        leavings.note(before, torch.randn(3, 2), (), Handover())
+        del before
+        assert gone() is None
 
 
 def test_what_does_not_travel_is_refused_when_touched() -> None:
