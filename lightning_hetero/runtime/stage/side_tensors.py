@@ -26,7 +26,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
-__all__ = ["LayerLeavings"]
+__all__ = ["LayerLeavings", "Spaces"]
 
 _REMEDY = (
     "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
