@@ -35,6 +35,7 @@ from lightning_hetero.planner import (
     plan,
     propose_plans,
 )
+from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
@@ -168,7 +169,8 @@ def _profile_of(
 def _search(
     job: Job, options: AutoPlan, contingencies: Contingencies, profile: Profile | None
 ) -> AutoPlanned:
-    answers = [contingencies.solve(task) for task in job.tasks(options, profile)]
+    tasks = job.tasks(options, profile)
+    answers = [contingencies.solve(task) for task in tasks]
     results = [answer for answer in answers if isinstance(answer, PlanningResult)]
     failure = next((item for item in reversed(answers) if isinstance(item, PlanningError)), None)
     if not results:
@@ -176,14 +178,18 @@ def _search(
             f"{failure or 'No micro-batch size divides the batch.'} To run it all the same, give "
             "a plan: HeteroStrategy(plan=...)."
         )
-    best = min(results, key=lambda result: result.best.simulation.iteration_time_s)
+    uniform = min(results, key=lambda result: result.best.simulation.iteration_time_s)
     bound_s = min(result.lower_bound_s for result in results)
+    basis = job.basis(uniform.workload.sequences_per_microbatch, profile)
+    best = with_unequal_sizes(
+        replace(uniform, lower_bound_s=bound_s), basis.cost(), tasks[0].options
+    )
     return AutoPlanned(
         plan=best.best.plan,
-        basis=job.basis(best.workload.sequences_per_microbatch, profile),
-        summary=_summary(job, best, bound_s, measured=profile is not None),
+        basis=basis,
+        summary=_summary(job, best, best.lower_bound_s, measured=profile is not None),
         simulation=best.best.simulation,
-        lower_bound_s=bound_s,
+        lower_bound_s=best.lower_bound_s,
     )
 
 
@@ -237,7 +243,7 @@ def _summary(job: Job, result: PlanningResult, bound_s: float, *, measured: bool
     gap = simulation.iteration_time_s / bound_s - 1.0
     lines = [
         f"planned for     {workload.global_batch_size} samples of {workload.sequence_length:,} "
-        f"tokens an iteration, {workload.sequences_per_microbatch} a micro-batch, by "
+        f"tokens an iteration, {sizes_of(result)} a micro-batch, by "
         f"{_source(measured=measured)}",
         *prediction_lines(simulation, workload.num_tokens),
         *fitting_lines(result.best.plan, simulation),

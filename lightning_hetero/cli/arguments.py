@@ -182,7 +182,7 @@ def microbatch_size_of(plan: ParallelPlan, arguments: argparse.Namespace) -> int
     if arguments.micro_batch_size != "auto":
         return int(arguments.micro_batch_size)
     counts = [pipeline.num_microbatches for pipeline in plan.pipelines]
-    total = sum(count or 0 for count in counts)
+    total = sum((p.num_microbatches or 0) * (p.microbatch_size or 1) for p in plan.pipelines)
     if None in counts or not total or arguments.global_batch_size % total:
         return 1
     return int(arguments.global_batch_size // total)

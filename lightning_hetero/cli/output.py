@@ -145,6 +145,7 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
                 "first_layer": stage.layers.start,
                 "end_layer": stage.layers.stop,
                 "num_microbatches": plan.pipelines[pipeline].num_microbatches,
+                "microbatch_size": plan.pipelines[pipeline].microbatch_size,
                 "recomputed_layers": stage.recomputed_layers,
                 "recompute_s": simulation.stage_recompute_s[pipeline][index],
                 "memory_bytes": round(memory.total),

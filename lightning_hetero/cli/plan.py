@@ -46,7 +46,9 @@ from lightning_hetero.planner import (
     plan,
     plan_best_size,
 )
+from lightning_hetero.planner.memory_fit import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
+from lightning_hetero.planner.unequal_sizes import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import (
     CostModel,
@@ -263,9 +265,8 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
     idle = cost.cluster.num_ranks - len(best.plan.ranks)
     if idle:
         lines.append(f"idle            {idle} of {cost.cluster.num_ranks} devices")
-    size = result.workload.sequences_per_microbatch
-    if size > 1:
-        lines.append(f"micro-batches   of {size} samples")
+    if (sizes := sizes_of(result)) != "1":
+        lines.append(f"micro-batches   of {sizes} samples")
     lines.append(
         f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
     )
@@ -356,7 +357,7 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
         _save(found, Path(arguments.output))
     if arguments.plot:
         microbatch = result.workload.microbatch
-        batches = [[microbatch] * (p.num_microbatches or 0) for p in found.pipelines]
+        batches = own_microbatches(found, microbatch)
         simulation = simulate(found, cost, batches, record_events=True)
         plot_timeline(Path(arguments.plot), found, cost, simulation)
 

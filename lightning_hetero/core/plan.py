@@ -69,14 +69,15 @@ class PipelinePlan:
     """Stages in the order in which activations flow."""
     num_microbatches: int | None = None
     """Micro-batches an iteration gives to this pipeline; None leaves it to the strategy."""
+    microbatch_size: int | None = None
+    """Samples of each, beside those of other pipelines' micro-batches; None is 1."""
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("A pipeline has no stages. Give it at least one stage.")
-        if self.num_microbatches is not None and self.num_microbatches < 0:
-            raise PlanError(
-                f"num_microbatches is {self.num_microbatches}; it must be 0 or more, or left out."
-            )
+        for name, least in (("num_microbatches", 0), ("microbatch_size", 1)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise PlanError(f"{name} is {value}; it must be {least} or more, or left out.")
         next_layer = 0
         for stage_index, stage in enumerate(self.stages):
             if stage.layers.start != next_layer:
@@ -111,8 +112,7 @@ class PipelinePlan:
     @property
     def tp_degree(self) -> int:
         """Deprecated: the largest of `tp_degrees`, because stages may differ."""
-        text = "Use PipelinePlan.tp_degrees: the stages of a pipeline may differ."
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        warnings.warn("Use PipelinePlan.tp_degrees instead.", DeprecationWarning, stacklevel=2)
         return max(self.tp_degrees)
 
     @property
@@ -329,7 +329,7 @@ class ParallelPlan:
                         for stage in pipeline.stages
                     ]
                 }
-                | _given(pipeline, "num_microbatches")
+                | _given(pipeline, "num_microbatches", "microbatch_size")
                 for pipeline in self.pipelines
             ]
         }
@@ -371,11 +371,11 @@ class ParallelPlan:
             (
                 str(pipeline_index),
                 str(stage_index),
-                _join(stage.ranks),
+                ",".join(map(str, stage.ranks)),
                 str(stage.tp_degree),
                 f"{stage.layers.start}-{stage.layers.stop - 1}",
                 str(len(stage.layers)),
-                "-" if (m := self.pipelines[pipeline_index].num_microbatches) is None else str(m),
+                _work(self.pipelines[pipeline_index]),
             )
             for pipeline_index, stage_index, stage in self.iter_stages()
         ]
@@ -390,10 +390,11 @@ class ParallelPlan:
         return format_table(header, rows)
 
 
+def _work(pipeline: PipelinePlan) -> str:
+    count = "-" if pipeline.num_microbatches is None else str(pipeline.num_microbatches)
+    return count if pipeline.microbatch_size is None else f"{count} × {pipeline.microbatch_size}"
+
+
 def _given(part: StagePlan | PipelinePlan, *names: str) -> dict[str, int]:
     """Return those of the fields that aren't left open."""
     return {name: value for name in names if (value := getattr(part, name)) is not None}
-
-
-def _join(ranks: Sequence[int]) -> str:
-    return ",".join(str(rank) for rank in ranks)

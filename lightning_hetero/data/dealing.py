@@ -1,10 +1,11 @@
 """Deal the batches of an ordinary data loader out to pipelines.
 
 Every rank reads the same order of samples. An iteration takes D consecutive batches for D
-pipelines, puts them together and cuts them again in proportion to the pipelines' micro-batches, so
-`batch_size` means what it means under DDP: samples of one pipeline, on average. All ranks of a
-pipeline load the same samples. Nothing is repeated or dropped: the last iteration is just smaller,
-and a pipeline that gets nothing of it still takes part.
+pipelines, puts them together and cuts them again in proportion to the pipelines' micro-batches,
+times `microbatch_size` where the plan has it, so `batch_size` means what it means under DDP:
+samples of one pipeline, on average. All ranks of a pipeline load the same samples. Nothing is
+repeated or dropped: the last iteration is just smaller, and a pipeline that gets nothing of it
+still takes part.
 """
 
 import warnings
@@ -38,7 +39,7 @@ class Deal:
 
 
 def deal_of(plan: ParallelPlan, *, global_rank: int, num_microbatches: int) -> Deal:
-    """Return a rank's deal under a plan: samples in proportion to micro-batches.
+    """Return a rank's deal under a plan: samples in proportion to micro-batches and their sizes.
 
     Args:
         plan: The plan.
@@ -47,7 +48,12 @@ def deal_of(plan: ParallelPlan, *, global_rank: int, num_microbatches: int) -> D
     """
     place = plan.place(global_rank)
     return Deal(
-        shares=plan.count_microbatches(num_microbatches),
+        shares=tuple(
+            count * (pipeline.microbatch_size or 1)
+            for count, pipeline in zip(
+                plan.count_microbatches(num_microbatches), plan.pipelines, strict=True
+            )
+        ),
         pipeline_index=None if place is None else place.pipeline_index,
     )
 

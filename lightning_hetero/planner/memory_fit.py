@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape
 
-__all__ = ["idle_capacity", "owned_capacity", "settle_memory"]
+__all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory"]
 
 
 _FEW_RANKS = 6
@@ -121,7 +121,7 @@ def settle_memory(
     Args:
         plan: Its pipelines name their numbers of micro-batches.
         cost: Times and bytes.
-        microbatch: What every micro-batch holds.
+        microbatch: What every micro-batch holds, of pipelines without a size of their own.
         idle_may_own: Whether ranks without layers may own, too.
     """
     idle = _idle_rooms(plan, cost) if idle_may_own else {}
@@ -133,7 +133,7 @@ def settle_memory(
                 num_pipelines=plan.num_pipelines,
                 num_microbatches=count,
                 num_in_flight=min(pipeline.num_stages - index, count),
-                microbatch=microbatch,
+                microbatch=own_microbatch(pipeline, microbatch),
             )
             for index, stage in enumerate(pipeline.stages)
         ]
@@ -155,6 +155,19 @@ def settle_memory(
             for shares in _owner_shares(plan, stages, recomputed, idle):
                 found.append(_with_memory(plan, stages, recomputed, shares))
     return found
+
+
+def own_microbatch(pipeline: PipelinePlan, usual: MicroBatchShape) -> MicroBatchShape:
+    """Return what a micro-batch of a pipeline holds, of sequences of one length."""
+    return usual if pipeline.microbatch_size is None else usual[:1] * pipeline.microbatch_size
+
+
+def own_microbatches(plan: ParallelPlan, usual: MicroBatchShape) -> list[list[MicroBatchShape]]:
+    """Return every pipeline's micro-batches, of pipelines without a size the usual one."""
+    return [
+        [own_microbatch(pipeline, usual)] * (pipeline.num_microbatches or 0)
+        for pipeline in plan.pipelines
+    ]
 
 
 def _idle_rooms(plan: ParallelPlan, cost: CostModel) -> dict[int, float]:

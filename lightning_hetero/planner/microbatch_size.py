@@ -4,7 +4,8 @@ Larger micro-batches launch fewer kernels and read weights less often; they also
 activations, so that more is recomputed, and there are fewer of them to fill a pipeline. Time over
 size has one valley but for rounding, so two sizes in a row that are worse end the search. A size
 counts as worse without a search of its own if the layouts that were likeliest with the size before
-are, by their estimates, too slow to be improved as far as the best plan.
+are, by their estimates, too slow to be improved as far as the best plan. From the best size
+pipelines of one kind may then take another (`unequal_sizes`).
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from dataclasses import replace
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.result import PlanningResult, ProgressCallback
 from lightning_hetero.planner.search import PlanSearch
+from lightning_hetero.planner.unequal_sizes import with_unequal_sizes
 from lightning_hetero.planner.workload import PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel
 
@@ -70,11 +72,12 @@ def plan_best_size(
     if best is None:
         raise failures[0]
     prices = [price for _, price in bounds if price is not None]
-    return replace(
+    uniform = replace(
         best,
         lower_bound_s=min(seconds for seconds, _ in bounds),
         lower_bound_price=min(prices, default=None),
     )
+    return with_unequal_sizes(uniform, cost, options or PlanningOptions())
 
 
 def _sizes(global_batch_size: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes
 from lightning_hetero.simulator.simulate import Simulation
@@ -122,7 +122,7 @@ def plan_table(
                     _ranges(ranks),
                     str(stage.tp_degree),
                     f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
-                    str(counts[members[0]] or "") if index == 0 else "",
+                    _work(counts[members[0]], plan.pipelines[members[0]]) if index == 0 else "",
                     _memory(known, unit_bytes),
                     "" if None in busy else f"{max(b for b in busy if b is not None):.0%}",
                 )
@@ -135,6 +135,12 @@ def plan_table(
             tuple(tuple(row[c] for c in shown) for row in section) for section in sections
         ),
     )
+
+
+def _work(count: int | None, pipeline: PipelinePlan) -> str:
+    """Return a pipeline's micro-batches, times the samples of each if it names them."""
+    size = pipeline.microbatch_size
+    return str(count or "") + ("" if size is None else f" × {size}")
 
 
 def memory_tables(
@@ -273,7 +279,7 @@ def alike_pipelines(
             (stage.tp_degree, stage.layers, known.device, f"{known.used_bytes or 0:.2e}")
             for stage, known in zip(pipeline.stages, facts[index], strict=True)
         )
-        groups.setdefault((stages, counts[index]), []).append(index)
+        groups.setdefault((stages, counts[index], pipeline.microbatch_size), []).append(index)
     return list(groups.values())
 
 

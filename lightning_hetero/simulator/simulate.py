@@ -98,20 +98,25 @@ def split_batch(
             f"A global batch of {global_batch_size} sequences of {sequence_length} tokens can't be "
             f"cut into micro-batches of {microbatch_size}. Choose a multiple, all 1 or more."
         )
-    given = [pipeline.num_microbatches for pipeline in plan.pipelines]
-    open_pipelines = [index for index, count in enumerate(given) if count is None]
-    counts = [count or 0 for count in given]
-    left = total - sum(counts)
-    if left < 0 or (left and not open_pipelines):
+    sizes = [pipeline.microbatch_size or 1 for pipeline in plan.pipelines]
+    counts = [pipeline.num_microbatches or 0 for pipeline in plan.pipelines]
+    named = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    is_open = [pipeline.num_microbatches is None for pipeline in plan.pipelines]
+    room = sum(itertools.compress(sizes, is_open))
+    rounds, left = divmod(total - named, room) if room else (0, total - named)
+    if rounds < 0 or (left and set(sizes) != {1}) or (left and not room):
         raise PlanError(
             f"The plan's pipelines run {sum(counts)} micro-batches of {microbatch_size} but the "
             f"global batch is {global_batch_size}, which makes {total}. Pass "
-            f"--global-batch-size {sum(counts) * microbatch_size} or change the plan."
+            f"--global-batch-size {named * microbatch_size} or change the plan."
         )
-    for position, index in enumerate(open_pipelines):
-        share, extra = divmod(left, len(open_pipelines))
-        counts[index] = share + (position < extra)
-    return [[(sequence_length,) * microbatch_size] * count for count in counts]
+    for index in itertools.compress(range(len(counts)), is_open):
+        counts[index] = rounds + (left > 0)
+        left -= left > 0
+    return [
+        [(sequence_length,) * (microbatch_size * size)] * count
+        for size, count in zip(sizes, counts, strict=True)
+    ]
 
 
 def simulate(

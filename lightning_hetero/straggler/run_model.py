@@ -131,9 +131,10 @@ class RunModel:
     def balanced(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with micro-batches moved away from slow pipelines: S2.
 
-        Where samples are assigned it is the plan as it is: every iteration is balanced anyway.
+        Where samples are assigned it is the plan as it is: every iteration is balanced anyway. So
+        it is where micro-batches have sizes of their own, which other numbers would change.
         """
-        if self.facts.is_assigned:
+        if self.facts.is_assigned or any(item.microbatch_size for item in plan.pipelines):
             return plan
         times = [self._pipeline_times(index, plan, 1) for index in range(plan.num_pipelines)]
         stages_s = [

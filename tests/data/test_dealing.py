@@ -19,8 +19,9 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.dealing import Deal, DealtBatchSampler, DealtIterable, deal_out
+from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.data.dealing import Deal, DealtBatchSampler, DealtIterable, deal_of, deal_out
 from lightning_hetero.models.batches import EmptyBatch
 
 shares_lists = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
@@ -309,3 +310,21 @@ def test_dealing_keeps_the_loaders_options() -> None:
     assert values(loader) == [[0, 10], [20, 30]]
     assert loader.batch_sampler.batch_size == 2
     assert loader.batch_sampler.drop_last is False
+
+
+def test_samples_follow_the_sizes_of_microbatches() -> None:
+    def sized(size: int) -> ParallelPlan:
+        pipelines = [
+            {"stages": [{"ranks": [0], "layers": [0, 2]}], "num_microbatches": 3},
+            {"stages": [{"ranks": [1], "layers": [0, 2]}], "microbatch_size": size},
+        ]
+        return ParallelPlan.from_dict({"pipelines": pipelines})
+
+    plan = sized(5)
+    assert deal_of(plan, global_rank=1, num_microbatches=2) == Deal(
+        shares=(3, 10), pipeline_index=1
+    )
+    assert ParallelPlan.from_json(plan.to_json()) == plan
+    assert "- × 5" in str(plan)
+    with pytest.raises(PlanError, match="microbatch_size is 0; it must be 1 or more"):
+        sized(0)

@@ -365,9 +365,11 @@ def stage(ranks: int | list[int], first: int, last: int) -> dict[str, Any]:
     return {"ranks": ranks, "layers": [first, last]}
 
 
-def pipeline(*stages: dict[str, Any], num_microbatches: int | None = None) -> dict[str, Any]:
+def pipeline(
+    *stages: dict[str, Any], num_microbatches: int | None = None, **sizes: int
+) -> dict[str, Any]:
     count = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
-    return {"stages": list(stages), **count}
+    return {"stages": list(stages), **count, **sizes}
 
 
 def plan_of(*pipelines: dict[str, Any]) -> dict[str, Any]:

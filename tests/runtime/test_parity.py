@@ -179,3 +179,11 @@ def test_random_numbers_do_not_depend_on_the_plan(pool: ProcessPool, *, tied: bo
     for outcome in pool.run(train, 3, case):
         np.testing.assert_allclose(outcome.losses, losses, rtol=TOLERANCE)
         assert_same_weights(outcome.weights, expected.weights)
+
+
+def test_pipelines_take_microbatches_of_unequal_sizes(pool: ProcessPool) -> None:
+    plan = plan_of(
+        pipeline(stage(2, 0, 1), stage(0, 1, 3), num_microbatches=3, microbatch_size=1),
+        pipeline(stage(1, 0, 3), num_microbatches=1, microbatch_size=5),
+    )
+    check(pool, Case(plan=plan, world_size=3, batch_size=4, num_rows=20))

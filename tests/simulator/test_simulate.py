@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -334,6 +335,14 @@ def test_split_batch_takes_the_plans_numbers_and_shares_the_rest():
     )
     batches = split_batch(fixed, global_batch_size=10, sequence_length=8, microbatch_size=2)
     assert batches == [[(8, 8)] * 4, [(8, 8)]]
+    sized = ParallelPlan(
+        pipelines=tuple(
+            replace(pipeline, num_microbatches=count, microbatch_size=size)
+            for pipeline, count, size in zip(two.pipelines, (3, 4), (2, 1), strict=True)
+        )
+    )
+    batches = split_batch(sized, global_batch_size=20, sequence_length=8, microbatch_size=2)
+    assert batches == [[(8,) * 4] * 3, [(8, 8)] * 4]
     with pytest.raises(PlanError, match="4 micro-batches"):
         split_batch(fixed, global_batch_size=3, sequence_length=8)
     with pytest.raises(PlanError, match="multiple"):

@@ -1,5 +1,7 @@
 """The model of a run must give back what was measured, and rank plans as their traffic does."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hetero.core.owners import assign_owners
@@ -70,6 +72,8 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     assert found.mitigation is Mitigation.REBALANCE
     assert found.effect == "moved 3 of 32 micro-batches away"
     assert found.iteration_s == model.iteration_s(balanced)
+    sized = replace(plan, pipelines=tuple(replace(p, microbatch_size=2) for p in plan.pipelines))
+    assert model.balanced(sized) == sized, "other numbers would change the sizes"
 
 
 def test_a_slow_gradient_link_is_left_by_both_its_ends():
