@@ -133,7 +133,7 @@ def settle_memory(
                 num_pipelines=plan.num_pipelines,
                 num_microbatches=count,
                 num_in_flight=min(pipeline.num_stages - index, count),
-                microbatch=own_microbatch(pipeline, microbatch),
+                microbatch=_own_microbatch(pipeline, microbatch),
             )
             for index, stage in enumerate(pipeline.stages)
         ]
@@ -157,7 +157,7 @@ def settle_memory(
     return found
 
 
-def own_microbatch(pipeline: PipelinePlan, usual: MicroBatchShape) -> MicroBatchShape:
+def _own_microbatch(pipeline: PipelinePlan, usual: MicroBatchShape) -> MicroBatchShape:
     """Return what a micro-batch of a pipeline holds, of sequences of one length."""
     return usual if pipeline.microbatch_size is None else usual[:1] * pipeline.microbatch_size
 
@@ -165,7 +165,7 @@ def own_microbatch(pipeline: PipelinePlan, usual: MicroBatchShape) -> MicroBatch
 def own_microbatches(plan: ParallelPlan, usual: MicroBatchShape) -> list[list[MicroBatchShape]]:
     """Return every pipeline's micro-batches, of pipelines without a size the usual one."""
     return [
-        [own_microbatch(pipeline, usual)] * (pipeline.num_microbatches or 0)
+        [_own_microbatch(pipeline, usual)] * (pipeline.num_microbatches or 0)
         for pipeline in plan.pipelines
     ]
 
