@@ -14,7 +14,7 @@ tokens and scaled down by 32. The budget holds a fifth of what two of the longes
 beyond what they need at least, and so much the devices have beside all else. The peer recomputes
 the fewest layers that hold for any two documents, 5 and 3 of 6. No setting can win more
 than recomputing nothing would, a ratio of 1.22; the budget still recomputes most of the one
-document of 512 tokens, a fifth of all tokens, so 1.15 is left by tokens alone, 1.20 if all
+document of 512 tokens, a sixth of all tokens, so 1.15 is left by tokens alone, 1.20 if all
 documents took the same time (the note says what the simulator predicts from times measured here).
 With 12 documents, of which the longest has 36 % of the tokens, 1.08 would be left.
 
