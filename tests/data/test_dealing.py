@@ -118,11 +118,16 @@ def test_another_epoch_is_another_order() -> None:
     assert order_on_rank(1, 0, 0) != order_on_rank(1, 1, 0)
 
 
-def test_drawing_leaves_the_global_generator_alone() -> None:
+def test_drawing_leaves_the_global_generator_and_those_of_devices_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     list(dealt(shuffled(32), [1], 0))
     assert torch.equal(before, torch.get_rng_state())
+    assert seeds == []
 
 
 def test_a_users_sampler_hears_of_the_epoch() -> None:
