@@ -264,8 +264,8 @@ class LayerwiseCheckpoint(Checkpoint):
         strategy = run_of(trainer).strategy
         if recovered is None and strategy is not None and strategy.processes.outlives_ranks:
             # Before the first checkpoint a lost rank would take the state with it.
-            self._save(trainer)
             self._live.note_step(trainer)
+            self._save(trainer)
         if recovered is not None:
             # Not earlier, because making the loader's iterator has drawn a number.
             restore_random_state(recovered.rank_metadata)
@@ -307,6 +307,7 @@ class LayerwiseCheckpoint(Checkpoint):
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
+        self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
         self._trial.see_step(trainer, outputs)
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
@@ -318,7 +319,6 @@ class LayerwiseCheckpoint(Checkpoint):
             if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
                 self._wait_for_snapshot()
-        self._live.note_step(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
