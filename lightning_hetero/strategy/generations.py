@@ -217,7 +217,7 @@ class _Generations:
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
-        if self._processes.joins and self._processes.membership is None:
+        if self._processes.joins:
             self._strategy.await_recovery()
             self._strategy.has_begun_training = True
         while True:

@@ -239,7 +239,7 @@ class Processes:
 
     @property
     def joins(self) -> bool:
-        """Whether this process comes to a run that trains already."""
+        """Whether this process comes to a run that trains already, and isn't in it yet."""
         return self._silence is not None and is_newcomer()
 
     @property

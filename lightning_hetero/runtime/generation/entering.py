@@ -32,7 +32,7 @@ OPEN = "lightning_hetero/open membership"
 
 
 def is_newcomer() -> bool:
-    """Whether this process was started to join a run that trains."""
+    """Whether this process was started to join a run that trains, and hasn't yet."""
     return JOIN in os.environ
 
 
@@ -98,6 +98,8 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
     own = _own_client(prefix, server)
     membership = Membership(own, number=newcomer.number, node=node, door=Door(own, facts))
     membership.enter_called(newcomer.wait_for_call(start_timeout.total_seconds()))
+    # From now on it is a process like the others, whatever its script does after this fit.
+    del os.environ[JOIN]
     return membership
 
 
