@@ -151,6 +151,11 @@ def settle_memory(
         if len(plan.ranks) <= _FEW_RANKS:
             # Room that recomputing makes lets ranks own what they hold: worth it on slow links.
             choices.append({stage: stage.shape.num_layers for stage in copies})
+            choices += [
+                {**by_memory, stage: stage.shape.num_layers - 1}
+                for stage in copies
+                if (by_memory[stage] or 0) < stage.shape.num_layers - 1
+            ]
         for recomputed in choices:
             for shares in _owner_shares(plan, stages, recomputed, idle):
                 found.append(_with_memory(plan, stages, recomputed, shares))
@@ -228,7 +233,8 @@ def _owner_shares(
     """Return ranks' shares, the nearest and the most even ones.
 
     Nearest: what a rank holds claims it as far as it has room, then room itself, of ranks with
-    layers first. Most even, where messages to few ranks would take long: by room alone.
+    layers first; or of all alike, where messages to few ranks would take long. Most even: by room
+    alone.
     """
     cost = stages[0][0].cost
     room, claim = {}, {}
@@ -238,23 +244,34 @@ def _owner_shares(
                 room[rank] = known.capacity(recomputed[known] or 0)
                 claim[rank] = cost.num_owned_params(known.shape, plan.num_pipelines)
     total = float(cost.model.num_params)
-    owned = {rank: min(claim[rank], room[rank]) for rank in room}
-    for others in (room, idle):
-        spare = {rank: others[rank] - owned.get(rank, 0.0) for rank in others}
-        left = max(0.0, total - sum(owned.values()))
-        part = min(1.0, left / sum(spare.values())) if left and any(spare.values()) else 0.0
-        for rank, size in spare.items():
-            owned[rank] = owned.get(rank, 0.0) + part * size
+    claimed = {rank: min(claim[rank], room[rank]) for rank in room}
     every = {**room, **idle}
+    found = [_filled(claimed, (room, idle), total)]
+    if idle:
+        found.append(_filled(claimed, (every,), total))
     part = total / sum(every.values())
-    evenly = {rank: part * size for rank, size in every.items()}
+    found.append({rank: part * size for rank, size in every.items()})
     return [
         tuple(
             round(shares.get(rank, 0.0) / total, _SHARE_DIGITS)
             for rank in range(cost.cluster.num_ranks)
         )
-        for shares in (owned, evenly)
+        for shares in found
     ]
+
+
+def _filled(
+    claimed: Mapping[int, float], rooms: Sequence[Mapping[int, float]], total: float
+) -> dict[int, float]:
+    """Return what ranks own if what nobody claims fills one group's room after the other's."""
+    owned = dict(claimed)
+    for room in rooms:
+        spare = {rank: room[rank] - owned.get(rank, 0.0) for rank in room}
+        left = max(0.0, total - sum(owned.values()))
+        part = min(1.0, left / sum(spare.values())) if left and any(spare.values()) else 0.0
+        for rank, size in spare.items():
+            owned[rank] = owned.get(rank, 0.0) + part * size
+    return owned
 
 
 def _with_memory(
