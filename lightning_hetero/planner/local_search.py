@@ -13,9 +13,70 @@ from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 
-__all__ = ["improve"]
+__all__ = ["WORTH_IMPROVING", "improve", "improve_best"]
+
+WORTH_IMPROVING = 1.03
+"""A score may be so much above the best to be improved for its number of pipelines."""
 
 _MIN_GAIN = 1e-9
+_IMPROVED = 3
+_IMPROVED_IF_TINY = 16
+"""The same of clusters whose plans are simulated in a fraction of a millisecond."""
+_IMPROVED_IF_CHEAP = 10
+"""Plans that are improved where all of them take no more actions than one of them may."""
+_ACTIONS = 100_000
+_ACTIONS_EQUAL = 50_000
+
+
+def improve_best(
+    candidates: Sequence[Candidate],
+    judge: Judge,
+    estimators: Sequence[Estimator],
+    *,
+    is_tiny: bool,
+) -> list[Candidate]:
+    """Return the candidates and improved ones, best first.
+
+    What can be had with equal shares is improved first, with equal shares.
+
+    Args:
+        candidates: Candidates that fit.
+        judge: Scores them.
+        estimators: For equal shares, and for unequal ones if they are allowed.
+        is_tiny: Whether the cluster is so small that more may be improved.
+    """
+    found = list(candidates)
+    most = _IMPROVED_IF_TINY if is_tiny else _IMPROVED
+    for estimator in estimators:
+        equal = estimator.equal_microbatches
+        budget = _ACTIONS_EQUAL if equal else _ACTIONS
+        limit = judge.work_done + budget
+        open_to_it = [item for item in found if not equal or _has_equal_shares(item)]
+        chosen = _worth_improving(open_to_it, judge)[: max(most, _IMPROVED_IF_CHEAP)]
+        for number, candidate in enumerate(chosen):
+            if number < most or judge.work_done < limit:
+                found.append(improve(candidate, judge, estimator, budget=budget))
+    return sorted(dict.fromkeys(found), key=judge.score)
+
+
+def _worth_improving(candidates: Sequence[Candidate], judge: Judge) -> list[Candidate]:
+    """Return candidates, only one of those that differ in nodes alone, the likeliest first.
+
+    No move changes the number of pipelines, so the best of each number go first.
+    """
+    distinct: dict[object, Candidate] = {}
+    firsts: dict[int, Candidate] = {}
+    for candidate in sorted(candidates, key=judge.score):
+        kind = tuple(sorted(map(judge.estimator.key, candidate.arrangement)))
+        distinct.setdefault(kind, candidate)
+        firsts.setdefault(len(kind), candidate)
+    worst = min(map(judge.score, candidates), default=0.0) * WORTH_IMPROVING
+    near = [item for item in firsts.values() if judge.score(item) <= worst]
+    return list(dict.fromkeys([*near, *distinct.values()]))
+
+
+def _has_equal_shares(candidate: Candidate) -> bool:
+    return max(candidate.num_microbatches) - min(candidate.num_microbatches) <= 1
 
 
 def improve(candidate: Candidate, judge: Judge, estimator: Estimator, *, budget: int) -> Candidate:

@@ -26,7 +26,7 @@ from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.host_owners import cost_on_hosts, with_host_owners
 from lightning_hetero.planner.judge import Candidate, Judge
-from lightning_hetero.planner.local_search import improve
+from lightning_hetero.planner.local_search import WORTH_IMPROVING, improve_best
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult, ProgressCallback
 from lightning_hetero.planner.starting_points import (
     bound_time_s,
@@ -60,12 +60,8 @@ _LEAST_OVERHEAD = 1.02
 """Bubbles and exchange make an iteration at least so much longer than its work."""
 _ESTIMATED_STAGES_OF_PARTS = 60_000
 """Arrangements of parts that are estimated, times their devices."""
-_IMPROVED = 3
 # Tiny clusters: plans are simulated in a fraction of a millisecond, and there are all of them.
 _SIMULATED_ENUMERATED = 150
-_IMPROVED_ENUMERATED = 16
-_IMPROVE_ACTIONS = 100_000
-_IMPROVE_ACTIONS_EQUAL = 50_000
 
 
 def plan(
@@ -169,7 +165,8 @@ class PlanSearch:
         candidates = self._simulated()
         if not candidates:
             raise _FitsNowhere(explain_no_room(self.cost, self.workload, self.tp_degrees))
-        ranked = self._improve(candidates)
+        self.progress("Improving the best plans", 0.6)
+        ranked = improve_best(candidates, self.judge, self.estimators, is_tiny=self.enumerated)
         self.progress("Bounding", 0.95)
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
@@ -311,22 +308,29 @@ class PlanSearch:
         fitting: list[Candidate] = []
         for estimator in self.estimators:
             limit = self.judge.work_done + budget
-            num_fitting = 0
             worst = below * _WORTH_SIMULATING
+            seen: set[object] = set()
+            numbers: dict[int, int] = {}
             for estimate in self._estimate(arrangements, estimator, most, worst):
-                enough = num_fitting >= most or self._rough_score(estimate) > worst
-                if enough or (self.judge.work_done > limit and fitting):
+                score = self._rough_score(estimate)
+                if score > worst or (self.judge.work_done > limit and fitting):
                     break
+                # What differs in nodes alone, and takes as long, is simulated once.
+                kind = (score, *sorted(map(estimator.key, estimate.arrangement)))
+                number = len(estimate.arrangement)
+                if kind in seen or (sum(numbers.values()) >= most and number in numbers):
+                    continue
+                seen.add(kind)
                 candidate = Candidate.of(estimate)
                 if self.judge.score(candidate) < float("inf"):
                     fitting.append(candidate)
-                    num_fitting += 1
+                    numbers[number] = numbers.get(number, 0) + 1
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
     def _estimate(
         self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int, worst: float
     ) -> list[Estimate]:
-        """Return the best estimates first: `most` of them, and others that were met on the way.
+        """Return the best estimates first: `most` of them, all that are near the best, and others.
 
         Arrangements that would take too long even without bubbles and exchange are left out, and
         those that would then score above `worst`.
@@ -336,7 +340,9 @@ class PlanSearch:
         ]
         estimates: list[tuple[float, int, Estimate]] = []
         for index in sorted(range(len(least)), key=least.__getitem__):
-            enough = len(estimates) >= most and least[index] > estimates[most - 1][0]
+            enough = len(estimates) >= most and least[index] > max(
+                estimates[most - 1][0], estimates[0][0] * WORTH_IMPROVING
+            )
             if enough or least[index] > worst:
                 break
             estimate = estimator.estimate(arrangements[index])
@@ -346,27 +352,6 @@ class PlanSearch:
                 known = self._rough_scores.get(estimate.arrangement, score)
                 self._rough_scores[estimate.arrangement] = min(known, score)
         return [estimate for _, _, estimate in estimates]
-
-    def _improve(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Improve the best candidates, only one of those that differ in nodes alone.
-
-        What can be had with equal shares is improved first, with equal shares.
-        """
-        self.progress("Improving the best plans", 0.6)
-        found = list(candidates)
-        most = _IMPROVED_ENUMERATED if self.enumerated else _IMPROVED
-        for estimator in self.estimators:
-            equal = estimator.equal_microbatches
-            budget = _IMPROVE_ACTIONS_EQUAL if equal else _IMPROVE_ACTIONS
-            distinct: dict[object, Candidate] = {}
-            for candidate in sorted(found, key=self.judge.score):
-                if equal and not _has_equal_shares(candidate):
-                    continue
-                kind = sorted(map(self.estimator.key, candidate.arrangement))
-                distinct.setdefault(tuple(kind), candidate)
-            for candidate in list(distinct.values())[:most]:
-                found.append(improve(candidate, self.judge, estimator, budget=budget))
-        return sorted(dict.fromkeys(found), key=self.judge.score)
 
     def _rough_score(self, estimate: Estimate) -> float:
         return self._weigh(estimate.time_s, estimate.arrangement)
@@ -387,7 +372,3 @@ class PlanSearch:
 
 def _nodes_of(arrangement: Arrangement) -> list[int]:
     return sorted({node for pipeline in arrangement for node in pipeline.nodes})
-
-
-def _has_equal_shares(candidate: Candidate) -> bool:
-    return max(candidate.num_microbatches) - min(candidate.num_microbatches) <= 1
