@@ -26,6 +26,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -62,7 +63,7 @@ class RunMetrics(Callback):
         self._total = _Sums()
         self._step = 0
         self._start_s = 0.0
-        self._stepped_at_s, self._farthest_step = time.monotonic(), 0
+        self._stepped_at_s, self._farthest_step = monotonic(), 0
         self._generation = 0
         self._is_new_generation = False
         self._idle_s, self._steps_again = 0.0, 0
@@ -128,7 +129,7 @@ class RunMetrics(Callback):
             self._log(trainer, strategy)
 
     def _count_lost(self, trainer: pl.Trainer) -> None:
-        now_s, step = time.monotonic(), trainer.global_step
+        now_s, step = monotonic(), trainer.global_step
         if self._is_new_generation:
             self._is_new_generation = False
             self._idle_s += now_s - self._stepped_at_s

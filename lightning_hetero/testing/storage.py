@@ -24,10 +24,11 @@ class MemoryStore(ProcessStore):
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
         """Keep a copy; OSError(ENOSPC) when full."""
         data = b"".join(chunks)
-        others = sum(size for other, size in self.list().items() if other != name)
-        if self._capacity_bytes is not None and others + len(data) > self._capacity_bytes:
-            raise OSError(28, "No space left on device", name)
-        super().write(name, [data])
+        with self._lock:
+            others = sum(len(kept) for other, kept in self.files.items() if other != name)
+            if self._capacity_bytes is not None and others + len(data) > self._capacity_bytes:
+                raise OSError(28, "No space left on device", name)
+            self.files[name] = data
 
 
 class Throttle:

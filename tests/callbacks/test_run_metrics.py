@@ -86,7 +86,7 @@ def test_what_lost_ranks_cost_is_counted_from_the_last_step_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0
-    monkeypatch.setattr(run_metrics.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(run_metrics, "monotonic", lambda: now_s)
     metrics, trainer = RunMetrics(), SimpleNamespace(global_step=0)
 
     def step(number: int, after_s: float) -> None:

@@ -39,7 +39,7 @@ class Connections:
     def __init__(self, *, may_end: bool = False) -> None:
         self._opened: _Opened = set()
         self._may_end = may_end
-        self._is_hung_up = threading.Event()
+        self._is_hung_up = False
         self._others: set[_Address] = set()
         """Where the groups of all ranks listen."""
 
@@ -70,7 +70,7 @@ class Connections:
 
         threading.Thread(target=work, name="new connections", daemon=True).start()
         while not wait([answer], _LOOK_S).done:
-            if self._is_hung_up.is_set() and not wait([answer], _LAST_S).done:
+            if self._is_hung_up and not wait([answer], _LAST_S).done:
                 raise RuntimeError("gloo: connections were hung up before all ranks had come.")
         return answer.result()
 
@@ -90,7 +90,7 @@ class Connections:
 
     def hang_up(self, *, spared_port: int | None = None) -> None:
         """End the connections, and what waits for them, but those to a port (the store's)."""
-        self._is_hung_up.set()
+        self._is_hung_up = True
         for item in _sockets():
             with suppress(OSError), _end_of(item[0]) as end:
                 if not _listens(end) and self._is_of_group(item, end, spared_port):
