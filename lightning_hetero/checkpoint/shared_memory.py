@@ -74,10 +74,17 @@ def memory_places() -> Iterator[MemoryPlace]:
         if folder.is_symlink() or not folder.is_dir():
             continue
         num_bytes, last_s = 0, 0.0
-        for path in (folder, *folder.rglob("*")):
+        for path in _paths_below(folder):
             # A run that still writes may have deleted it meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 num_bytes += status.st_size
                 last_s = max(last_s, status.st_mtime)
         yield MemoryPlace(folder, num_bytes, last_s)
+
+
+def _paths_below(folder: Path) -> Iterator[Path]:
+    """Yield a folder and all that is in it; what vanishes meanwhile is left out."""
+    yield folder
+    for name, folders, files in os.walk(folder):  # Unlike `rglob` it goes on where one has gone.
+        yield from (Path(name, item) for item in (*folders, *files))

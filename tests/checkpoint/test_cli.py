@@ -183,6 +183,24 @@ def test_a_store_that_can_not_be_reached_is_an_error(capsys):
     assert error.count("\n") == 1
 
 
+def test_shared_memory_is_looked_through_while_another_run_prunes_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    for step in ("step_1", "step_2"):
+        folder = shared_memory.own_folder() / "other" / step
+        folder.mkdir(parents=True)
+        (folder / "part").write_bytes(b"x" * 1_000)
+    scan = os.scandir
+
+    def scan_late(path):
+        if str(path).endswith("step_1"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    (place,) = shared_memory.memory_places()
+    assert place.num_bytes >= 1_000
+
+
 def test_shared_memory_of_old_runs_is_freed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     now = time.time()
