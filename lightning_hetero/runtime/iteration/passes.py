@@ -108,7 +108,7 @@ class StagePasses:
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
         microbatch, link = self._microbatches[index], self._running.link
-        watch = self._results.begin()
+        watch = self._results.begin(microbatch)
         forward = MicrobatchPass(
             layers=self._running.layers,
             num_layers=self._running.plan.num_layers,

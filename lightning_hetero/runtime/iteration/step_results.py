@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.errors import StepError
+from lightning_hetero.core.errors import BatchError, StepError
+from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
 from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
+from lightning_hetero.runtime.results.reductions import buffers_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
 from lightning_hetero.runtime.unknown import check_known
@@ -55,10 +57,14 @@ class StepResults:
         self._device = device
         self._loss_reduction = loss_reduction
 
-    def begin(self) -> LossWatch:
+    def begin(self, microbatch: Any) -> LossWatch:
         """Look at the module before a step; returns what shall watch the step."""
         self.lists.begin()
-        return LossWatch()
+        try:
+            num_samples = count_samples(microbatch)
+        except BatchError:
+            num_samples = 0
+        return LossWatch(buffers_of(self._module), num_samples)
 
     def drop(self) -> None:
         """Forget what a step did that ended with its stage."""

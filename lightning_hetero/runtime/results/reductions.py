@@ -5,9 +5,10 @@ of it follows the rules of `number_kinds`. They take it that dim 0 counts sample
 that samples don't meet other than in reductions.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from lightning_hetero.runtime.results.number_kinds import (
     fold,
 )
 
-__all__ = ["Reductions"]
+__all__ = ["Reductions", "buffers_of"]
 
 _REDUCTIONS = {
     "sum": Kind.SUM,
@@ -47,13 +48,15 @@ _KEEPING = {
 }
 _FACTORIES = {
     "tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full", "arange", "zeros_like",
-    "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor",
+    "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "linspace",
+    "logspace", "eye", "tril_indices", "triu_indices",
 }
 # fmt: on
 _WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
-_PRODUCTS = {"matmul", "mm", "rmatmul", "cdist"}
+_PRODUCTS = {"matmul", "mm", "rmatmul", "cdist", "linear"}
+_COUNTING = {"bincount", "histc"}
 _NONLINEAR = {"sqrt", "rsqrt", "square"}
 _MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
 """Functions over samples that may be means or sums, or run over something else where dim 0 is time.
@@ -64,7 +67,12 @@ _CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
 
 
 _NOT_BY_ELEMENT = (
-    _WITH_DIMS | _FACTORIES | _PRODUCTS | _REORDERING | {"stack", "einsum", "randperm"}
+    _WITH_DIMS
+    | _FACTORIES
+    | _PRODUCTS
+    | _REORDERING
+    | _COUNTING
+    | {"stack", "einsum", "randperm", "rand", "randn", "argsort"}
 )
 """Functions that may make more of samples than other samples."""
 
@@ -72,15 +80,36 @@ _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
 
 
-class Reductions:
-    """The known numbers of one micro-batch."""
+_BUFFERS: WeakKeyDictionary[nn.Module, list[dict[str, Tensor | None]]] = WeakKeyDictionary()
+"""Where modules register them, which is found once."""
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Reduction]] = {}
+
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of a module and those inside it, without looking through it each time."""
+    places = _BUFFERS.get(module)
+    if places is None:
+        places = _BUFFERS[module] = [m._buffers for m in module.modules() if m._buffers]
+    return [buffer for place in places for buffer in place.values() if buffer is not None]
+
+
+class Reductions:
+    """The known numbers of one micro-batch.
+
+    Args:
+        constants: Tensors that don't depend on the samples, besides parameters.
+        num_samples: Of the micro-batch; 0 if nobody knows. Dim 0 of a tensor counts samples, or a
+            multiple of them, where it may.
+    """
+
+    def __init__(self, constants: Iterable[Tensor] = (), num_samples: int = 0) -> None:
+        self._known: dict[int, tuple[Any, Reduction]] = {
+            id(item): (item, CONSTANT) for item in constants
+        }
+        self._num_samples = num_samples
         self._stacked: dict[int, Tensor] = {}
         """Tensors whose dim 0 counts what was stacked, not samples."""
         self._shuffles: dict[int, Tensor] = {}
-        """Random orders."""
+        """Random orders, and random numbers that may become some."""
 
     def of(self, value: Any) -> Reduction | None:
         """Return what is known of a tensor or number; None if it is no reduction."""
@@ -112,8 +141,12 @@ class Reductions:
     ) -> None:
         """Look at a call of a torch function."""
         name = _name_of(func)
-        if isinstance(result, tuple) and name in _CHOOSING:
-            self._see_chosen(name, args, kwargs, result)
+        if isinstance(result, tuple | list):
+            self._see_several(name, args, kwargs, result)
+        elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
+            written = [self.of(item) for item in _tensors(args[1:])]
+            if any(item is not CONSTANT for item in written):
+                self.keep(args[0], TOGETHER if TOGETHER in written else None)
         if not isinstance(result, Tensor | float):
             return
         if isinstance(result, Tensor):
@@ -126,15 +159,31 @@ class Reductions:
                 # Arguments take forms that no rule expects, which is no reason to end a step.
                 judged = UNKNOWN
             self.keep(result, judged)
-            if name == "randperm" or (
-                self._shuffles and name in _KEEPING and id(args[0]) in self._shuffles
-            ):
-                self._shuffles[id(result)] = result
+            self._note_random(name, args, result)
         elif name in ("item", "float"):
             self.keep(result, self.of(args[0]))
 
+    def _note_random(self, name: str, args: Sequence[Any], result: Tensor) -> None:
+        """Remember numbers that are drawn by chance, and orders made of them."""
+        is_kept = name in _KEEPING or name == "argsort"
+        if name in ("randperm", "rand", "randn") or (
+            self._shuffles and is_kept and id(args[0]) in self._shuffles
+        ):
+            self._shuffles[id(result)] = result
+
+    def _see_several(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
+    ) -> None:
+        """Look at what a function with several results makes."""
+        known = [self.of(item) for item in _tensors((*args, *kwargs.values()))]
+        if TOGETHER in known or (known and all(item is CONSTANT for item in known)):
+            for item in _tensors(results):
+                self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
+        elif name in _CHOOSING:
+            self._see_chosen(name, args, kwargs, results)
+
     def _see_chosen(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Sequence[Any]
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
     ) -> None:
         """Look at values that are chosen along a dim, with their indices."""
         source = args[0] if args else kwargs.get("input")
@@ -142,9 +191,15 @@ class Reductions:
             return
         place = 2 if name in ("topk", "kthvalue") else 1
         dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-        if type(dim) is int and dim % source.ndim == 0 and self.of(source) in (None, TOGETHER):
-            for item in result[: 1 if name == "sort" else 2]:  # To sort samples mixes none.
+        is_over_samples = type(dim) is int and dim % source.ndim == 0 and self._has_samples(source)
+        if is_over_samples and self.of(source) is None and id(source) not in self._shuffles:
+            for item in results[: 1 if name == "sort" else 2]:  # To sort samples mixes none.
                 self.keep(item, TOGETHER)
+
+    def _has_samples(self, tensor: Tensor, *others: Tensor) -> bool:
+        """Whether dim 0 may count samples, or where two tensors meet, one of the first two dims."""
+        sizes = tensor.shape[: 2 if others else 1]
+        return any(not (self._num_samples and size % self._num_samples) for size in sizes)
 
     def _is_of_samples(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
@@ -153,10 +208,11 @@ class Reductions:
 
         That is most of what steps call, so it is found out by less than `_judge` takes.
         """
-        if len(args) == 2 and _is_outer(*args):
-            return False
         has_samples = False
-        for item in (*args, *kwargs.values()) if kwargs else args:
+        values = (*args, *kwargs.values()) if kwargs else args
+        if len(values) > 1 and _is_outer(*values[:2]):
+            return False
+        for item in values:
             if id(item) in self._known or isinstance(item, list | tuple):
                 return False
             has_samples |= type(item) is Tensor and item.ndim > 0
@@ -177,7 +233,9 @@ class Reductions:
                 return None
             if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
                 return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
-            return _reduce(name, tensors, known, args, kwargs, result) if tensors else None
+            judged = _reduce(name, tensors, known, args, kwargs, result) if tensors else None
+            is_by_chance = judged is TOGETHER and not self._has_samples(*tensors)
+            return UNKNOWN if is_by_chance else judged
         return self._judge_numbers(name, tensors, known, args, kwargs)
 
     def _judge_numbers(
@@ -214,12 +272,22 @@ class Reductions:
             return True
         if name in _NONLINEAR and len(known) == 1:
             return known[0] not in (None, UNKNOWN)
+        if name in _COUNTING:
+            return known[0] is None
+        if name in OPERATIONS and len(known) == 2 and None in known:
+            # Samples less their mean, and the like.
+            kinds = [item and item.kind for item in known]
+            rows = next(item for item in _tensors(args) if self.of(item) is None)
+            is_scaled = ("mul" in name or "div" in name) and {Kind.MAX, Kind.MIN} & {*kinds}
+            return bool(Kind.MEAN in kinds or is_scaled) and self._has_samples(rows)
         return name in _REORDERING and self._reorders(name, args, kwargs)
 
     def _reorders(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a function gives samples, of which nothing else is known, others' places."""
         source = args[0] if args else kwargs.get("input")
-        if not isinstance(source, Tensor) or source.ndim == 0 or self.of(source) is not None:
+        if not isinstance(source, Tensor) or not self._has_samples(source):
+            return False
+        if self.of(source) is not None or id(source) in self._shuffles:
             return False
         if name in ("getitem", "index_select"):
             index = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
@@ -319,8 +387,8 @@ def _is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
     """Whether it is a product of rows with rows, or over rows, as shapes have it."""
     if name == "cdist" or left.ndim != 2:
         return name == "cdist"
-    num_others = right.shape[0 if name == "einsum" else 1]
-    is_over_rows = name != "einsum" and left.stride(0) < left.stride(1)
+    num_others = right.shape[0 if name in ("einsum", "linear") else 1]
+    is_over_rows = name not in ("einsum", "linear") and left.stride(0) < left.stride(1)
     return left.shape[0] == num_others or is_over_rows
 
 

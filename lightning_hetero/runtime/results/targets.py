@@ -60,6 +60,9 @@ _OVER_WEIGHTS = {F.mse_loss, F.l1_loss}
 _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 
 
+_SAMPLES = {id(None), id(CONSTANT)}
+
+
 class LossReduction(StrEnum):
     """Ways in which a training step's loss may sum up the target tokens of its batch."""
 
@@ -96,11 +99,16 @@ _ARGUMENTS = ("input", *(field.name for field in fields(Classification)))
 
 
 class LossWatch(TorchFunctionMode):
-    """Follows a step's numbers, and how many targets its largest loss function averages over."""
+    """Follows a step's numbers, and how many targets its largest loss function averages over.
 
-    def __init__(self) -> None:
+    Args:
+        constants: See `Reductions`.
+        num_samples: See `Reductions`.
+    """
+
+    def __init__(self, constants: Iterable[Tensor] = (), num_samples: int = 0) -> None:
         super().__init__()
-        self.reductions = Reductions()
+        self.reductions = Reductions(constants, num_samples)
         self.num_targets: Tensor | int | None = None
         self.size = 0
         """Targets of that loss, whether they counted or not."""
@@ -159,23 +167,21 @@ class LossWatch(TorchFunctionMode):
         if self.outdated is not None:
             self.check_current((args, kwargs))
         result = func(*args, **kwargs)
-        inputs: Any = args[0] if args else kwargs.get("input")
         if func not in _LOSSES:
             self.reductions.follow(func, args, kwargs, result)
         else:
             self._see_loss(func, args, kwargs, result)
-            known = self.reductions.of(inputs)
-            if known not in (None, CONSTANT):
+            values = tree_leaves((args, kwargs))
+            known = {id(self.reductions.of(item)) for item in values if isinstance(item, Tensor)}
+            if not known <= _SAMPLES:
                 # Its targets are the best guess that there is of what it averages over.
-                self.reductions.keep(result, TOGETHER if known is TOGETHER else UNKNOWN)
+                self.reductions.keep(result, TOGETHER if id(TOGETHER) in known else UNKNOWN)
         return result
 
     def see_arguments(self, values: Iterable[Any]) -> None:
-        """Look at what the first layer gets; the first numbers among it are the hidden state."""
-        numbers = [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-        known = [self.reductions.of(item) for item in numbers]
-        met = known[:1] not in ([], [None], [CONSTANT]) or TOGETHER in known
-        self.enters_together = self.enters_together or met
+        """Look at what the first layer gets."""
+        known = [self.reductions.of(item) for item in values if isinstance(item, Tensor)]
+        self.enters_together = self.enters_together or TOGETHER in known
 
     def check_current(self, values: Any) -> None:
         """Refuse what is outdated.

@@ -28,7 +28,7 @@ def divergence(x: Tensor) -> Tensor:
 
 def judged(make: Callable[[Tensor], Any]) -> tuple[Kind, float] | None:
     x = torch.randn(6, 4, requires_grad=True)
-    with LossWatch() as watch:
+    with LossWatch([TABLE], len(x)) as watch:
         result = make(x @ WEIGHT)
     found = watch.reductions.of(result)
     return None if found is None else (found.kind, float(found.count))
@@ -67,6 +67,9 @@ SUMS: dict[str, Callable[[Tensor], Any]] = {
     "of chunks": lambda x: torch.stack([each(x)[:0].sum(), each(x).sum()]).sum(),
 }
 UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
+    "statistics along another dim that came first": lambda x: (
+        x.view(6, 2, 2).transpose(0, 1).std(0).mean()
+    ),
     "what may be a mean by hand": lambda x: x.square().sum() * (1.0 / len(x)),
     "that of a loss": lambda x: F.cross_entropy(x, LABELS, reduction="sum") * (1.0 / len(x)),
     "a product": lambda x: x.mean() * x.sum(),
@@ -95,6 +98,14 @@ TOGETHER: dict[str, Callable[[Tensor], Any]] = {
     "sorted": lambda x: each(x).sort(descending=True)[0][:2].mean(),
     "covariance": lambda x: (x.T @ x).square().sum(),
     "statistics used": lambda x: ((x - x.std(0)) ** 2).mean(),
+    "weighed by the largest": lambda x: (each(x) * (each(x) / each(x).max())).mean(),
+    "centred": lambda x: (x - x.mean(0)).abs().mean(),
+    "similarities": lambda x: F.cosine_similarity(x[:, None], x[None], -1).mean(),
+    "the farthest": lambda x: torch.cdist(x, x).max(1)[0].mean(),
+    "targets of the batch": lambda x: F.mse_loss(x, ((x - 1) / x.std(0)).detach()),
+    "in an order made by chance": lambda x: (x * x[torch.rand(6).argsort()]).mean(),
+    "products by a function": lambda x: F.linear(x, x).mean(),
+    "counts": lambda x: F.cross_entropy(x, LABELS, weight=1.0 / torch.bincount(LABELS + 100)[-4:]),
 }
 SEPARATE: dict[str, Callable[[Tensor], Any]] = {
     "rows in another order": lambda x: each(x)[each(x).argsort()].mean(),
@@ -104,6 +115,12 @@ SEPARATE: dict[str, Callable[[Tensor], Any]] = {
     ).mean(),
     "the largest of each": lambda x: x.topk(2).values.mean(),
     "norms of each": lambda x: x.norm(dim=1).mean(),
+    "a table's products": lambda x: (x @ TABLE.T).mean(),
+    "distances to a table": lambda x: torch.cdist(x, TABLE).mean(),
+    "a distance to what is kept": lambda x: x.mean() + 0.1 * torch.norm(WEIGHT - TABLE[:4]),
+    "a table made here": lambda x: (
+        x * (torch.linspace(0, 1, 6)[:, None] - torch.linspace(0, 1, 6)[None]).sum()
+    ).mean(),
     "rows with columns": lambda x: (x[:, :1] * x[:1].detach()[0]).mean(),
 }
 
