@@ -31,7 +31,8 @@ def with_unequal_sizes(
 ) -> PlanningResult:
     """Return a result whose best plan has sizes by pipeline, if that is faster; else the result.
 
-    Its bounds hold for plans of such sizes, too, then.
+    Its bounds hold for plans of such sizes, too, then. That of seconds is of work alone: a pipeline
+    may have the bubbles of one size beside another one with the speed of another.
 
     Args:
         result: Plans whose micro-batches all have one size.
@@ -50,7 +51,7 @@ def with_unequal_sizes(
     return replace(
         result,
         candidates=(best, *result.candidates[1:]),
-        lower_bound_s=left * result.lower_bound_s,
+        lower_bound_s=_work_bound_s(cost, result.workload, degrees),
         lower_bound_price=None if price is None else left * price,
     )
 
@@ -99,6 +100,22 @@ def _most_gained_by_size(cost: CostModel, workload: Workload, tp_degrees: Sequen
         sizes = [size for size in _SIZES if size <= workload.global_batch_size]
         ratios += [sample_s(size) / usual_s for size in sizes]
     return 1.0 - min(ratios)
+
+
+def _work_bound_s(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> float:
+    """Return the seconds of all layers on all devices at their best size and degree, no bubbles."""
+    sizes = [size for size in _SIZES if size <= workload.global_batch_size]
+
+    def layers_per_s(name: str) -> float:
+        """Return layers of one sample that one device computes in a second, at most."""
+        return max(
+            size / degree / sum(cost.compute_s(shape, workload.microbatch[:1] * size))
+            for degree, size in itertools.product(tp_degrees, sizes)
+            for shape in [StageShape(name, degree, 1, False, False)]
+        )
+
+    speed = sum(node.count * layers_per_s(node.device) for node in cost.cluster.nodes)
+    return workload.global_batch_size * cost.model.num_layers / speed
 
 
 class _Sizes:
