@@ -26,7 +26,8 @@ class Dealer:
         global_rank: The rank.
         num_microbatches: Of pipelines for which a plan names no number.
         num_batches: A loader's batches that make an iteration; fixed, so that its length is.
-        seed: Seeds samplers that draw from the global generators, the same on all ranks.
+        seed: Returns what seeds samplers that draw from the global generators, the same on all
+            ranks; asked for each loader, since a recovered run goes on with the seed that it had.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Dealer:
         global_rank: int,
         num_microbatches: int,
         num_batches: int,
-        seed: int,
+        seed: Callable[[], int],
     ) -> None:
         self._plan = plan
         self._global_rank = global_rank
@@ -63,7 +64,7 @@ class Dealer:
             return self._deal(schedule.plan_to_deal(iteration) if is_training else self._plan)
 
         dealt = deal_out(
-            dataloader, deal_at=deal_at, num_batches=self._num_batches, seed=self._seed
+            dataloader, deal_at=deal_at, num_batches=self._num_batches, seed=self._seed()
         )
         if is_training:
             self._plans_come_with_batches = dealt is dataloader

@@ -162,7 +162,8 @@ class DealtBatchSampler(Sampler[list[int]]):
         self._batch_sampler = batch_sampler
         self._deal_at = deal_at
         self._num_batches = num_batches
-        self._seed = seed
+        self.seed = seed
+        """Seeds the orders of all epochs; that of the run whose pass is gone on with."""
         self.epoch = 0
         """The epoch that is drawn."""
 
@@ -208,11 +209,11 @@ class DealtBatchSampler(Sampler[list[int]]):
         """Yield the user's batches, with torch's generator seeded alike on every rank."""
         with torch.random.fork_rng(devices=[]):
             # Nobody's order is drawn on a device, and `torch.manual_seed` would seed those, too.
-            torch.default_generator.manual_seed(self._seed + self.epoch)
+            torch.default_generator.manual_seed(self.seed + self.epoch)
             sampler = getattr(self._batch_sampler, "sampler", None)
             if isinstance(sampler, StatefulRandomSampler):
                 # Seeded by chance when it was made, and its order depends on the epochs before.
-                sampler.generator.manual_seed(self._seed + self.epoch)
+                sampler.generator.manual_seed(self.seed + self.epoch)
             batches = iter(self._batch_sampler)
             batch = next(batches, None)
         # By `next` alone: some samplers are iterators that start again when asked for one.
@@ -245,11 +246,19 @@ class _DealtIterator:
         return part
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and how many samples of it all pipelines together were given."""
-        return {"epoch": self._sampler.epoch, "samples_yielded": self._num_samples}
+        """Return seed, epoch and how many samples of it all pipelines together were given."""
+        return {
+            "seed": self._sampler.seed,
+            "epoch": self._sampler.epoch,
+            "samples_yielded": self._num_samples,
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the samples that were given when the state was saved."""
+        """Go on after the samples that were given when the state was saved, in its order.
+
+        What plain Lightning has saved names neither seed nor epoch: then they are this run's own.
+        """
+        self._sampler.seed = state.get("seed", self._sampler.seed)
         self._sampler.set_epoch(state.get("epoch", self._sampler.epoch))
         self._start(state["samples_yielded"])
 

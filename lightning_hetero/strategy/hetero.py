@@ -377,7 +377,7 @@ class HeteroStrategy(HookedStrategy):
             global_rank=self.global_rank,
             num_microbatches=engine.config.num_microbatches,
             num_batches=self._num_batches,
-            seed=seed,
+            seed=lambda: engine.config.seed,
         )
         self._steps = Steps(self._module, engine, self._dealer)
         start = StartUp.gather(facts, engine, plans.auto, num_batches=self._num_batches)

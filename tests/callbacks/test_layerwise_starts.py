@@ -1,15 +1,20 @@
 """How a run with a `LayerwiseCheckpoint` starts: anew, where it was, or not at all."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from tests.callbacks.layerwise_runs import export, train
 from tests.callbacks.servers import S3Server
-from tests.toy import ToyModule, ToyOptions, loader, quiet
+from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -33,6 +38,43 @@ def test_a_run_may_begin_anew_and_is_gone_on_from_since(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     with pytest.raises(ConfigurationError, match="begin anew with every restart"):
         train(tmp_path, 2, resume=False)
+
+
+class Reads(Callback):
+    """Writes down the samples of each step."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+        self.rows.append(batch[0].tolist())
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_run_that_nobody_seeds_goes_on_in_the_order_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+
+    def read(folder: Path, seed: int, max_steps: int) -> list[Any]:
+        torch.manual_seed(seed)  # Each process draws one by chance.
+        reads = Reads()
+        saving = LayerwiseCheckpoint(folder, every_n_train_steps=100, shared_memory=False)
+        options = {"max_steps": max_steps, "callbacks": [saving, reads], "devices": 1}
+        trainer = L.Trainer(
+            strategy=HeteroStrategy(num_stages=1),
+            **quiet(**options) | {"enable_checkpointing": True},
+        )
+        trainer.fit(
+            ToyModule(ToyOptions(num_layers=1)),
+            StatefulDataLoader(TokenRows(16), batch_size=4, shuffle=True),
+        )
+        return reads.rows
+
+    # Four steps are an epoch.
+    expected = read(tmp_path / "one", 1, 7)
+    parts = read(tmp_path / "two", 1, stop) + read(tmp_path / "two", 2, 7)
+    assert parts == expected
 
 
 @pytest.mark.slow

@@ -35,8 +35,8 @@ def always(shares: list[int], index: int | None) -> Callable[[int], Deal]:
     return lambda _: Deal(shares=tuple(shares), pipeline_index=index)
 
 
-def deal(loader: Any, shares: list[int], index: int | None) -> Any:
-    return deal_out(loader, deal_at=always(shares, index), num_batches=len(shares), seed=0)
+def deal(loader: Any, shares: list[int], index: int | None, seed: int = 0) -> Any:
+    return deal_out(loader, deal_at=always(shares, index), num_batches=len(shares), seed=seed)
 
 
 def dealt(inner: Any, shares: list[int], index: int | None, seed: int = 0) -> DealtBatchSampler:
@@ -238,21 +238,28 @@ def test_shuffled_loaders_agree_and_reshuffle(num_workers: int) -> None:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stateful_loader_stays_one_and_resumes(num_workers: int) -> None:
-    def make() -> StatefulDataLoader[Any]:
+    def make(seed: int) -> StatefulDataLoader[Any]:
         inner = StatefulDataLoader(Numbers(40), batch_size=2, shuffle=True, num_workers=num_workers)
-        result = deal(inner, [1, 1], 1)
+        result = deal(inner, [1, 1], 1, seed)
         assert isinstance(result, StatefulDataLoader)
         return result
 
-    loader = make()
+    loader = make(seed=3)
     iterator = iter(loader)
     seen = [next(iterator).tolist() for _ in range(4)]
     state = loader.state_dict()
     rest = values(iterator)
-    resumed = make()
+    # Without `seed_everything` each start draws a seed of its own.
+    resumed = make(seed=4)
     resumed.load_state_dict(state)
     assert values(resumed) == rest
     assert len(seen) + len(rest) == len(loader)
+
+
+def test_a_state_without_a_seed_goes_on_in_the_order_of_this_run() -> None:
+    iterator = iter(dealt(shuffled(32), [1], 0, seed=5))
+    iterator.load_state_dict({"samples_yielded": 4})
+    assert list(iterator) == list(dealt(shuffled(32), [1], 0, seed=5))[1:]
 
 
 def test_dealing_warns_of_nothing_that_a_user_could_mend() -> None:
