@@ -123,6 +123,8 @@ class ElasticRestart(Callback):
         self._drain_timeout_s = drain_timeout_s
         self._poll_interval_s = poll_interval_s
         self._sigterm: SigtermNotice | None = None
+        self._between: SigtermNotice | None = None
+        """Hears of a SIGTERM while a fit has ended and the next one hasn't begun to train."""
         self._watcher: NoticeWatcher | None = None
         self._checkpoint: SavesSlices | None = None
         self._global_rank = 0
@@ -158,8 +160,7 @@ class ElasticRestart(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning's own handler broadcasts from inside the signal and ends one rank alone.
-        told = self._sigterm is not None and self._sigterm.pending() is not None
-        self._sigterm = SigtermNotice(pass_on=False, is_received=told)
+        self._sigterm = self._hear_sigterm()
         if self._notices and trainer.local_rank == 0:
             self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
             self._watcher.start()
@@ -336,6 +337,16 @@ class ElasticRestart(Callback):
         # After the loss of a rank another fit follows, which heeds a SIGTERM that has come by then.
         self._change = None
         self._stop_watching()
+        # Lightning has just put back what handled SIGTERM before this fit.
+        if self._between is not None:
+            self._between.restore()
+            self._between = None
+        if self.in_place and self._sigterm is not None:
+            self._sigterm = self._between = self._hear_sigterm()
+
+    def _hear_sigterm(self) -> SigtermNotice:
+        told = self._sigterm is not None and self._sigterm.pending() is not None
+        return SigtermNotice(pass_on=False, is_received=told)
 
     def _stop_watching(self) -> None:
         if self._watcher is not None:

@@ -1,12 +1,15 @@
 """Ranks are lost, and the others go on in the processes that they are in."""
 
+import os
 import signal
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from lightning_hetero.callbacks import ElasticRestart
 from lightning_hetero.callbacks.run_log import read_log
@@ -120,6 +123,31 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
     changes = [(item["lost"], item["joined"], item["ranks"]) for item in noted]
     assert changes == [([], [2], 3), ([0], [], 2), ([2], [], 1)]
     assert [item["steps_again"] for item in noted][::2] == [0, 0]
+
+
+def test_a_sigterm_between_two_fits_is_heeded_by_the_next_and_the_last_leaves_no_handler() -> None:
+    seen: list[int] = []
+    original = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    before = signal.getsignal(signal.SIGTERM)
+    rule, module = ElasticRestart(in_place=True), Any
+    connector = SimpleNamespace(cluster_environment=None)
+    trainer: Any = SimpleNamespace(_accelerator_connector=connector, local_rank=0)
+    try:
+        for number in range(3):
+            signals = _SignalConnector(trainer)
+            signals.register_signal_handlers()
+            rule.on_train_start(trainer, module)
+            assert rule.is_leaving == (number == 2)
+            if number == 2:
+                rule.on_train_end(trainer, module)
+            signals.teardown()
+            rule.teardown(trainer, module, "fit")
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert seen == []
+    finally:
+        signal.signal(signal.SIGTERM, original)
 
 
 def test_bad_options_say_what_to_do() -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,16 @@ PATIENCE_S = 60.0
 class Watched:
     """A rank's detector, and what it did."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, timeout_s: float = 1.0, bulletin: Any = None
+    ) -> None:
         self.detector = FailureDetector(
-            store, global_rank=rank, world_size=2, timeout=timedelta(seconds=1)
+            store,
+            global_rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=timeout_s),
+            silence=timedelta(seconds=1),
+            bulletin=bulletin,
         )
         self.has_aborted, self.was_ended = threading.Event(), threading.Event()
         self.detector.abort = self.has_aborted.set
@@ -50,6 +58,37 @@ def test_a_failure_aborts_the_communicators_and_a_teardown_that_hangs_is_ended(
         raise RuntimeError("NCCL communicator was aborted")
     # Nobody says that the teardown is done.
     assert other.was_ended.wait(PATIENCE_S)
+
+
+class Board:
+    """A bulletin without news."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+
+    def num_news(self) -> int:
+        return 0
+
+    def find_gone(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("patience_s", "is_ended"), [(PATIENCE_S, False), (0.1, True)])
+def test_in_place_a_rank_may_work_as_long_as_the_others_wait_for_it(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch, *, is_ended: bool
+) -> None:
+    monkeypatch.setattr(failure, "_GRACE_S", 1000.0 if is_ended else 0.0)
+    store, ended = dist.HashStore(), threading.Event()
+    monkeypatch.setattr(failure, "end_process", lambda *_: ended.set())
+    failed, busy = (Watched(store, rank, 1000.0, Board(patience_s)) for rank in range(2))
+    try:
+        failed.detector.report(ValueError("a bug"))
+        # Its main thread sees nothing of it.
+        assert busy.has_aborted.wait(PATIENCE_S)
+        assert ended.wait(PATIENCE_S if is_ended else 1.0) == is_ended
+    finally:
+        for watched in (failed, busy):
+            watched.detector.stop()
 
 
 def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: tuple[Watched, Watched]) -> None:

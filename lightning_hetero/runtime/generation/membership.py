@@ -152,6 +152,11 @@ class Membership:
         """This member's number."""
         return self._own.number
 
+    @property
+    def patience_s(self) -> float:
+        """How long a generation may take to form, while those that are waited for beat."""
+        return self._patience_s
+
     def store_of(self, generation: Generation) -> Store:
         """Return what a generation's ranks meet in; no other generation uses these names.
 

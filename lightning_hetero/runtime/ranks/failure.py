@@ -36,6 +36,9 @@ __all__ = [
 LEAVE_EXIT_CODE = 14
 """Exit code of ranks that end together to be started anew."""
 
+_GRACE_S = 10.0
+"""How long a main thread may take to notice, where nobody goes on without the failed rank."""
+
 _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
     "own log and at the system's (out of memory, preemption)."
@@ -111,7 +114,9 @@ class FailureDetector:
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
         self._interval_s = min(0.5, self._silence_s / 10)
-        self._grace_s = min(10.0, self._timeout_s)
+        # In place its own work (a compilation, a file) may take as long as the others wait for it.
+        patience_s = _GRACE_S if bulletin is None else bulletin.patience_s
+        self._grace_s = min(patience_s, self._timeout_s)
         self._heartbeat: Heartbeat | None = None
         self.abort: Callable[[], None] = lambda: None
         """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""

@@ -52,6 +52,10 @@ class Silence:
 class Bulletin(Protocol):
     """Where others than ranks say that one is gone, such as whoever started it."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long the others wait for a rank that beats, once one is gone."""
+
     def num_news(self) -> int:
         """Return a number that grows with each news; one call of a store."""
 
