@@ -275,7 +275,7 @@ class _Generations:
             raise AgreedExit(0)
         else:
             old, new = processes.form_generation(end.leaving)
-            self._end_fit(ended)
+            self._end_fit(None if new.newcomers_since(old) else ended)
         self._strategy.cluster_environment = processes.enter_generation(new)
         self._strategy.set_world_ranks()
         before.put_back(trainer)
@@ -293,8 +293,8 @@ class _Generations:
             if notify is not None:
                 notify(trainer, old, new)
 
-    def _end_fit(self, generation: int) -> None:
-        """Let go of a generation's groups, and end its fit as Lightning does."""
+    def _end_fit(self, generation: int | None) -> None:
+        """Let go of a generation's groups, and end its fit as Lightning does; see `keep_live`."""
         module = self._strategy.lightning_module
         self._processes.leave_generation()
         for checkpoint in self._trainer.strategy.run.checkpoints:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,28 @@ def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> Non
     silence._looked_at_s -= 1000.0  # As if SIGSTOP had come now.
     assert silence.look("beat 1") == pytest.approx(0.5)
     assert silence.look("beat 2") == 0.0
+
+
+@pytest.mark.parametrize(("beats", "gap_s", "num_told"), [(0, 30, 0), (0, 61, 1), (1, 3, 1)])
+def test_a_rank_may_come_to_its_generation_late_but_not_stop_in_it(
+    beats: int, gap_s: float, num_told: int
+) -> None:
+    seconds = {"timeout": timedelta(minutes=2), "silence": timedelta(seconds=2)}
+    detector = FailureDetector(
+        dist.HashStore(), global_rank=1, world_size=2, bulletin=Board(60.0), **seconds
+    )
+    told: list[int] = []
+    heard = SimpleNamespace(
+        failure=None, has_server_left=False, is_store_gone=False, is_suspicious=False
+    )
+    heard.num_rounds, heard.peer, heard.peer_beat = 1, 0, beats
+    heard.tell = lambda rank, _: told.append(rank)
+    store, peer = Silence(1000.0), Silence(1000.0)
+    detector._judge(heard, store, peer)
+    peer._looked_at_s -= gap_s
+    heard.num_rounds += 1
+    assert detector._judge(heard, store, peer) is None
+    assert told == [0] * num_told
 
 
 def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:

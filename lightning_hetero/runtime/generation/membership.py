@@ -343,7 +343,9 @@ class Membership:
 def silence_of(
     beats_of: Callable[[int], int], *, limit_s: float, nap_s: float
 ) -> Callable[[int], bool]:
-    """Return what tells whether a rank hasn't beaten for `limit_s` of watching.
+    """Return what tells whether a rank has stopped to beat, for `limit_s` of watching.
+
+    One that hasn't begun to beat isn't silent: it may still end the fit of its last generation.
 
     Args:
         beats_of: Returns how often a rank has beaten.
@@ -354,7 +356,8 @@ def silence_of(
 
     def is_silent(rank: int) -> bool:
         silence = watched.setdefault(rank, Silence(nap_s))
-        return silence.look(beats_of(rank)) > limit_s
+        beats = beats_of(rank)
+        return silence.look(beats) > limit_s and beats > 0
 
     return is_silent
 

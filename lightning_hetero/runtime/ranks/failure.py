@@ -237,6 +237,9 @@ class FailureDetector:
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
             return _STORE_IS_GONE
         # While the store is silent nothing is known of the peer.
+        if self._bulletin is not None and heard.peer_beat == 0:
+            # It may still end its last fit, and were it dead, its keeper would say so.
+            patience_s = max(self._bulletin.patience_s, patience_s)
         if store.seconds == 0.0 and peer.look((heard.peer, heard.peer_beat)) > patience_s:
             heard.tell(heard.peer, _describe_silent(heard.peer))
         return None

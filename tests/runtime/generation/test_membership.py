@@ -113,8 +113,28 @@ def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
 
 
 def test_silence_counts_only_without_beats() -> None:
-    beats = {0: 0, 1: 0}
+    beats = {0: 1, 1: 1, 2: 0}
     is_silent = silence_of(beats.__getitem__, limit_s=-1.0, nap_s=0.0)
     assert is_silent(1), "no time passed, but the limit is below it"
+    assert not is_silent(2), "it hasn't begun to beat"
     patient = silence_of(beats.__getitem__, limit_s=timedelta(hours=1).total_seconds(), nap_s=1.0)
     assert not patient(0)
+
+
+def test_who_still_ends_its_last_fit_is_waited_for() -> None:
+    everyone = members(dist.HashStore(), 2)
+    form(everyone, range(2))
+    early, late = everyone
+    beats, seen = {0: 1, 1: 0}, []
+
+    def beats_of(rank: int) -> int:
+        seen.append(rank)
+        if len(seen) > 50:
+            thread.submit(late.form_next, lambda _: 1, 10.0) if len(seen) == 51 else None
+        return beats[rank]
+
+    with ThreadPoolExecutor(1) as thread:
+        # No silence at all is allowed.
+        assert early.form_next(beats_of, 0.0)[1].world_size == 2
+    assert early.find_gone() is None
+    assert len(seen) > 50
