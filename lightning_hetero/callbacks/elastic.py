@@ -24,6 +24,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.callbacks.guests import Guests
 from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
     NoticeWatcher,
@@ -85,10 +86,11 @@ class ElasticRestart(Callback):
         in_place: Go on without ranks that are lost, in the processes that are left, with a plan for
             who is left and as many samples an iteration as before. With
             `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost;
-            where rows are gone with both their keepers, or a step was half made, from the newest
-            checkpoint, and the log says why. Ranks that leave on a notice, or newcomers, cost no
-            step: all save before them. What can't be done so (no checkpoint yet, the store's node
-            lost or told to go, a fault that comes back) ends the processes, as without it.
+            where rows are gone with both their keepers, a step was half made, or a validation or
+            the end of an epoch has followed the last one, from the newest checkpoint, and the log
+            says why. Ranks that leave on a notice, or newcomers, cost no step: all save before
+            them. What can't be done so (no checkpoint yet, the store's node lost or told to go, a
+            fault that comes back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost; dead processes are noticed at once.
 
@@ -132,6 +134,7 @@ class ElasticRestart(Callback):
         self._is_excluded = False
         self._change: GenerationChange | None = None
         """What happens before the next step."""
+        self._guests = Guests()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -175,7 +178,7 @@ class ElasticRestart(Callback):
         strategy = run_of(trainer).strategy
         if strategy is not None:
             strategy.engine.is_leaving = self.is_leaving
-            strategy.engine.sees_guests = self._sees_guests(trainer)
+            strategy.engine.sees_guests = self._guests.may_come_in(trainer, self._saved)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -201,11 +204,9 @@ class ElasticRestart(Callback):
             leave = self._stop_in_place if self.in_place else self._leave
             self._checkpoint.save_and_leave(nodes, partial(leave, trainer, leaving))
 
-    def _sees_guests(self, trainer: pl.Trainer) -> bool:
-        """Whether this rank, the first one, knows of newcomers that may be let in."""
-        strategy = run_of(trainer).strategy
-        membership = None if strategy is None else strategy.processes.membership
-        return membership is not None and trainer.is_global_zero and membership.look_for_guests()
+    @property
+    def _saved(self) -> SavedCheckpoint | None:
+        return None if self._checkpoint is None else self._checkpoint.saved
 
     @property
     def is_leaving(self) -> bool:
@@ -256,7 +257,10 @@ class ElasticRestart(Callback):
             rank_zero_info("Not going on in place, because %s.", why)
             self._leave(trainer, leaving, saved)
         elif errors and not leaving:
-            rank_zero_warn(f"Newcomers wait, because {saved.id} isn't safe: {errors[0]}")
+            self._guests.refuse_after(saved)
+            rank_zero_warn(
+                f"Newcomers wait for the next checkpoint, since {saved.id} isn't safe: {errors[0]}"
+            )
         else:
             reason = (
                 f"{len(leaving)} ranks leave on a notice" if leaving else "newcomers are let in"
@@ -335,7 +339,7 @@ class ElasticRestart(Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # After the loss of a rank another fit follows, which heeds a SIGTERM that has come by then.
-        self._change = None
+        self._change, self._guests = None, Guests()
         self._stop_watching()
         # Lightning has just put back what handled SIGTERM before this fit.
         if self._between is not None:

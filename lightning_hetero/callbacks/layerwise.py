@@ -294,6 +294,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging swaps weights now.
         self._wait_for_snapshot()
+        self._live.begin_evaluation()
 
     @override
     def on_train_batch_end(
@@ -376,8 +377,8 @@ class LayerwiseCheckpoint(Checkpoint):
         self._let_go()
         self._live = LiveSteps()
 
-    def keep_live(self, trainer: pl.Trainer, generation: int) -> None:
-        """Hold on to the last step's state, since a rank is lost; before anything is torn down."""
+    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> None:
+        """Hold on to the last step's state, before anything is torn down; see `SavesSlices`."""
         self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -12,12 +13,15 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint
+from lightning_hetero.callbacks import guests
+from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_metadata,
     dump_random_state,
 )
 from lightning_hetero.checkpoint.survivors import LiveState
+from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.strategy.processes import Processes
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -128,7 +132,7 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("on_train_batch_start", 2, {}),
         ("on_before_optimizer_step", 3, {"accumulate_grad_batches": 2}),
         ("on_before_zero_grad", EPOCH + 2, {}),
-        ("on_train_epoch_end", EPOCH, {}),
+        ("on_train_batch_start", EPOCH + 1, {}),
     ],
 )
 def test_it_is_what_a_checkpoint_of_the_last_step_would_be(
@@ -173,5 +177,66 @@ def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any) -> None:
     assert "in the middle of an optimizer's step" in state.why
     state, _ = lose("on_train_batch_start", 2, Changes())
     assert "weights or buffers have changed" in state.why
-    state, _ = lose("on_validation_batch_start", EPOCH, EMAWeightAveraging(decay=0.5))
-    assert "those of the average, for validation" in state.why
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "more"),
+    [
+        ("on_validation_start", EPOCH, {}),
+        ("on_validation_batch_start", 2, {"val_check_interval": 2}),
+        ("on_train_batch_start", 2, {"val_check_interval": 2}),
+        ("on_train_epoch_end", EPOCH, {"limit_val_batches": 0}),
+        ("on_train_batch_start", EPOCH, {"limit_val_batches": 0}),
+    ],
+)
+def test_nothing_is_kept_that_lacks_a_validation_or_the_end_of_an_epoch(
+    lose: Any, hook: str, step: int, more: dict[str, Any]
+) -> None:
+    """Patience and learning rates would differ: a restart doesn't make up for either."""
+    state, _ = lose(hook, step, **more)
+    assert "a validation or the end of an epoch follows its last step" in state.why
+    state, _ = lose("on_train_batch_start", step + 1, **more)
+    assert isinstance(state, LiveState)
+
+
+def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(live, "is_evaluation_due", lambda _: False)
+    state, _ = lose("on_validation_end", EPOCH, num_sanity_val_steps=1)
+    assert "a validation or the end of an epoch follows its last step" in state.why
+
+
+def test_nothing_is_kept_where_newcomers_come() -> None:
+    steps = live.LiveSteps()
+    steps.keep(None, None, None)
+    assert "newcomers" in steps.state.why
+    assert steps._watched == steps._trackers == []
+
+
+def test_newcomers_are_held_back_where_their_save_would_lack_something(monkeypatch: Any) -> None:
+    waits, due = [True], [False]
+    membership = SimpleNamespace(look_for_guests=lambda: waits[0])
+    strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
+    monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
+    monkeypatch.setattr(guests, "is_evaluation_due", lambda _: due[0])
+    seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
+    assert seen.may_come_in(trainer, None)
+    due[0] = True
+    # Also where each step has a validation they come in.
+    assert [seen.may_come_in(trainer, None) for _ in range(4)] == [False, True, False, True]
+    waits[0] = False
+    assert not seen.may_come_in(trainer, None)
+
+
+def test_a_save_for_newcomers_that_failed_is_not_repeated_at_each_step(monkeypatch: Any) -> None:
+    def fails(_: float) -> None:
+        raise CheckpointError("full")
+
+    membership = SimpleNamespace(look_for_guests=lambda: True)
+    strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
+    monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
+    monkeypatch.setattr(guests, "is_evaluation_due", lambda _: False)
+    seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
+    first, failed, safe = (SimpleNamespace(wait_until_confirmed=f) for f in (fails, fails, id))
+    seen.refuse_after(first)
+    found = [seen.may_come_in(trainer, saved) for saved in (first, failed, safe, failed)]
+    assert found == [False, False, True, True]

@@ -4,7 +4,8 @@ The slices change in the optimizer's step only, so they needn't be copied: it is
 they are still those of the last step when a rank is lost. What else a checkpoint holds and an
 iteration changes is noted at the end of each step, at the same point at which a step is saved:
 counters of loops, schedulers, callbacks, the data's progress and random numbers. All that stays is
-read when a rank is lost.
+read when a rank is lost. Where a validation or the end of an epoch follows a step, callbacks and
+schedulers change without a step: then nothing is held until the next one has ended.
 
 Counted: 0.15 to 0.25 ms a step on one busy core for a toy of 49 tensors, a third of it for the
 generators of random numbers, and 0.3 µs for each tensor more. A module or a callback with a hook
@@ -32,6 +33,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_metadata,
     has_finished_epoch,
     hooks_that_save,
+    is_evaluation_due,
 )
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
@@ -52,6 +54,10 @@ from lightning_hetero.core.errors import CheckpointError
 __all__ = ["Found", "LiveSteps"]
 
 _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
+_IN_EVALUATION = NothingLive(
+    "a validation or the end of an epoch follows its last step, and would be left out"
+)
+_NEWCOMERS = NothingLive("newcomers have no part of it")
 _NO_STEP = NothingLive("it had trained no step in this process")
 _NO_COPIES = NothingLive("the run has no redundancy")
 _LOADERS, _GROUPS = "combined_loader", "groups"
@@ -105,6 +111,11 @@ class LiveSteps:
         if not isinstance(self._noted, NothingLive):
             self._noted = _IN_STEP
 
+    def begin_evaluation(self) -> None:
+        """Count callbacks and schedulers as changing, from before a validation on."""
+        if not isinstance(self._noted, NothingLive):
+            self._noted = _IN_EVALUATION
+
     def note_step(self, trainer: pl.Trainer) -> None:
         """Note a step's end, where a checkpoint would be saved; communicates nothing."""
         strategy = run_of(trainer).strategy
@@ -116,6 +127,9 @@ class LiveSteps:
             self._noted = _NO_COPIES
         elif not engine.buffers.are_shared:
             self._noted = _BUFFERS
+        elif is_evaluation_due(trainer):
+            # Lightning's restart skips what follows this step, so callbacks wouldn't count it.
+            self._noted = _IN_EVALUATION
         else:
             self._noted = self._note(trainer)
 
@@ -136,16 +150,19 @@ class LiveSteps:
             is_whole=is_whole,
         )
 
-    def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int) -> None:
+    def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int | None) -> None:
         """Hold on to the last step's state, if it is still there; communicates nothing.
 
         Args:
             trainer: Whose fit has ended because a rank is lost; not torn down yet.
             start: Names the run's checkpoints.
-            generation: Number of the generation that has ended.
+            generation: Number of the generation that has ended; None where newcomers come, which
+                have no part of it: nothing is kept then.
         """
         noted, self._noted = self._noted, _NO_STEP
-        if isinstance(noted, NothingLive):
+        if generation is None:
+            self.state = _NEWCOMERS
+        elif isinstance(noted, NothingLive):
             if not isinstance(self.state, LiveState):
                 self.state = noted
         else:
@@ -164,8 +181,6 @@ class LiveSteps:
         if self._versions() != noted.versions:
             return NothingLive("weights or buffers have changed since the end of its last step")
         owned = OwnedState(trainer)
-        if owned.averages and trainer.validating:
-            return NothingLive("its weights were those of the average, for validation")
         self._rewind(trainer, noted)
         metadata = noted.metadata
         if not noted.is_whole:

@@ -30,6 +30,7 @@ __all__ = [
     "has_finished_epoch",
     "hooks_that_save",
     "is_complete",
+    "is_evaluation_due",
     "restore",
     "restore_random_state",
 ]
@@ -234,3 +235,13 @@ def is_complete(trainer: pl.Trainer) -> bool:
 def has_finished_epoch(trainer: pl.Trainer) -> bool:
     """Whether the last step was its epoch's last."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def is_evaluation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation or the end of an epoch follows the batch that is being trained."""
+    fit_loop: Any = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
+    if epoch_loop.batch_progress.current.ready == 0:
+        return False  # Nothing has been trained.
+    ends_epoch = epoch_loop._num_ready_batches_reached()
+    return bool(ends_epoch or epoch_loop._should_check_val_fx(fit_loop._data_fetcher))

@@ -134,7 +134,7 @@ def test_who_still_ends_its_last_fit_is_waited_for() -> None:
         return beats[rank]
 
     with ThreadPoolExecutor(1) as thread:
-        # No silence at all is allowed.
-        assert early.form_next(beats_of, 0.0)[1].world_size == 2
+        # Hardly any silence is allowed.
+        assert early.form_next(beats_of, 1e-6)[1].world_size == 2
     assert early.find_gone() is None
     assert len(seen) > 50

@@ -1,0 +1,60 @@
+"""When rank 0 lets newcomers in that wait between two steps."""
+
+import lightning.pytorch as pl
+
+from lightning_hetero.callbacks.checkpointing.training_state import is_evaluation_due
+from lightning_hetero.callbacks.run import run_of
+from lightning_hetero.checkpoint import SavedCheckpoint
+from lightning_hetero.core.errors import CheckpointError, PeerError
+
+__all__ = ["Guests"]
+
+
+class Guests:
+    """Newcomers that wait, as rank 0 sees them; the others see none.
+
+    ::
+
+        guests = Guests()
+        if guests.may_come_in(trainer, newest=saved):  # before each iteration
+            ...  # save after this step, and let them in
+    """
+
+    def __init__(self) -> None:
+        self._unsafe: SavedCheckpoint | None = None
+        self._are_held_back = False
+
+    def refuse_after(self, saved: SavedCheckpoint) -> None:
+        """Let nobody in, since a save for newcomers has failed, until a later one is confirmed."""
+        self._unsafe = saved
+
+    def may_come_in(self, trainer: pl.Trainer, newest: SavedCheckpoint | None) -> bool:
+        """Whether some wait that may be let in after this step.
+
+        Not after a step that a validation or the end of an epoch follows, since the save before
+        them would lack its traces; but one step later they may, also where each step has one.
+
+        Args:
+            trainer: Whose iteration begins.
+            newest: The last checkpoint that was started.
+        """
+        strategy = run_of(trainer).strategy
+        membership = None if strategy is None else strategy.processes.membership
+        waits = membership is not None and trainer.is_global_zero and membership.look_for_guests()
+        self._are_held_back = waits and not self._are_held_back and is_evaluation_due(trainer)
+        return waits and not self._are_held_back and self._can_be_saved_for(newest)
+
+    def _can_be_saved_for(self, newest: SavedCheckpoint | None) -> bool:
+        if self._unsafe is not None and newest is not self._unsafe and _is_confirmed(newest):
+            self._unsafe = None
+        return self._unsafe is None
+
+
+def _is_confirmed(saved: SavedCheckpoint | None) -> bool:
+    if saved is None:
+        return False
+    try:
+        saved.wait_until_confirmed(0.0)
+    except (CheckpointError, PeerError, OSError):
+        return False
+    return True
