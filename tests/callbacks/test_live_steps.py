@@ -205,6 +205,20 @@ def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any
     assert "a validation or the end of an epoch follows its last step" in state.why
 
 
+def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(
+    lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def configure(module: Model) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        plan = {"scheduler": scheduler, "interval": "step", "monitor": "val_loss", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": plan}
+
+    monkeypatch.setattr(Model, "configure_optimizers", configure)
+    state, _ = lose("on_train_batch_start", 2)
+    assert "waits for a plateau" in state.why
+
+
 def test_nothing_is_kept_where_newcomers_come() -> None:
     steps = live.LiveSteps()
     steps.keep(None, None, None)

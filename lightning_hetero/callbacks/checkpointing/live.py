@@ -62,6 +62,7 @@ _NO_STEP = NothingLive("it had trained no step in this process")
 _NO_COPIES = NothingLive("the run has no redundancy")
 _LOADERS, _GROUPS = "combined_loader", "groups"
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+_PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
 _BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
 
 
@@ -130,6 +131,10 @@ class LiveSteps:
         elif is_evaluation_due(trainer):
             # Lightning's restart skips what follows this step, so callbacks wouldn't count it.
             self._noted = _IN_EVALUATION
+        elif any(
+            item.reduce_on_plateau and item.interval == "step" for item in _schedulers(trainer)
+        ):
+            self._noted = _PLATEAU
         else:
             self._noted = self._note(trainer)
 
