@@ -132,7 +132,8 @@ class LiveSteps:
             # Lightning's restart skips what follows this step, so callbacks wouldn't count it.
             self._noted = _IN_EVALUATION
         elif any(
-            item.reduce_on_plateau and item.interval == "step" for item in _schedulers(trainer)
+            item.reduce_on_plateau and item.interval == "step"
+            for item in trainer.lr_scheduler_configs
         ):
             self._noted = _PLATEAU
         else:
