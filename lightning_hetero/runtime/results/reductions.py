@@ -56,7 +56,6 @@ _WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
 _PRODUCTS = {"matmul", "mm", "rmatmul", "cdist", "linear"}
-_COUNTING = {"bincount", "histc"}
 _NONLINEAR = {"sqrt", "rsqrt", "square"}
 _MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
 """Functions over samples that may be means or sums, or run over something else where dim 0 is time.
@@ -71,8 +70,7 @@ _NOT_BY_ELEMENT = (
     | _FACTORIES
     | _PRODUCTS
     | _REORDERING
-    | _COUNTING
-    | {"stack", "einsum", "randperm", "rand", "randn", "argsort"}
+    | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
 )
 """Functions that may make more of samples than other samples."""
 
@@ -272,8 +270,6 @@ class Reductions:
             return True
         if name in _NONLINEAR and len(known) == 1:
             return known[0] not in (None, UNKNOWN)
-        if name in _COUNTING:
-            return known[0] is None
         if name in OPERATIONS and len(known) == 2 and None in known:
             # Samples less their mean, and the like.
             kinds = [item and item.kind for item in known]
@@ -361,6 +357,8 @@ def _reduce(
         return TOGETHER if is_known else UNKNOWN
     if len(tensors) == 2 and known == [None, None] and _is_outer(*tensors):
         return TOGETHER
+    if name == "bincount":
+        return UNKNOWN
     if len(tensors) > 1 or source.ndim == 0 or name not in _WITH_DIMS:
         return None
     dims = _dims(args, kwargs, source.ndim)
