@@ -84,7 +84,7 @@ def test_a_local_write_that_was_given_up_never_replaces_a_later_one(
             assert let_go.wait(60)
         sync(descriptor)
 
-    store = LocalStore(tmp_path, stall_s=0.1)
+    store = LocalStore(tmp_path, stall_s=0.5)
     monkeypatch.setattr(os, "fsync", slow_sync)
     with pytest.raises(TimeoutError):
         store.write("a", [b"old"])
