@@ -7,6 +7,7 @@ returns besides its loss (`outputs`).
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,23 @@ from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
 from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
-from lightning_hetero.runtime.results.reductions import buffers_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StepResults"]
+
+
+_BUFFERS: WeakKeyDictionary[nn.Module, list[dict[str, Tensor | None]]] = WeakKeyDictionary()
+"""Where modules register them, which is found once."""
+
+
+def _buffers_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of a module and those inside it, without looking through it each time."""
+    places = _BUFFERS.get(module)
+    if places is None:
+        places = _BUFFERS[module] = [m._buffers for m in module.modules() if m._buffers]
+    return [buffer for place in places for buffer in place.values() if buffer is not None]
 
 
 class StepResults:
@@ -64,7 +76,7 @@ class StepResults:
             num_samples = count_samples(microbatch)
         except BatchError:
             num_samples = 0
-        return LossWatch(buffers_of(self._module), num_samples)
+        return LossWatch(_buffers_of(self._module), num_samples)
 
     def drop(self) -> None:
         """Forget what a step did that ended with its stage."""
@@ -90,7 +102,7 @@ class StepResults:
         rest = output if loss is None else _without_loss(output)
         appended = self.lists.take(after_layers=True)
         self.records.append(StepRecord.of(rest, appended, microbatch, watch.reductions))
-        watch.reductions.restore({})  # It holds what a step has made.
+        watch.reductions.forget()
         if loss is None:
             return [], weight
         self.losses.add(loss, judged, weight)

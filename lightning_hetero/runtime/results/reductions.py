@@ -1,14 +1,13 @@
 """Watch torch's functions to know which numbers of a step are means, sums or extremes over samples.
 
 Before the layers and after them: a full mean is a mean over its input's elements, and what becomes
-of it follows the rules of `number_kinds`. They take it that dim 0 counts samples (or tokens) and
-that samples don't meet other than in reductions.
+of it follows the rules of `number_kinds`. They take it that dim 0 counts samples (or tokens).
+Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -22,8 +21,15 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
     fold,
 )
+from lightning_hetero.runtime.results.products import (
+    PRODUCTS,
+    is_of_each_with_each,
+    is_outer,
+    is_product,
+    numbers,
+)
 
-__all__ = ["Reductions", "buffers_of"]
+__all__ = ["Reductions"]
 
 _REDUCTIONS = {
     "sum": Kind.SUM,
@@ -55,7 +61,6 @@ _FACTORIES = {
 _WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
-_PRODUCTS = {"matmul", "mm", "rmatmul", "cdist", "linear"}
 _NONLINEAR = {"sqrt", "rsqrt", "square"}
 _MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
 """Functions over samples that may be means or sums, or run over something else where dim 0 is time.
@@ -68,7 +73,7 @@ _CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
 _NOT_BY_ELEMENT = (
     _WITH_DIMS
     | _FACTORIES
-    | _PRODUCTS
+    | PRODUCTS
     | _REORDERING
     | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
 )
@@ -76,18 +81,6 @@ _NOT_BY_ELEMENT = (
 
 _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
-
-
-_BUFFERS: WeakKeyDictionary[nn.Module, list[dict[str, Tensor | None]]] = WeakKeyDictionary()
-"""Where modules register them, which is found once."""
-
-
-def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of a module and those inside it, without looking through it each time."""
-    places = _BUFFERS.get(module)
-    if places is None:
-        places = _BUFFERS[module] = [m._buffers for m in module.modules() if m._buffers]
-    return [buffer for place in places for buffer in place.values() if buffer is not None]
 
 
 class Reductions:
@@ -134,6 +127,10 @@ class Reductions:
         """Know what was known then, and nothing more."""
         self._known = dict(known)
 
+    def forget(self) -> None:
+        """Know nothing, and hold nothing that a step has made."""
+        self._known, self._stacked, self._shuffles = {}, {}, {}
+
     def follow(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
@@ -148,7 +145,7 @@ class Reductions:
         if not isinstance(result, Tensor | float):
             return
         if isinstance(result, Tensor):
-            if name not in _NOT_BY_ELEMENT and self._is_of_samples(args, kwargs, result):
+            if name not in _NOT_BY_ELEMENT and self._is_of_samples(args, kwargs):
                 self._known.pop(id(result), None)
                 return
             try:
@@ -164,7 +161,8 @@ class Reductions:
     def _note_random(self, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Remember numbers that are drawn by chance, and orders made of them."""
         is_kept = name in _KEEPING or name == "argsort"
-        if name in ("randperm", "rand", "randn") or (
+        # Orders have one dim; noise, which may be large, isn't held.
+        if (name in ("randperm", "rand", "randn") and result.ndim == 1) or (
             self._shuffles and is_kept and id(args[0]) in self._shuffles
         ):
             self._shuffles[id(result)] = result
@@ -199,16 +197,14 @@ class Reductions:
         sizes = tensor.shape[: 2 if others else 1]
         return any(not (self._num_samples and size % self._num_samples) for size in sizes)
 
-    def _is_of_samples(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
-    ) -> bool:
+    def _is_of_samples(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a function gets samples, and no number of which anything is known.
 
         That is most of what steps call, so it is found out by less than `_judge` takes.
         """
         has_samples = False
         values = (*args, *kwargs.values()) if kwargs else args
-        if len(values) > 1 and _is_outer(*values[:2]):
+        if len(values) > 1 and is_outer(*values[:2]):
             return False
         for item in values:
             if id(item) in self._known or isinstance(item, list | tuple):
@@ -234,9 +230,9 @@ class Reductions:
             judged = _reduce(name, tensors, known, args, kwargs, result) if tensors else None
             is_by_chance = judged is TOGETHER and not self._has_samples(*tensors)
             return UNKNOWN if is_by_chance else judged
-        return self._judge_numbers(name, tensors, known, args, kwargs)
+        return self._judgenumbers(name, tensors, known, args, kwargs)
 
-    def _judge_numbers(
+    def _judgenumbers(
         self,
         name: str,
         tensors: Sequence[Tensor],
@@ -291,7 +287,7 @@ class Reductions:
             is_first = name == "getitem" or kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0
             return is_first and id(index) in self._shuffles
         dims = kwargs.get("dims", args[1:] if name == "flip" else args[2:])
-        dims = (dims,) if isinstance(dims, int) else tuple(_numbers(dims))
+        dims = (dims,) if isinstance(dims, int) else tuple(numbers(dims))
         return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
 
     def _is_of_stacked(
@@ -352,10 +348,10 @@ def _reduce(
 ) -> Reduction | None:
     """Judge a function of elements that are no reductions yet."""
     source = tensors[0]
-    if len(tensors) == 2 and known[1] is None and _is_product(name, args, tensors[1]):
-        is_known = known[0] is None and _is_of_each_with_each(name, *tensors)
+    if len(tensors) == 2 and known[1] is None and is_product(name, args, tensors[1]):
+        is_known = known[0] is None and is_of_each_with_each(name, *tensors)
         return TOGETHER if is_known else UNKNOWN
-    if len(tensors) == 2 and known == [None, None] and _is_outer(*tensors):
+    if len(tensors) == 2 and known == [None, None] and is_outer(*tensors):
         return TOGETHER
     if name == "bincount":
         return UNKNOWN
@@ -371,46 +367,6 @@ def _reduce(
         return None
     count = source.numel() if dims is None else source.shape[0]
     return Reduction(_REDUCTIONS[name], count=count, value=result.detach())
-
-
-def _is_product(name: str, args: Sequence[Any], other: Tensor) -> bool:
-    """Whether a function of two tensors brings the rows of one together with all of the other."""
-    if name == "einsum" and isinstance(args[0], str):
-        left, _, right = args[0].replace(" ", "").partition("->")[0].partition(",")
-        return left[:1] != right[:1]
-    return name in _PRODUCTS and other.ndim == 2
-
-
-def _is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
-    """Whether it is a product of rows with rows, or over rows, as shapes have it."""
-    if name == "cdist" or left.ndim != 2:
-        return name == "cdist"
-    num_others = right.shape[0 if name in ("einsum", "linear") else 1]
-    is_over_rows = name not in ("einsum", "linear") and left.stride(0) < left.stride(1)
-    return left.shape[0] == num_others or is_over_rows
-
-
-def _is_outer(left: Any, right: Any) -> bool:
-    """Whether broadcasting makes as many columns of one tensor's rows as the other has rows."""
-    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
-        return False
-    ndim = max(left.ndim, right.ndim)
-    if ndim < 2:
-        return False
-    (row, column), (other_row, other_column) = (
-        ((1,) * (ndim - tensor.ndim) + tensor.shape)[:2] for tensor in (left, right)
-    )
-    is_column = column == other_row == 1 and row == other_column
-    is_row = row == other_column == 1 and column == other_row
-    return max(row, column) > 1 and (is_column or is_row)
-
-
-def _numbers(values: Any) -> Iterator[int]:
-    for value in values:
-        if isinstance(value, int):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _numbers(value)
 
 
 def _dims(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> tuple[int, ...] | None:
