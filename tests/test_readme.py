@@ -110,7 +110,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "`torch.utils.checkpoint` in the model": (
         "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
         "runtime/test_own_checkpoints.py::test_older_checkpoints_are_refused_in_stages_by_name",
-        "strategy/test_strategy.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
+        "strategy/test_refused.py::test_a_model_that_is_compiled_as_a_whole_is_refused",
     ),
     "`configure_optimizers` by name or whole shape": (
         "runtime/slices/test_known_by_shape.py::test_optimizers_configured_by_size_train_as_on_a_single_device",

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.strategy.devices import check_queues
 from tests.processes import ProcessPool
 from tests.runtime.features import (
     AFTER_FIT,
@@ -279,53 +276,6 @@ def test_a_checkpoint_saved_after_fit_and_validate_holds_what_the_optimizers_hol
         assert torch.equal(validated[index]["exp_avg"], state["exp_avg"])
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_model_that_is_compiled_as_a_whole_is_refused(*, in_place: bool) -> None:
-    module: Any = ToyModule(ToyOptions())
-    if in_place:
-        module.model.compile()
-    else:
-        module.model = torch.compile(module.model)
-    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
-    with pytest.raises(ConfigurationError, match=r"model is compiled.*compile_layers=True"):
-        trainer.fit(module, loader(4, 2))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
-    pruning = ModelPruning("l1_unstructured", amount=0.3)
-    trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
-    with pytest.raises(ConfigurationError, match="ModelPruning masks whole parameters"):
-        trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
-
-
-class RunsCode:
-    """What a crafted file holds: reading it back makes a file."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.made,))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_zip", [False, True])
-@pytest.mark.parametrize("entry", ["fit", "validate"])
-def test_no_code_of_a_file_to_resume_from_is_run(
-    tmp_path: Path, entry: str, *, is_zip: bool
-) -> None:
-    crafted = {"state_dict": {}, "callbacks": RunsCode(tmp_path / "made")}
-    torch.save(crafted, tmp_path / "bad.ckpt", _use_new_zipfile_serialization=is_zip)
-    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
-    with pytest.raises(CheckpointError, match=r"bad.ckpt holds more than .* can run code"):
-        getattr(trainer, entry)(
-            ToyModule(ToyOptions()), loader(4, 2), ckpt_path=tmp_path / "bad.ckpt"
-        )
-    assert not (tmp_path / "made").exists()
-
-
 def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
     trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
     with trainer.init_module(empty_init=True):
@@ -415,11 +365,3 @@ def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
     assert "rank 0 of 1 pipelines" in output
     assert "rank 1 of 1 pipelines" in output
     assert output.count("after 4 steps") == 2
-
-
-def test_a_device_with_one_hardware_queue_is_refused():
-    cuda, one = torch.device("cuda", 0), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with pytest.raises(ConfigurationError, match="share one hardware queue"):
-        check_queues(cuda, one)
-    check_queues(torch.device("cpu"), one)
-    check_queues(cuda, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
