@@ -1,8 +1,7 @@
 """Compare each slice with its standby's copy: a device that silently computes wrongly is found.
 
-Both copies get the same gradients and make the same steps, so they are equal bit for bit. A digest
-is a sum of the rows' bits as integers, each times an odd number that follows from its place: one
-pass over the slices, and 8 bytes for each pair of ranks.
+Both copies get the same gradients and make the same steps, so they are equal bit for bit. Their
+digests are compared: one pass over the slices, and 8 bytes for each pair of ranks.
 """
 
 import socket
@@ -12,30 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.slices.digests import digest_of
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["StandbyCheck", "digest_of"]
-
-_AT_ONCE = 2**22
-"""Values that are widened to 8 bytes at a time."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def digest_of(rows: Tensor) -> Tensor:
-    """Return a number, int64 on the rows' device, that depends on each of their bits."""
-    bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten()
-    digest = torch.zeros((), dtype=torch.int64, device=rows.device)
-    for first in range(0, len(bits), _AT_ONCE):
-        part = bits[first : first + _AT_ONCE].long()
-        factors = torch.arange(2 * first + 1, 2 * (first + len(part)), 2, device=rows.device)
-        digest += (part * factors).sum()
-    return digest
-
+__all__ = ["StandbyCheck"]
 
 _Pair = tuple[int, int]
 """(owner, standby)"""

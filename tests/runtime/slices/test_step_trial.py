@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.runtime.slices.standby_check import digest_of
+from lightning_hetero.runtime.slices.digests import digest_of
 from lightning_hetero.runtime.slices.step_trial import try_steps
 
 

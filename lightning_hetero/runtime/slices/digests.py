@@ -1,0 +1,24 @@
+"""A number that stands for all bits of a tensor.
+
+It is a sum of the bits as integers, each times an odd number that follows from its place.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["digest_of"]
+
+_AT_ONCE = 2**22
+"""Values that are widened to 8 bytes at a time."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(rows: Tensor) -> Tensor:
+    """Return a number, int64 on the rows' device, that depends on each of their bits."""
+    bits = rows.detach().contiguous().view(_BITS[rows.element_size()]).flatten()
+    digest = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for first in range(0, len(bits), _AT_ONCE):
+        part = bits[first : first + _AT_ONCE].long()
+        factors = torch.arange(2 * first + 1, 2 * (first + len(part)), 2, device=rows.device)
+        digest += (part * factors).sum()
+    return digest
