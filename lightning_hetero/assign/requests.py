@@ -1,13 +1,10 @@
 """Assign iterations in another process: requests in, texts out.
 
-A planning process is this module run by `serve`: it answers one request after the other on its
-standard input and output, knows nothing of earlier ones, and imports neither torch nor Lightning.
+A planning process is this module run by `serve`: it answers one request after the other and knows
+nothing of earlier ones.
 """
 
 import json
-import os
-import pickle
-import sys
 from dataclasses import dataclass
 
 from lightning_hetero.assign.iteration import assign_iteration
@@ -15,6 +12,7 @@ from lightning_hetero.assign.pipeline_cost import PipelineCost
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError, BatchError
+from lightning_hetero.core.process.answering import answer_questions
 
 __all__ = ["AssignmentRequest", "plan_text", "read_text", "serve"]
 
@@ -69,13 +67,5 @@ def read_text(text: str, request: AssignmentRequest) -> Assignment:
 
 
 def serve() -> None:
-    """Answer requests until the input ends, as it does when the process that asks dies."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Whatever prints must not come between the answers.
-    while True:
-        try:
-            request = pickle.load(requests)
-        except EOFError:
-            return
-        pickle.dump(plan_text(request), answers)
-        answers.flush()
+    """Answer requests, as an `AnsweringProcess` does."""
+    answer_questions(plan_text)

@@ -6,26 +6,18 @@ node, on whoever is first then. What was foreseen is taken only if it is just wh
 same devices, model, sizes and costs.
 """
 
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner import PlanningResult
+from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.planner import PlanningResult, contingency
 from lightning_hetero.planner.contingency import PlanningTask
 from lightning_hetero.runtime.setup.detect import Seat
 
 __all__ = ["Contingencies", "losses_to_plan_for"]
-
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r}); "
-    "from lightning_hetero.planner.contingency import serve; serve()"
-)
 
 
 def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[frozenset[int]]:
@@ -50,7 +42,7 @@ class Contingencies:
 
     def __init__(self) -> None:
         self._answers: list[tuple[PlanningTask, PlanningResult | PlanningError]] = []
-        self._process: subprocess.Popen[bytes] | None = None
+        self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
 
     def prepare(self, tasks: Sequence[PlanningTask]) -> None:
         """Begin to solve tasks behind the training; others that are still to be solved, aren't."""
@@ -61,20 +53,12 @@ class Contingencies:
             if task not in known and task not in new:
                 new.append(task)
         if new:
-            root = str(Path(__file__).parents[2])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM.format(root=root)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                # A Ctrl-C is for the trainer.
-                start_new_session=True,
+            process = AnsweringProcess(contingency.__name__, is_silent=True)
+            thread = threading.Thread(
+                target=self._solve_all, args=(process, new), name="contingencies", daemon=True
             )
-            arguments = self._process, new
-            threading.Thread(
-                target=self._solve_all, args=arguments, name="contingencies", daemon=True
-            ).start()
+            self._solving = process, thread
+            thread.start()
 
     def solve(self, task: PlanningTask) -> PlanningResult | PlanningError:
         """Return the answer to a task: the one that is known, else after a search."""
@@ -89,21 +73,15 @@ class Contingencies:
 
     def stop(self) -> None:
         """Solve nothing more; what is solved stays known."""
-        process, self._process = self._process, None
-        if process is not None:
+        solving, self._solving = self._solving, None
+        if solving is not None:
+            process, thread = solving
             process.kill()
-            process.wait()
+            thread.join()
 
-    def _solve_all(self, process: "subprocess.Popen[bytes]", tasks: Sequence[PlanningTask]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _solve_all(self, process: AnsweringProcess, tasks: Sequence[PlanningTask]) -> None:
         # A process that dies has solved less: the rest is solved when it is asked for.
-        with suppress(OSError, EOFError, ValueError, pickle.UnpicklingError):
+        with suppress(OSError, EOFError, pickle.UnpicklingError):
             for task in tasks:
-                pickle.dump(task, process.stdin)
-                process.stdin.flush()
-                self._answers.append((task, pickle.load(process.stdout)))
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):
-                pipe.close()  # Now it ends.
-        process.wait()
+                self._answers.append((task, process.ask(task)))
+        process.stop()

@@ -33,7 +33,7 @@ _LENGTH_NAMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What a data module knows of its samples."""
+    """A data module's knowledge of its samples."""
 
     lengths: IntArray
     """Tokens of the samples, or of a fair part of them."""
@@ -53,7 +53,7 @@ class DataFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """What was found; None where nothing says."""
+    """Sizes that were found; None where nothing says."""
 
     samples: int | None
     """Samples of a loader's batch."""

@@ -1,4 +1,4 @@
-"""What planning for the ranks that run starts from and ends with; see `autoplan` for how.
+"""Input and result of planning for the ranks that run; see `planning` for how.
 
 `AutoPlan` is what the user says, `RunFacts` and `DataFacts` what the strategy knows, `AutoPlanned`
 the answer and `PlanBasis` what it rests on.
@@ -19,24 +19,24 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidatePlans, Workload
-from lightning_hetero.planner.contingency import PlanningTask, cost_of
+from lightning_hetero.planner.contingency import PlanningTask
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
-from lightning_hetero.simulator import CostModel, Simulation, StateLayout
+from lightning_hetero.simulator import CostModel, Simulation, StateLayout, choose_cost
 
 __all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "PlanBasis", "RunFacts"]
 
 NUM_STATES = 4
-"""What an Adam keeps of each owned parameter: master, summed gradient and two moments."""
+"""Values that an Adam keeps of each owned parameter: master, summed gradient, two moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """What `plan="auto"` needs to know and can't always find out; `"auto"` stands for all defaults.
+    """Facts that `plan="auto"` needs and can't always find out; `"auto"` stands for all defaults.
 
     Raises:
         ConfigurationError: A number is below 1.
@@ -90,7 +90,7 @@ class Emulation:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of the run that is to be planned, on each rank."""
+    """Each rank's knowledge of the run that is to be planned."""
 
     module: nn.Module
     layout: ModelLayout
@@ -99,7 +99,7 @@ class RunFacts:
     sizes: Callable[[], BatchSizes]
     """Finds out the loader's sizes; called on rank 0 only."""
     emulation: Emulation = field(default_factory=Emulation)
-    """What this rank plays."""
+    """The device that this rank plays."""
     compute_bytes: int = 4
     """Bytes of a value of weights and gradients on their way."""
     summed_bytes: int = 4
@@ -154,7 +154,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBasis:
-    """What a plan was predicted from, so that others can be predicted beside it."""
+    """The basis of a plan's prediction, so that others can be predicted beside it."""
 
     cluster: Cluster
     model: ModelSpec
@@ -165,7 +165,7 @@ class PlanBasis:
 
     def cost(self) -> CostModel:
         """Return the cost model that the plan was judged by."""
-        return cost_of(self.cluster, self.model, self.states, self.profile)
+        return choose_cost(self.cluster, self.model, self.profile, layout=self.states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,17 +176,17 @@ class AutoPlanned:
     summary: str
     """Lines for people: what was planned for, iteration time and bound."""
     warning: str | None = None
-    """What kept planning from being possible."""
+    """The reason why nothing could be planned."""
     simulation: Simulation | None = None
     """A simulated iteration under the plan; None if nothing was simulated."""
     lower_bound_s: float | None = None
     """No plan is faster by the same costs; None if nothing was simulated."""
     basis: PlanBasis | None = None
-    """What the prediction rests on; None if nothing was simulated."""
+    """The basis of the prediction; None if nothing was simulated."""
     candidates: CandidatePlans | None = None
     """Plans for data that is assigned, and what they cost; None for other data."""
     foreseen: tuple[PlanningTask, ...] = ()
-    """What would have to be planned if ranks were lost; of each rank only what it would plan."""
+    """Searches that a loss of ranks would ask for; of each rank only those that it would do."""
 
     @property
     def predicted_s(self) -> float | None:

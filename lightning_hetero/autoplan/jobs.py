@@ -1,4 +1,4 @@
-"""What an automatic plan is searched for: the job now, and those after the loss of ranks."""
+"""Jobs that plans are searched for: the one that runs, and those after the loss of ranks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _MAX_PARTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is planned: cluster, model and an iteration's size."""
+    """The task of a plan: cluster, model and an iteration's size."""
 
     cluster: Cluster
     model: ModelSpec
@@ -36,7 +36,7 @@ class Job:
     """Batches of an iteration."""
     microbatch_sizes: tuple[int, ...]
     assumed: tuple[str, ...]
-    """What nobody said and was assumed."""
+    """Numbers that nobody gave and that were assumed."""
 
     @classmethod
     def of(
@@ -100,7 +100,7 @@ class Job:
         )
 
     def workload(self, microbatch_size: int) -> Workload:
-        """Return an iteration in micro-batches of so many samples."""
+        """Return an iteration in micro-batches of a number of samples."""
         return Workload(
             sequence_length=self.sequence_length,
             global_batch_size=self.batch_size * self.num_batches,

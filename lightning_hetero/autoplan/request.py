@@ -32,9 +32,9 @@ class RunPlans:
     candidates: tuple[ParallelPlan, ...]
     """Plans among which a data module may choose."""
     costs: tuple[tuple[PipelineCost, ...], ...] | None = None
-    """What the candidates' pipelines cost; None where nobody has measured it."""
+    """Costs of the candidates' pipelines; None where nobody has measured them."""
     auto: AutoPlanned | None = None
-    """What an automatic plan rests on; None where a plan was given."""
+    """The basis of an automatic plan; None where a plan was given."""
 
     @property
     def may_use_tensor_parallelism(self) -> bool:
@@ -44,7 +44,7 @@ class RunPlans:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What the user asks for.
+    """The user's choice of plans.
 
     Raises:
         ConfigurationError: A number is below 1.
@@ -57,7 +57,7 @@ class PlanRequest:
     num_candidate_plans: int = 1
     """Plans to have at hand for a `HeteroDataModule`."""
     contingencies: Contingencies = field(default_factory=Contingencies, compare=False, repr=False)
-    """What is planned before it is asked for."""
+    """Plans that are made before they are asked for."""
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_candidate_plans"):
@@ -92,7 +92,7 @@ class PlanRequest:
         return cls(plan=plan, num_stages=num_stages or 1, num_candidate_plans=num_candidate_plans)
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse what can't run on so many processes, before they are started.
+        """Refuse what can't run on a number of processes, before they are started.
 
         Raises:
             PlanError: The given plan names other ranks, or equal pipelines don't take all of them.

@@ -1,4 +1,4 @@
-"""What `HeteroStrategy` says when it starts: devices, plan, memory, expected iteration time, bound.
+"""The report of `HeteroStrategy` when it starts: devices, plan, memory, iteration time, bound.
 
 The table and the words are those of `lightning-hetero plan`. What was planned is said as it was
 planned. For a plan that was given, memory is counted from its slices, and an iteration is simulated
@@ -44,7 +44,7 @@ _NAMED_STANDBYS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """What is known of a run before its first step; `str()` says it in lines for people."""
+    """Knowledge of a run before its first step; `str()` gives it in lines for people."""
 
     plan: ParallelPlan
     """The plan that runs first."""
@@ -52,9 +52,9 @@ class StartUp:
     cluster: Cluster
     """The devices that run it, in order of rank."""
     device_names: tuple[str, ...]
-    """What each rank calls its own."""
+    """Each rank's own name of its device."""
     auto: AutoPlanned | None
-    """What an automatic plan rests on."""
+    """The basis of an automatic plan."""
     specs: Sequence[ParameterSpec]
     """The module's parameters."""
     slices: Mapping[str, tuple[Slice, ...]]
@@ -103,7 +103,7 @@ class StartUp:
 
     @cached_property
     def stage_facts(self) -> list[list[StageFacts]]:
-        """What is predicted of each stage, as [pipeline][stage]; memory as far as sizes are known.
+        """Predictions for each stage, as [pipeline][stage]; memory as far as sizes are known.
 
         Bytes don't depend on how fast a device is, so it may be one that no data sheet has.
         """
@@ -115,19 +115,19 @@ class StartUp:
 
     @property
     def known_correction(self) -> MemoryCorrection:
-        """What the prediction counts with of earlier runs out of memory."""
+        """Lessons of earlier runs out of memory that the prediction counts with."""
         if self._planned is None or self._planned.basis is None:
             return MemoryCorrection()
         return MemoryCorrection(activation_factor=self._planned.basis.states.activation_factor)
 
     @property
     def _planned(self) -> AutoPlanned | None:
-        """What the plan that runs was planned from; None if it was given or has changed since."""
+        """The planning behind the plan that runs; None if it was given or has changed since."""
         return self.auto if self.auto is not None and self.auto.plan == self.plan else None
 
     @property
     def idle_warning(self) -> str | None:
-        """What ranks without work cost, None where there are none."""
+        """A warning of ranks without work, None where there are none."""
         num_ranks = self.facts.comms.world_size
         idle = sorted(set(range(num_ranks)) - set(self.plan.ranks))
         if not idle:

@@ -18,7 +18,7 @@ from lightning_hetero.core.errors import CheckpointError
 __all__ = ["look_at_store", "probe_store"]
 
 _PATIENCE_S = 5.0
-"""What a small file may take: S3 across the world needs 1 s, a role's credentials 1 s more."""
+"""Time for a small file: S3 across the world needs 1 s, a role's credentials 1 s more."""
 _S3_RETRIES = {"retries": {"max_attempts": 1}}
 """Of the client itself, which would try a refused connection four times before it says so."""
 _REFUSED_KEYS = (

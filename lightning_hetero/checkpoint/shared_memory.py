@@ -1,4 +1,4 @@
-"""What this user's runs have left in this machine's shared memory.
+"""The remains of this user's runs in this machine's shared memory.
 
 A run keeps its newest checkpoint there for its own restart and frees it at its end; one that failed
 for good frees nothing.

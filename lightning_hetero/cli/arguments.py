@@ -3,18 +3,31 @@
 import argparse
 import datetime
 import importlib.util
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.simulator import CostModel, ProfileCost, RooflineCost, StateLayout
+from lightning_hetero.simulator import (
+    CostModel,
+    MicroBatchShape,
+    ProfileCost,
+    Simulation,
+    StateLayout,
+    choose_cost,
+    simulate,
+    split_batch,
+)
 from lightning_hetero.simulator.state_layout import PRECISIONS
 
 __all__ = [
+    "Prediction",
     "add_format_arguments",
     "add_model_argument",
     "add_plot_argument",
@@ -22,7 +35,7 @@ __all__ = [
     "check_folder_of",
     "check_picture",
     "cost_of",
-    "microbatch_size_of",
+    "predict",
     "replicated_cost",
 ]
 
@@ -164,17 +177,53 @@ def cost_of(arguments: argparse.Namespace) -> CostModel:
                 f"{option} is {value}; it must be 1 or more, and no more than 10¹²."
             )
     layout = StateLayout.of_precision(arguments.precision, redundancy=arguments.redundancy)
-    if arguments.profile is None:
-        cluster = Cluster.load(arguments.cluster)
-        return RooflineCost(cluster, ModelSpec.load(arguments.model), layout=layout)
-    profile = Profile.load(arguments.profile)
-    cluster = Cluster.load(arguments.cluster, measured=profile.device_specs)
+    profile = None if arguments.profile is None else Profile.load(arguments.profile)
+    measured = () if profile is None else profile.device_specs
+    cluster = Cluster.load(arguments.cluster, measured=measured)
     model = ModelSpec.load(arguments.model)
-    profile.check(model=model, max_age=_max_age(arguments.max_profile_age_days))
-    return ProfileCost(cluster, model, profile, layout=layout)
+    if profile is not None:
+        profile.check(model=model, max_age=_max_age(arguments.max_profile_age_days))
+    return choose_cost(cluster, model, profile, layout=layout)
 
 
-def microbatch_size_of(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
+class Prediction(NamedTuple):
+    """A simulated iteration of a plan."""
+
+    simulation: Simulation
+    batches: Sequence[Sequence[MicroBatchShape]]
+    """The micro-batches of each pipeline."""
+    num_tokens: int
+    """Of all of them."""
+
+
+def predict(
+    plan: ParallelPlan,
+    cost: CostModel,
+    arguments: argparse.Namespace,
+    *,
+    record_events: bool = False,
+) -> Prediction:
+    """Simulate a plan with the batch that was asked for.
+
+    Raises:
+        ConfigurationError: Its time says nothing, such as that of a device of 1e-300 FLOP/s.
+    """
+    batches = split_batch(
+        plan,
+        global_batch_size=arguments.global_batch_size,
+        sequence_length=arguments.sequence_length,
+        microbatch_size=_microbatch_size(plan, arguments),
+    )
+    simulation = simulate(plan, cost, batches, record_events=record_events)
+    if not math.isfinite(simulation.iteration_time_s):
+        raise ConfigurationError(
+            "An iteration would take for ever. Check the rates of devices and links in the cluster "
+            "file and the times of the profile."
+        )
+    return Prediction(simulation, batches, sum(sum(map(sum, items)) for items in batches))
+
+
+def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
     """Return the samples of a micro-batch: as given, or such that the plan's numbers fill a batch.
 
     1 where the plan leaves a number open or its numbers don't divide the batch.
@@ -190,10 +239,9 @@ def microbatch_size_of(plan: ParallelPlan, arguments: argparse.Namespace) -> int
 
 def replicated_cost(cost: CostModel) -> CostModel:
     """Return the same costs where every device keeps all states, as plain data parallelism does."""
+    profile = cost.profile if isinstance(cost, ProfileCost) else None
     layout = replace(cost.layout, sharded=False)
-    if isinstance(cost, ProfileCost):
-        return ProfileCost(cost.cluster, cost.model, cost.profile, layout=layout)
-    return RooflineCost(cost.cluster, cost.model, layout=layout)
+    return choose_cost(cost.cluster, cost.model, profile, layout=layout)
 
 
 def _size_or_auto(word: str) -> int | str:

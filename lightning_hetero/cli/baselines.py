@@ -1,4 +1,4 @@
-"""What a plan is compared with: the same devices under the plans that anybody would try first."""
+"""Plans to compare with: those that anybody would try first on the same devices."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Baseline:
     """A common plan and what it would take."""
 
     name: str
-    """What it is, in words."""
+    """Its kind, in words."""
     iteration_time_s: float | None
     """Its predicted iteration; None if it doesn't fit."""
 

@@ -4,17 +4,16 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_hetero.cli.arguments import add_workload_arguments, cost_of, microbatch_size_of
+from lightning_hetero.cli.arguments import add_workload_arguments, cost_of, predict
 from lightning_hetero.cli.output import (
     as_rich,
     assumptions_line,
-    check_finite,
     facts_of,
     output_console,
     print_json,
 )
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.simulator import CostModel, devices_line, simulate, split_batch
+from lightning_hetero.simulator import CostModel, devices_line
 from lightning_hetero.simulator.owned_exchange import moved_params
 
 __all__ = ["add_arguments", "run_compare"]
@@ -62,15 +61,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _facts(plan: ParallelPlan, cost: CostModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    batches = split_batch(
-        plan,
-        global_batch_size=arguments.global_batch_size,
-        sequence_length=arguments.sequence_length,
-        microbatch_size=microbatch_size_of(plan, arguments),
-    )
-    simulation = simulate(plan, cost, batches)
-    check_finite(simulation)
-    num_tokens = sum(sum(batch) for batches_of_one in batches for batch in batches_of_one)
+    simulation, batches, num_tokens = predict(plan, cost, arguments)
     hidden = sum(
         2 * (pipeline.num_stages - 1) * sum(map(sum, batches[index]))
         for index, pipeline in enumerate(plan.pipelines)

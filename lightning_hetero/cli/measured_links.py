@@ -1,7 +1,7 @@
 """Measure messages inside a node and between nodes, where `profile` runs on several ranks.
 
 Each kind of link is measured on the first two ranks that have it, one pair at a time. A small and a
-large message go to and fro; what the large one takes longer is its bytes, the rest is latency.
+large message go there and back; what the large one takes longer is its bytes, the rest latency.
 """
 
 import os
@@ -23,7 +23,7 @@ _LARGE_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
-    """What was measured, None where no two ranks stand so."""
+    """Measured links, None where no two ranks stand so."""
 
     inside_node: LinkTimes | None = None
     between_nodes: LinkTimes | None = None

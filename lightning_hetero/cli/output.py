@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from lightning_hetero.simulator import (
 __all__ = [
     "as_rich",
     "assumptions_line",
-    "check_finite",
     "facts_of",
     "output_console",
     "price_line",
@@ -98,15 +96,6 @@ def assumptions_line(cost: CostModel, precision: str) -> str:
         f"parameter held, {layout.kept_bytes} owned{twice}), {times}, 1 GiB + 4% of memory left "
         "free"
     )
-
-
-def check_finite(simulation: Simulation) -> None:
-    """Refuse figures that say nothing, such as a device of 1e-300 FLOP/s leads to."""
-    if not math.isfinite(simulation.iteration_time_s):
-        raise ConfigurationError(
-            "An iteration would take for ever. Check the rates of devices and links in the cluster "
-            "file and the times of the profile."
-        )
 
 
 def facts_of(

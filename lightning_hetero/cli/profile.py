@@ -3,14 +3,13 @@
 import argparse
 import dataclasses
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.cli.arguments import add_model_argument
+from lightning_hetero.cli.arguments import add_model_argument, check_folder_of
 from lightning_hetero.cli.measured_links import MeasuredLinks, measure_links
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
@@ -60,9 +59,7 @@ def run_profile(arguments: argparse.Namespace) -> int:
     """Measure, print what was found and write the file."""
     model = ModelSpec.load(arguments.model)
     merged_with = Profile.load(arguments.merge) if arguments.merge else None
-    output = Path(arguments.output)
-    if not output.resolve().parent.is_dir():
-        raise ProfileError(f"Can't write {output}: its folder doesn't exist. Create it first.")
+    check_folder_of(arguments.output, "--output")
     device = _device(arguments.device)
     links, writes = _measure_links(device)
     if not writes:
@@ -95,8 +92,8 @@ def run_profile(arguments: argparse.Namespace) -> int:
     ):
         if times is not None:
             console.print(f"messages {where}: {_speed(times)}", highlight=False)
-    (profile if merged_with is None else merged_with.merge(profile)).save(output)
-    console.print(f"written to {output}", highlight=False)
+    (profile if merged_with is None else merged_with.merge(profile)).save(arguments.output)
+    console.print(f"written to {arguments.output}", highlight=False)
     return 0
 
 

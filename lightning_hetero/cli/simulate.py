@@ -9,11 +9,10 @@ from lightning_hetero.cli.arguments import (
     check_folder_of,
     check_picture,
     cost_of,
-    microbatch_size_of,
+    predict,
 )
 from lightning_hetero.cli.output import (
     assumptions_line,
-    check_finite,
     facts_of,
     output_console,
     price_line,
@@ -30,9 +29,7 @@ from lightning_hetero.simulator import (
     plot_timeline,
     prediction_lines,
     save_trace,
-    simulate,
     simulated_facts,
-    split_batch,
 )
 
 __all__ = ["add_arguments", "run_simulate"]
@@ -62,25 +59,17 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     check_folder_of(arguments.trace, "--trace")
     plan = ParallelPlan.load(arguments.plan)
     cost = cost_of(arguments)
-    microbatches = split_batch(
-        plan,
-        global_batch_size=arguments.global_batch_size,
-        sequence_length=arguments.sequence_length,
-        microbatch_size=microbatch_size_of(plan, arguments),
+    simulation, batches, num_tokens = predict(
+        plan, cost, arguments, record_events=bool(arguments.trace or arguments.plot)
     )
-    simulation = simulate(
-        plan, cost, microbatches, record_events=bool(arguments.trace or arguments.plot)
-    )
-    check_finite(simulation)
-    counts = [len(batches) for batches in microbatches]
-    num_tokens = sum(sum(batch) for batches in microbatches for batch in batches)
     facts = facts_of(plan, cost, simulation, num_tokens)
     if arguments.json:
         print_json({"model": cost.model.name, "precision": arguments.precision, **facts})
     elif arguments.csv:
         print_csv(facts["stages"])
     else:
-        table = plan_table(plan, simulated_facts(plan, cost, simulation), counts)
+        known = simulated_facts(plan, cost, simulation)
+        table = plan_table(plan, known, [len(items) for items in batches])
         lines = _summary(plan, cost, simulation, num_tokens)
         lines.append(assumptions_line(cost, arguments.precision))
         print_plan(output_console(), cost, table, lines)

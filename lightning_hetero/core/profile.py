@@ -116,7 +116,7 @@ class LayerMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkTimes:
-    """Messages from one rank to another, as measured: a latency, then so many bytes a second."""
+    """Messages from one rank to another, as measured: a latency, then bytes at a rate."""
 
     bytes_per_s: float
     """Bandwidth of one direction, bytes/s."""

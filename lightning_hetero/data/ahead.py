@@ -4,33 +4,25 @@ One producer plans an iteration while earlier ones train; every rank reads the s
 store. A rank that has waited for `patience_s` plans by itself. Planning depends on nothing but the
 request and the store keeps the first text only, so a late producer costs time and changes nothing.
 
-A producer is a thread that talks to a process. Planning in the thread would take Python's lock from
-the one that launches the training's kernels; a process doesn't, and it may die without harm. It
-imports neither torch nor Lightning, so it starts quickly and is small.
+A producer is a thread that asks a process (`core.process.answering`).
 """
 
-import os
 import pickle
 import queue
-import subprocess
-import sys
 import threading
 import warnings
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
+from lightning_hetero.assign import requests
 from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.process.answering import AnsweringProcess
 from lightning_hetero.data.assignment_store import AssignmentStore
 
-__all__ = ["AheadOptions", "AheadPlanner", "PlanningProcess", "Producer"]
+__all__ = ["AheadOptions", "AheadPlanner", "Producer"]
 
-_PROGRAM = (
-    "import sys; sys.path.insert(0, {root!r}); "
-    "from lightning_hetero.assign.requests import serve; serve()"
-)
 _UNAIDED = "!"
 """Marks a text that a trainer has planned by itself."""
 
@@ -55,74 +47,21 @@ class AheadOptions:
             raise ConfigurationError(f"{self}: each number must be 0 or more.")
 
 
-class PlanningProcess:
-    """A process that assigns."""
-
-    def __init__(self) -> None:
-        self._process = self._start()
-
-    @property
-    def pid(self) -> int:
-        """The process that runs."""
-        return self._process.pid
-
-    def plan(self, request: AssignmentRequest) -> str:
-        """Return what `plan_text` does; OSError or EOFError if the process has died."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        pickle.dump(request, self._process.stdin)
-        self._process.stdin.flush()
-        text: str = pickle.load(self._process.stdout)
-        return text
-
-    def restart(self) -> None:
-        """Put a new process in its place."""
-        self.stop()
-        self._process = self._start()
-
-    def kill(self) -> None:
-        """End the process; any thread may, also while another waits for an answer."""
-        self._process.kill()
-
-    def stop(self) -> None:
-        """End the process and close its pipes."""
-        self.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue  # A request that the process didn't live to read.
-
-    @staticmethod
-    def _start() -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).parents[2])
-        return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(root=root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            # A Ctrl-C is for the trainer, who may still want to save; see `serve` for the end.
-            start_new_session=True,
-        )
-
-
 class Producer:
     """Plans what it is asked for, in order, and publishes it.
 
     A process that dies costs the time of planning here instead.
     """
 
-    def __init__(self, store: AssignmentStore, process: PlanningProcess | None = None) -> None:
+    def __init__(self, store: AssignmentStore, process: AnsweringProcess | None = None) -> None:
         self._store = store
-        self._process = process or PlanningProcess()
+        self._process = process or AnsweringProcess(requests.__name__)
         self._requests: queue.SimpleQueue[tuple[str, AssignmentRequest] | None]
         self._requests = queue.SimpleQueue()
         self._wanted: set[str] = set()
         self._publishing = threading.Lock()
         self.complaints: deque[str] = deque()
-        """What went wrong, for the main thread to warn of."""
+        """Failures for the main thread to warn of."""
         self._thread = threading.Thread(target=self._run, name="assignments", daemon=True)
         self._thread.start()
 
@@ -161,7 +100,8 @@ class Producer:
 
     def _plan(self, request: AssignmentRequest) -> str:
         try:
-            return self._process.plan(request)
+            text: str = self._process.ask(request)
+            return text
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._process.restart()
             self.complaints.append(

@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class AssignmentStore(Protocol):
-    """What the ranks share; threads of a rank may use it at once."""
+    """Texts that the ranks share; threads of a rank may use it at once."""
 
     def publish(self, key: str, text: str) -> str:
         """Set a key unless it is set; return the text that counts."""
@@ -34,7 +34,7 @@ class AssignmentStore(Protocol):
         ...
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader needs a key no more; the last of so many readers deletes it."""
+        """Say that this reader needs a key no more; the last of `num_readers` deletes it."""
         ...
 
 
@@ -43,7 +43,7 @@ class InMemoryAssignmentStore:
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
-        """What is published and not read by all yet."""
+        """Texts that are published and not read by all yet."""
         self._reads: dict[str, int] = {}
         self._changed = threading.Condition()
 
@@ -61,7 +61,7 @@ class InMemoryAssignmentStore:
             return self.texts.get(key)
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader has read a key; the last of so many readers deletes it."""
+        """Say that this reader has read a key; the last of `num_readers` deletes it."""
         with self._changed:
             self._reads[key] = self._reads.get(key, 0) + 1
             if self._reads[key] >= num_readers:
@@ -102,7 +102,7 @@ class DistributedAssignmentStore:
         return text.decode()
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader has read a key; the last of so many readers deletes it."""
+        """Say that this reader has read a key; the last of `num_readers` deletes it."""
         reads = f"{key}/reads"
         with _naming_the_server():
             if self._store.add(reads, 1) >= num_readers:

@@ -69,7 +69,7 @@ class AssignedLoader:
         self.stall_s = 0.0
         """Seconds that drawing and waiting for a plan took before the latest batch."""
         self.batch_sampler = _EpochSetter(progress)
-        """What Lightning tells of epochs; having a `sampler` would make it ask for more."""
+        """Told of epochs by Lightning, which would ask for more if the loader had a `sampler`."""
         self._progress = progress
         self._restarts = restarts
         self._num_trained = num_trained
@@ -148,7 +148,7 @@ class SizedLoader(AssignedLoader):
 
 
 class _EpochSetter:
-    """What Lightning looks for as `loader.batch_sampler.sampler.set_epoch`."""
+    """The owner of `loader.batch_sampler.sampler.set_epoch`, which Lightning calls."""
 
     def __init__(self, progress: Progress) -> None:
         self.set_epoch = progress.set_epoch
@@ -156,7 +156,7 @@ class _EpochSetter:
 
 
 class _Tickets:
-    """What DataLoader takes for a sampler: deals from the cursor on whenever it is iterated.
+    """DataLoader's sampler: deals from the cursor on whenever it is iterated.
 
     It doesn't know the loader: workers whose iterator is part of a cycle are slow to end.
     """

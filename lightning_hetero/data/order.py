@@ -63,7 +63,7 @@ class Progress:
     def __init__(self, **identity: int | bool) -> None:
         self._identity = identity
         self.cursor = Cursor()
-        """What is handed out, up to and including the last iteration."""
+        """The end of the last iteration that was handed out."""
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun."""
@@ -111,7 +111,7 @@ class Drawn:
 
 
 class IterationSource(Protocol):
-    """What iterations are drawn from; the same on every rank."""
+    """A source of iterations; the same on every rank."""
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
         """Yield iterations from a cursor on, to the epoch's end or for ever."""

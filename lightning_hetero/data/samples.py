@@ -12,7 +12,6 @@ never a wrong assignment.
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -24,8 +23,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError, ConfigurationError
-from lightning_hetero.core.process.cache import cache_folder
-from lightning_hetero.models.token_rows import row_of, token_ids
+from lightning_hetero.core.process.cache import cache_folder, write_whole
+from lightning_hetero.models.packing import row_of, token_ids
 
 __all__ = [
     "OnOverlong",
@@ -44,7 +43,7 @@ _CHUNK = 256
 
 
 class OnOverlong(StrEnum):
-    """What becomes of a sample that is longer than the context."""
+    """Treatments of a sample that is longer than the context."""
 
     CUT = "cut"
     """Its first tokens are kept."""
@@ -224,11 +223,13 @@ def cached_lengths(dataset: Any, *, file: Path | None = None, num_workers: int =
     lengths = read_lengths(dataset, num_workers=num_workers)
     # A folder that can't be written costs only the next run's time.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.npy")
-        np.save(temporary, lengths)
-        temporary.replace(path)
+        write_whole(path, lambda file: _save(file, lengths))
     return lengths
+
+
+def _save(path: Path, lengths: IntArray) -> None:
+    with path.open("wb") as file:  # To a name NumPy would add an ending.
+        np.save(file, lengths)
 
 
 def lengths_file(dataset: Any) -> Path:

@@ -22,7 +22,7 @@ from lightning_hetero.data.samples import (
     num_tokens,
     spans_of,
 )
-from lightning_hetero.models.token_rows import token_ids
+from lightning_hetero.models.packing import token_ids
 
 __all__ = ["StreamOrder", "is_stream"]
 

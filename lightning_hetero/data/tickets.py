@@ -86,7 +86,7 @@ class TicketDealer:
         return self._serial
 
     def set_slowdowns(self, slowdowns: Sequence[float]) -> int:
-        """Assign as if each rank took so many times longer.
+        """Assign as if each rank took longer by its factor.
 
         All ranks call it with the same factors after the same iteration. What is planned already
         stays: return how many iterations were drawn before the first that it holds for.

@@ -50,7 +50,7 @@ class SequenceMask:
     causal: bool = True
     """Whether a token sees only itself and earlier tokens."""
     window: int | None = None
-    """A token sees only those less than so many places away; None: all."""
+    """A token sees only those fewer places away than this; None: all."""
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class SequenceMask:
 
 
 class AttentionFunction(Protocol):
-    """What a backend must be."""
+    """The type of a backend."""
 
     def __call__(
         self,
@@ -95,7 +95,7 @@ def varlen_attention(  # noqa: PLR0913 - the kernels' own arguments, and which o
         cu_seqlens: Where sequences start and the last one ends, int32, (sequences + 1,).
         max_seqlen: Tokens of the longest sequence.
         causal: Whether a token sees only itself and earlier tokens of its sequence.
-        window: A token sees only those less than so many places away; None for all.
+        window: A token sees only those fewer places away than this; None for all.
         scale: Factor on the scores; None for 1 / sqrt(D).
         backend: A name from `attention_backends`, or "auto" for `choose_attention`.
 

@@ -18,9 +18,15 @@ from torch import Tensor
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models.loss import IGNORED_LABEL
 from lightning_hetero.models.packed_ids import remember_packed
-from lightning_hetero.models.token_rows import row_of, token_ids
 
-__all__ = ["QUADRATIC_WEIGHT", "PackedBatch", "PackedCollate", "pack_samples"]
+__all__ = [
+    "QUADRATIC_WEIGHT",
+    "PackedBatch",
+    "PackedCollate",
+    "pack_samples",
+    "row_of",
+    "token_ids",
+]
 
 QUADRATIC_WEIGHT = 1 / 12_288
 """Attention of a token over l others costs l / (12 · hidden_size) of its matrix products.
@@ -239,6 +245,43 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
         cu_seqlens=cu_seqlens,
         max_seqlen=max(lengths),
     )
+
+
+def token_ids(sample: Any, name: str = "A sample") -> Any:
+    """Return a sample's row of token ids: it is one, or a mapping that holds one.
+
+    Raises:
+        BatchError: There is none; the message calls the sample by its name.
+    """
+    if not isinstance(sample, Mapping):
+        return sample
+    if "input_ids" not in sample:
+        raise BatchError(
+            f"{name} has {', '.join(map(repr, sample)) or 'nothing'}, but no 'input_ids'. "
+            "Tokenise it, or give its token ids that name."
+        )
+    return sample["input_ids"]
+
+
+def row_of(values: Any, name: str) -> Tensor:
+    """Return token ids as one row, int64, (tokens,).
+
+    Raises:
+        BatchError: They are no row of integers, or none; the message calls them by the name.
+    """
+    if isinstance(values, Tensor):
+        row = values
+    else:
+        array = np.asarray(values)
+        if array.dtype.kind not in "iub":
+            raise BatchError(f"{name} holds {array.dtype} values, not token ids. Give integers.")
+        row = torch.from_numpy(array.astype(np.int64))
+    if row.is_floating_point() or row.dim() != 1 or row.numel() == 0:
+        raise BatchError(
+            f"{name} has shape {tuple(row.shape)} and dtype {row.dtype}; a sample must be "
+            "a row of at least one integer. Drop it or tokenise it."
+        )
+    return row.to(torch.int64)
 
 
 def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:

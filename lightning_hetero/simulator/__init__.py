@@ -8,7 +8,7 @@ from lightning_hetero.simulator.memory import (
 )
 from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
 from lightning_hetero.simulator.plot import plot_timeline
-from lightning_hetero.simulator.profile_cost import ProfileCost
+from lightning_hetero.simulator.profile_cost import ProfileCost, choose_cost
 from lightning_hetero.simulator.report import (
     TERM_NAMES,
     PlanTable,
@@ -47,6 +47,7 @@ __all__ = [
     "StageShape",
     "StateLayout",
     "bound_line",
+    "choose_cost",
     "devices_line",
     "fitting_lines",
     "memory_tables",

@@ -10,12 +10,21 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.simulator.cost import StageShape
+from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.memory import MicroBatchShape
 from lightning_hetero.simulator.roofline import RooflineCost
 from lightning_hetero.simulator.state_layout import StateLayout
 
-__all__ = ["ProfileCost"]
+__all__ = ["ProfileCost", "choose_cost"]
+
+
+def choose_cost(
+    cluster: Cluster, model: ModelSpec, profile: Profile | None, *, layout: StateLayout
+) -> CostModel:
+    """Return the costs of a measured profile, or of data sheets without one."""
+    if profile is None:
+        return RooflineCost(cluster, model, layout=layout)
+    return ProfileCost(cluster, model, profile, layout=layout)
 
 
 class ProfileCost(RooflineCost):

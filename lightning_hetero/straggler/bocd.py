@@ -58,7 +58,7 @@ _SCALE_EVERY = 32
 
 
 class ChangeKind(StrEnum):
-    """What a change of the level means."""
+    """Meanings of a change of the level."""
 
     SLOWDOWN = "slowdown"
     """The level rose."""
@@ -77,7 +77,7 @@ class ChangePoint:
     onset_step: int
     """Index of the first value of the new level."""
     kind: ChangeKind
-    """What the change means."""
+    """The meaning of the change."""
     before: float
     """Median of the values before, in their own unit."""
     after: float

@@ -40,7 +40,7 @@ class IterationEvent:
     step: int
     iteration_s: float
     predicted_s: float | None = None
-    """What was predicted, if anything was."""
+    """Predicted seconds, if anything was predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,13 @@ class ActionEvent:
     mitigation: Mitigation
     reason: str
     effect: str = ""
-    """What it did: "moved 5 of 32 micro-batches away"."""
+    """Its effect: "moved 5 of 32 micro-batches away"."""
     before_s: float | None = None
     """Iteration time before it, seconds."""
     after_s: float | None = None
     """Iteration time after it, seconds (in a dry run: predicted)."""
     cost_s: float | None = None
-    """What taking it cost, seconds."""
+    """Seconds that taking it cost."""
     dry_run: bool = False
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a rank remembers of its own iterations, so that "slower" means slower than it was.
+"""A rank's memory of its own iterations, so that "slower" means slower than it was.
 
 A rank's *pace* is the seconds it computes, waits left out, for a unit of work: packed micro-batches
 differ in work, and devices in pace. Each rank watches its own pace with a detector of its own. What
@@ -24,7 +24,7 @@ _NUM_FIRST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What one rank saw of one iteration."""
+    """One rank's view of one iteration."""
 
     step: int
     forward_s: float = math.nan
@@ -54,7 +54,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank says when a cause is looked for."""
+    """One rank's report when a cause is looked for."""
 
     global_rank: int
     slowness: float

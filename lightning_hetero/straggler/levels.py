@@ -30,7 +30,7 @@ _RECENT = 4
 
 
 class RankNote(NamedTuple):
-    """What one rank says about one iteration: numbers, which travel as a row of floats.
+    """One rank's note of one iteration: numbers, which travel as a row of floats.
 
     All ranks' notes are an array, (num_ranks, num_fields): rank 0 looks through it by columns, so
     what it does for an iteration is a few passes over n numbers each.
@@ -68,7 +68,7 @@ def slowest_s(notes: FloatArray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """What all ranks said about one iteration."""
+    """All ranks' notes of one iteration."""
 
     step: int
     seconds: float
@@ -94,7 +94,7 @@ class _Iteration:
 
 
 class LevelWatch:
-    """What one rank remembers of all ranks' notes."""
+    """One rank's memory of all ranks' notes."""
 
     def __init__(self, config: BocdConfig) -> None:
         self._config = config
@@ -112,7 +112,7 @@ class LevelWatch:
         return self._usual_s([item for item in self._kept if item.step >= step])
 
     def _usual_s(self, iterations: Sequence[_Iteration]) -> float:
-        """Return a median that doesn't hang on which of the iterations had more work."""
+        """Return a median that doesn't depend on which of the iterations had more work."""
         values = [item.value for item in iterations if math.isfinite(item.value)]
         if values:
             loads_s = [item.load_s for item in self._kept if math.isfinite(item.value)]

@@ -94,7 +94,7 @@ def ring_rounds(ranks: Sequence[int]) -> tuple[tuple[Pair, ...], ...]:
 
 
 class FindingKind(StrEnum):
-    """What is slow."""
+    """Kinds of slow parts."""
 
     DEVICE = "device"
     """A rank's device: its matmul probe is slow."""

@@ -30,7 +30,7 @@ __all__ = ["Probes", "Suspicion", "Waiting", "are_alike", "diagnose", "probe_rou
 _LEAST_LINK_RATIO = 1.5
 """A message between two ranks varies more than a matrix product does."""
 _LEAST_HOST_RATIO = 1.25
-"""What no probe confirms must be clearer."""
+"""A slowness that no probe confirms must be clearer."""
 _LEAST_EXCESS = 0.05
 """Share of an iteration by which waiting for a peer must have grown."""
 _ALIKE = 1.3
@@ -76,7 +76,7 @@ class Suspicion:
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """What probes measured, seconds."""
+    """Measurements of probes, seconds."""
 
     device_s: Mapping[int, float] = field(default_factory=dict)
     """A matrix product of each rank."""

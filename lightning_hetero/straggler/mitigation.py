@@ -43,7 +43,7 @@ class PossibleMitigation:
     iteration_s: float = math.nan
     """Predicted iteration time while the fault lasts, seconds."""
     effect: str = ""
-    """What it does, for people: "moved 5 of 32 micro-batches away"."""
+    """Its effect, for people: "moved 5 of 32 micro-batches away"."""
     plans: tuple[ParallelPlan, ...] = ()
     """The plans to run: one, or those among which a data module chooses; none for a restart."""
     first_plans: tuple[ParallelPlan, ...] = ()

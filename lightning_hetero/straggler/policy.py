@@ -32,7 +32,7 @@ _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 
 class DecisionKind(StrEnum):
-    """What the caller is to do."""
+    """Orders to the caller."""
 
     KEEP = "keep"
     """Nothing changes."""
@@ -44,11 +44,11 @@ class DecisionKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is done before the next iteration, and why; it travels from the leader to all ranks."""
+    """An act before the next iteration, and why; it travels from the leader to all ranks."""
 
     kind: DecisionKind
     choice: PossibleMitigation
-    """What is applied, kept or undone."""
+    """The mitigation that is applied, kept or undone."""
     reason: str
     """The figures that led to it, in one line."""
     dry_run: bool = False
@@ -62,7 +62,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """What steps cost until they have been measured, and which are allowed.
+    """Costs of steps until they have been measured, and which are allowed.
 
     Raises:
         ConfigurationError: A cost isn't positive.

@@ -1,6 +1,6 @@
 """Measure devices and links for a moment, at a step boundary, where stragglers are suspected.
 
-Greyhound's validation: one matrix product per device, and one message to and fro per pair of a
+Greyhound's validation: one matrix product per device, one message there and back per pair of a
 round. Every rank calls these functions together; they communicate.
 """
 
@@ -68,7 +68,7 @@ def probe_links(
     repeats: int = 3,
     wait_for: Callable[[dist.Work, int, int], None] | None = None,
 ) -> dict[Pair, float]:
-    """Return the least seconds of a message to and fro for every pair of the rounds.
+    """Return the least seconds of a message there and back for every pair of the rounds.
 
     A slow link is slow for each message; what a busy host adds to some of them isn't the link's.
 

@@ -21,12 +21,12 @@ from lightning_hetero.straggler.locate import Finding, FindingKind, Pair, normal
 __all__ = ["MeasuredRun", "PlaceTimes", "RunModel", "Slowness"]
 
 _FEW_RANKS = 32
-"""Up to so many ranks all messages are counted, above only those of ranks that a plan moves."""
+"""Most ranks whose messages are all counted; of more only those of ranks that a plan moves are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """What is slow, and how many times."""
+    """Slow ranks and links, with their factors."""
 
     ranks: Mapping[int, float] = field(default_factory=dict)
     links: Mapping[Pair, float] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Slowness:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceTimes:
-    """What a micro-batch takes in one place of the plan, on the rank that stands there."""
+    """Times of a micro-batch in one place of the plan, on the rank that stands there."""
 
     forward_s: float
     backward_s: float
@@ -65,7 +65,7 @@ class PlaceTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """What was measured of a run while nothing was slow."""
+    """Measurements of a run while nothing was slow."""
 
     plan: ParallelPlan
     """The plan that ran."""
@@ -83,7 +83,7 @@ class MeasuredRun:
     value_bytes: int
     """Bytes of one value of weights and gradients on their way."""
     table_of: Callable[[ParallelPlan], TransferTable]
-    """What a plan would move between which ranks."""
+    """Returns what a plan would move between which ranks."""
     is_assigned: bool = False
     """Whether samples are dealt by what each rank takes, so that the pipelines end together."""
     share: float = 1.0

@@ -25,7 +25,7 @@ _NORMAL_MAD = 1.4826
 _FEW = 8
 """Values that don't tell their own spread."""
 _DOUBTFUL = 16.0
-"""So few values double the error. Tuned: with 14, strongly correlated noise is reported."""
+"""Number of values that doubles the error. Tuned: with 14, strongly correlated noise is found."""
 _LARGE = math.log(1.5)
 _LEAST_CORRELATED = 32
 """Values from which a correlation can be told: its standard error is then below 0.18."""

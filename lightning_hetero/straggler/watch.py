@@ -45,7 +45,7 @@ _RECENT = 4
 
 
 class Order(IntEnum):
-    """What all ranks do before the next step."""
+    """Orders to all ranks before the next step."""
 
     GO_ON = 0
     LOOK = 1
@@ -61,7 +61,7 @@ class WatchConfig:
     detector: BocdConfig = field(default_factory=BocdConfig)
     """When a level counts as changed."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    """What steps cost, and which are allowed."""
+    """Costs of steps, and which are allowed."""
     recheck_share: float = 0.002
     """Share of the time that probing a known slow link again may take."""
 
@@ -114,7 +114,7 @@ class RunWatch:
         self.since_step = 0
         """Since when the run is as it is now: what a look goes by."""
         self.known: tuple[Finding, ...] = ()
-        """What is known to be slow."""
+        """Devices and links that are known to be slow."""
 
     @property
     def mitigation(self) -> Mitigation:

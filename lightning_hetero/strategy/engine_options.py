@@ -1,4 +1,4 @@
-"""What the user chose for the engine, and the engine that it gives for the ranks that run."""
+"""The user's options for the engine, and the engine that they give for the ranks that run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class EngineOptions:
     """Arguments of `HeteroStrategy` of the same names.
 
     Raises:
-        ConfigurationError: The number of micro-batches is below 1, or there can't be so many
+        ConfigurationError: The number of micro-batches is below 1, or there can't be that many
             standbys.
     """
 

@@ -68,7 +68,7 @@ __all__ = ["HeteroLauncher", "launcher_of"]
 
 _log = logging.getLogger(__name__)
 _NO_SCRIPT = ("-c", "-", "")
-"""What `sys.argv` begins with where Python runs no file."""
+"""First entries of `sys.argv` where Python runs no file."""
 _MOST_IN_VAIN = 3
 """Generations in a row that may end before any step is trained: the fault comes back then."""
 
@@ -316,7 +316,7 @@ class _End:
 
 
 class _BeforeFit:
-    """What a Trainer and this process's generators of random numbers were like before a fit.
+    """The state of a Trainer and of this process's generators of random numbers before a fit.
 
     Args:
         trainer: Whose fit begins.

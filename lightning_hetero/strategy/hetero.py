@@ -221,13 +221,13 @@ class HeteroStrategy(HookedStrategy):
         self.candidate_plans: tuple[ParallelPlan, ...] = ()
         """Plans among which a data module may choose; there from `setup` on."""
         self.candidate_costs: tuple[tuple[PipelineCost, ...], ...] | None = None
-        """What their pipelines cost; None where nobody has measured it."""
+        """Costs of their pipelines; None where nobody has measured them."""
         self.auto_planned: AutoPlanned | None = None
-        """What the automatic plan rests on; None where a plan was given."""
+        """The basis of the automatic plan; None where a plan was given."""
         self.run = Run(self)
         """In which the run's callbacks find each other."""
         self.emulation = Emulation()
-        """What this rank plays; what runs in the `setup` of callbacks may put another one here."""
+        """The device that this rank plays; callbacks may put another one here in their `setup`."""
         self._announced: ParallelPlan | None = None
         self._num_batches = 0
         """Batches of the user's loader that make an iteration."""

@@ -83,7 +83,7 @@ class HookedStrategy(ParallelStrategy):
 
     @property
     def engine(self) -> Engine:
-        """What runs the plan; there from `setup` to `teardown`."""
+        """The engine that runs the plan; there from `setup` to `teardown`."""
         assert self._slices.engine is not None, "the strategy has not been set up"
         return self._slices.engine
 

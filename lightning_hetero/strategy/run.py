@@ -1,4 +1,4 @@
-"""What a run's strategy and its callbacks tell each other."""
+"""The run: where its strategy and its callbacks find each other."""
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class KeepsLog(Protocol):
-    """What `RunLog` does for others."""
+    """The part of `RunLog` that serves others."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event."""
@@ -28,7 +28,7 @@ class KeepsLog(Protocol):
 
 
 class SavesSlices(Protocol):
-    """What `LayerwiseCheckpoint` does for others."""
+    """The part of `LayerwiseCheckpoint` that serves others."""
 
     node_of_rank: tuple[str, ...]
     saved: "SavedCheckpoint | None"
@@ -46,7 +46,7 @@ class SavesSlices(Protocol):
 
 
 class RestartsRun(Protocol):
-    """What `ElasticRestart` does for others."""
+    """The part of `ElasticRestart` that serves others."""
 
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without some would have."""
@@ -57,7 +57,7 @@ class RestartsRun(Protocol):
 
 @runtime_checkable
 class OutlivesRanks(Protocol):
-    """What `ElasticRestart` says before anything has begun."""
+    """The options of `ElasticRestart` that count before anything has begun."""
 
     in_place: bool
     """Whether to go on without lost ranks in the same processes."""

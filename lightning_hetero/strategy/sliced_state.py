@@ -56,7 +56,7 @@ __all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
 
 
 class SlicedState:
-    """What a module's weights, and its optimizers' states, are during a run and after it.
+    """A module's weights, and its optimizers' states, during a run and after it.
 
     1. `begin`: the engine has cut the parameters,
     2. whatever Lightning does with weights during the run,
@@ -69,20 +69,20 @@ class SlicedState:
 
     def __init__(self, *, whole_after_run: bool) -> None:
         self.engine: Engine | None = None
-        """What runs the plan; there from `begin` to `end`."""
+        """The engine that runs the plan; there from `begin` to `end`."""
         self._whole_after_run = whole_after_run
         self._comms: Communicators | None = None
         self._kept: SliceStore | None = None
         """Slices of the last run, for which the module has stand-ins now."""
         self._trained: SliceStore | None = None
-        """What the optimizers hold, also after the run that trained."""
+        """Slices that the optimizers hold, also after the run that trained."""
         self._cut_when_loading: RemovableHandle | None = None
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, Awaited]] = []
-        """What stands in the module for slices between two generations of a run."""
+        """Tensors that stand in the module for slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the values of the slices aren't there yet."""
 

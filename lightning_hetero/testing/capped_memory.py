@@ -89,7 +89,7 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, limit_bytes: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
-        """What there is now, with what there was when counting started."""
+        """Bytes that there are now, with those that there were when counting started."""
         self.peak_bytes = 0
         self.is_running = False
         self._limit_bytes = limit_bytes

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from lightning_hetero.assign.requests import AssignmentRequest, plan_text
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, PlanningProcess, Producer
+from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, Producer
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
     DistributedAssignmentStore,
@@ -190,15 +191,15 @@ def deal_all(dealer: TicketDealer, num_epochs: int = 1) -> list[Ticket]:
     return [ticket for epoch in range(num_epochs) for ticket in dealer.deal(Cursor(epoch=epoch))]
 
 
-class Blocked(PlanningProcess):
+class Blocked(AnsweringProcess):
     """A process that answers only when it is allowed to."""
 
     def __init__(self) -> None:
         self.allowed = threading.Event()
 
-    def plan(self, request: AssignmentRequest) -> str:
+    def ask(self, question: AssignmentRequest) -> str:
         assert self.allowed.wait(200)
-        return plan_text(request)
+        return plan_text(question)
 
     def kill(self) -> None:
         self.allowed.set()

@@ -8,10 +8,12 @@ from itertools import islice
 
 import pytest
 
+from lightning_hetero.assign import requests
 from lightning_hetero.assign.requests import plan_text, read_text
 from lightning_hetero.core.errors import AssignmentError
-from lightning_hetero.data import ahead
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, PlanningProcess, Producer
+from lightning_hetero.core.process import answering
+from lightning_hetero.core.process.answering import AnsweringProcess
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, Producer
 from lightning_hetero.data.assignment_store import InMemoryAssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Cursor, EpochOrder
@@ -22,22 +24,23 @@ PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
 
 
 def test_a_planning_process_says_what_planning_here_says() -> None:
-    process = PlanningProcess()
+    process = AnsweringProcess(requests.__name__)
     wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
-    assert [process.plan(item) for item in wanted] == [plan_text(item) for item in wanted]
+    assert [process.ask(item) for item in wanted] == [plan_text(item) for item in wanted]
     with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
-        read_text(process.plan(request(999)), request(999))
+        read_text(process.ask(request(999)), request(999))
     process.kill()
     with pytest.raises((OSError, EOFError)):
-        process.plan(wanted[0])
+        process.ask(wanted[0])
     process.restart()
-    assert process.plan(wanted[0]) == plan_text(wanted[0])
+    assert process.ask(wanted[0]) == plan_text(wanted[0])
     process.stop()
 
 
 def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     root = os.getcwd()
-    program = ahead._PROGRAM.format(root=root).replace("serve()", "print(sorted(sys.modules))")
+    program = answering._PROGRAM.format(root=root, module=requests.__name__)
+    program = program.replace("serve()", "print(sorted(sys.modules))")
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
@@ -50,7 +53,7 @@ def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
     candidates = Candidates.equal_ranks(2)
     expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
-    store, process = InMemoryAssignmentStore(), PlanningProcess()
+    store, process = InMemoryAssignmentStore(), AnsweringProcess(requests.__name__)
     producer = Producer(store, process)
     planner = AheadPlanner(store, options=PATIENT, producer=producer)
     tickets = TicketDealer(order, planner, candidates).deal(Cursor())

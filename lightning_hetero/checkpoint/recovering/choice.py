@@ -39,7 +39,7 @@ class Choice:
     can't be read: what is saved from now on is newer than what is there, and never its other half.
     """
     ignored: tuple[str, ...]
-    """What is there and not gone on from: other runs' checkpoints, and remains in memory."""
+    """Checkpoints that aren't gone on from: other runs', and remains in memory."""
 
 
 def choose(

@@ -90,7 +90,7 @@ class Meeting:
         """Is told of every exchange with the other ranks."""
         self.overdue: CheckpointError | None = None
         """Set once no lasting tier has taken any checkpoint for too long."""
-        self.lasting = LastingCopies(options.lasting_within_s)
+        self.lasting = LastingCopies()
         self._options = options
         self._node_of_rank = node_of_rank
         self._transport = transport

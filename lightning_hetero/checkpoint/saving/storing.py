@@ -292,8 +292,6 @@ _MAX_REASONS = 8
 class LastingCopies:
     """Which checkpoints were begun, which of them a lasting tier has taken from all ranks."""
 
-    within_s: float
-    """Seconds after which it is an error that no lasting tier takes any."""
     clock: Callable[[], float] = time.monotonic
     begun: CheckpointId | None = None
     """The newest one that was begun."""

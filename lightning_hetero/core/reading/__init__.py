@@ -5,7 +5,7 @@ as "80 GiB" into a number. Whatever is in a file, what comes out is a valid obje
 errors, which says where in the file which value is wrong and what to write instead.
 """
 
-from lightning_hetero.core.reading.fields import build, check_keys, parse_range
+from lightning_hetero.core.reading.fields import build, parse_range
 from lightning_hetero.core.reading.quantities import parse_quantity, unit_of_field
 from lightning_hetero.core.reading.text import (
     load_file,
@@ -18,7 +18,6 @@ from lightning_hetero.core.reading.text import (
 
 __all__ = [
     "build",
-    "check_keys",
     "load_file",
     "nearest",
     "parse_json",

@@ -22,7 +22,7 @@ from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.reading.quantities import Unit, parse_quantity, unit_of_field
 from lightning_hetero.core.reading.text import show
 
-__all__ = ["build", "check_keys", "parse_range"]
+__all__ = ["build", "parse_range"]
 
 _T = TypeVar("_T")
 _LARGEST = 2**63 - 1
@@ -53,21 +53,6 @@ def build(schema: type[_T], data: Any, what: str, error: type[HeteroError]) -> _
     except HeteroError as problem:
         raise error(str(problem)) from problem
     return built
-
-
-def check_keys(
-    data: Any,
-    what: str,
-    error: type[HeteroError],
-    *,
-    required: Collection[str],
-    optional: Collection[str] = (),
-) -> Mapping[str, Any]:
-    """Return `data`; `error` unless it is a mapping with the required keys and no unknown ones."""
-    try:
-        return _checked_keys(data, f"The {what}", required, optional)
-    except _WrongError as problem:
-        raise error(str(problem)) from None
 
 
 def _checked_keys(

@@ -26,7 +26,7 @@ __all__ = ["attends_packed", "packed_inputs", "use_packed_attention", "watch_lon
 _NAME = "lightning_hetero_"
 
 _ADDED_TO_SCORES = ("softcap", "s_aux", "position_bias")
-"""What some families do to the scores and no varlen backend does."""
+"""Arguments by which some families change the scores; no varlen backend takes them."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -97,7 +97,7 @@ def watch_lone_ids(model: PreTrainedModel) -> None:
 
 
 class _PackedAttention:
-    """What the registries hold under one name.
+    """The attention and the mask that the registries hold under one name.
 
     It enters itself before every forward, so that copies of a model, also in processes that
     unpickled it, find it there.

@@ -131,7 +131,7 @@ def _warn_of_difference(
 
 @dataclass
 class _Conversion:
-    """What one converter makes of one target's sources."""
+    """The conversion of one target's sources."""
 
     converter: WeightConverter
     sources: dict[str, list[StoredTensor]] = field(default_factory=dict)

@@ -7,7 +7,7 @@ Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -83,6 +83,31 @@ _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
 
 
+class _Call(NamedTuple):
+    """A call of a torch function."""
+
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def argument(self, place: int, name: str, otherwise: Any = None) -> Any:
+        """Return an argument that is given by its place or by its name."""
+        return self.kwargs.get(name, self.args[place] if len(self.args) > place else otherwise)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors among the arguments."""
+        return list(_tensors((*self.args, *self.kwargs.values())))
+
+    def dims(self, ndim: int) -> tuple[int, ...] | None:
+        """Return the dims that a reduction runs over; None for all of them."""
+        found = self.kwargs.get("axis", self.argument(1, "dim"))
+        if isinstance(found, int):
+            found = (found, *(item for item in self.args[2:] if type(item) is int))
+        if not isinstance(found, list | tuple) or not found:
+            return None
+        return tuple(int(item) % ndim for item in found)
+
+
 class Reductions:
     """The known numbers of one micro-batch.
 
@@ -137,7 +162,7 @@ class Reductions:
         """Look at a call of a torch function."""
         name = _name_of(func)
         if isinstance(result, tuple | list):
-            self._see_several(name, args, kwargs, result)
+            self._see_several(_Call(name, args, kwargs), result)
         elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
             written = [self.of(item) for item in _tensors(args[1:])]
             if any(item is not CONSTANT for item in written):
@@ -149,7 +174,7 @@ class Reductions:
                 self._known.pop(id(result), None)
                 return
             try:
-                judged = self._judge(name, args, kwargs, result)
+                judged = self._judge(_Call(name, args, kwargs), result)
             except (TypeError, ValueError, IndexError):
                 # Arguments take forms that no rule expects, which is no reason to end a step.
                 judged = UNKNOWN
@@ -167,29 +192,24 @@ class Reductions:
         ):
             self._shuffles[id(result)] = result
 
-    def _see_several(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
-    ) -> None:
+    def _see_several(self, call: _Call, results: Sequence[Any]) -> None:
         """Look at what a function with several results makes."""
-        known = [self.of(item) for item in _tensors((*args, *kwargs.values()))]
+        known = [self.of(item) for item in call.tensors()]
         if TOGETHER in known or (known and all(item is CONSTANT for item in known)):
             for item in _tensors(results):
                 self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
-        elif name in _CHOOSING:
-            self._see_chosen(name, args, kwargs, results)
+        elif call.name in _CHOOSING:
+            self._see_chosen(call, results)
 
-    def _see_chosen(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
-    ) -> None:
+    def _see_chosen(self, call: _Call, results: Sequence[Any]) -> None:
         """Look at values that are chosen along a dim, with their indices."""
-        source = args[0] if args else kwargs.get("input")
+        source = call.argument(0, "input")
         if not isinstance(source, Tensor) or not source.ndim:
             return
-        place = 2 if name in ("topk", "kthvalue") else 1
-        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+        dim = call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)
         is_over_samples = type(dim) is int and dim % source.ndim == 0 and self._has_samples(source)
         if is_over_samples and self.of(source) is None and id(source) not in self._shuffles:
-            for item in results[: 1 if name == "sort" else 2]:  # To sort samples mixes none.
+            for item in results[: 1 if call.name == "sort" else 2]:  # To sort samples mixes none.
                 self.keep(item, TOGETHER)
 
     def _has_samples(self, tensor: Tensor, *others: Tensor) -> bool:
@@ -212,56 +232,42 @@ class Reductions:
             has_samples |= type(item) is Tensor and item.ndim > 0
         return has_samples
 
-    def _judge(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
-    ) -> Reduction | None:
-        tensors = list(_tensors((*args, *kwargs.values()) if kwargs else args))
+    def _judge(self, call: _Call, result: Tensor) -> Reduction | None:
+        tensors = call.tensors()
         known = [self.of(tensor) for tensor in tensors]
         kinds = set(map(id, known))
-        if name in _FACTORIES or kinds == _ONLY_CONSTANTS:
+        if call.name in _FACTORIES or kinds == _ONLY_CONSTANTS:
             return CONSTANT
-        if self._need_all(name, known, args, kwargs):
+        if self._needs_all(call, known):
             return TOGETHER
         if kinds <= _NO_REDUCTIONS:
-            if self._is_of_stacked(name, tensors, args, kwargs, result):
+            if self._is_of_stacked(call, tensors, result):
                 return None
             if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
                 return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
-            judged = _reduce(name, tensors, known, args, kwargs, result) if tensors else None
+            judged = _reduce(call, tensors, known, result) if tensors else None
             is_by_chance = judged is TOGETHER and not self._has_samples(*tensors)
             return UNKNOWN if is_by_chance else judged
-        return self._judgenumbers(name, tensors, known, args, kwargs)
+        return self._judge_numbers(call, known)
 
-    def _judgenumbers(
-        self,
-        name: str,
-        tensors: Sequence[Tensor],
-        known: Sequence[Reduction | None],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Reduction:
+    def _judge_numbers(self, call: _Call, known: Sequence[Reduction | None]) -> Reduction:
         """Judge a function of tensors some of which are reductions."""
         if UNKNOWN in known and not any(item and item.kind is Kind.SUM for item in known):
             return UNKNOWN
         first = known[0]
-        if len(tensors) == 1 and first is not None:
-            kept = _alone(name, first, args, kwargs)
+        if len(known) == 1 and first is not None:
+            kept = _alone(call, first)
             if kept is not None:
                 return kept
-        if name in _FLOORS and first is not None and first.kind is Kind.SUM:
+        if call.name in _FLOORS and first is not None and first.kind is Kind.SUM:
             return first if all(item is CONSTANT for item in known[1:]) else UNKNOWN
-        if name in _JOINING:
+        if call.name in _JOINING:
             return fold([item or UNKNOWN for item in known])
-        return self._combine(name, args, kwargs)
+        return self._combine(call)
 
-    def _need_all(
-        self,
-        name: str,
-        known: Sequence[Reduction | None],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> bool:
+    def _needs_all(self, call: _Call, known: Sequence[Reduction | None]) -> bool:
         """Whether a function's result, even if it is rows, needs all samples of the batch."""
+        name = call.name
         if TOGETHER in known:
             return True
         if name in _NONLINEAR and len(known) == 1:
@@ -269,45 +275,37 @@ class Reductions:
         if name in OPERATIONS and len(known) == 2 and None in known:
             # Samples less their mean, and the like.
             kinds = [item and item.kind for item in known]
-            rows = next(item for item in _tensors(args) if self.of(item) is None)
+            rows = next(item for item in _tensors(call.args) if self.of(item) is None)
             is_scaled = ("mul" in name or "div" in name) and {Kind.MAX, Kind.MIN} & {*kinds}
             return bool(Kind.MEAN in kinds or is_scaled) and self._has_samples(rows)
-        return name in _REORDERING and self._reorders(name, args, kwargs)
+        return name in _REORDERING and self._reorders(call)
 
-    def _reorders(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _reorders(self, call: _Call) -> bool:
         """Whether a function gives samples, of which nothing else is known, others' places."""
-        source = args[0] if args else kwargs.get("input")
+        name, args, source = call.name, call.args, call.argument(0, "input")
         if not isinstance(source, Tensor) or not self._has_samples(source):
             return False
         if self.of(source) is not None or id(source) in self._shuffles:
             return False
         if name in ("getitem", "index_select"):
             index = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
-            index = kwargs.get("index", index)
-            is_first = name == "getitem" or kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0
-            return is_first and id(index) in self._shuffles
-        dims = kwargs.get("dims", args[1:] if name == "flip" else args[2:])
+            is_first = name == "getitem" or call.argument(1, "dim", 0) == 0
+            return is_first and id(call.kwargs.get("index", index)) in self._shuffles
+        dims = call.kwargs.get("dims", args[1:] if name == "flip" else args[2:])
         dims = (dims,) if isinstance(dims, int) else tuple(numbers(dims))
         return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
 
-    def _is_of_stacked(
-        self,
-        name: str,
-        tensors: Sequence[Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Tensor,
-    ) -> bool:
+    def _is_of_stacked(self, call: _Call, tensors: Sequence[Tensor], result: Tensor) -> bool:
         """Return whether a function keeps the samples apart because dim 0 of its input is none."""
-        if name == "stack" and kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0:
+        if call.name == "stack" and call.argument(1, "dim", 0) == 0:
             self._stacked[id(result)] = result
-        if name not in _WITH_DIMS or len(tensors) != 1 or id(tensors[0]) not in self._stacked:
+        if call.name not in _WITH_DIMS or len(tensors) != 1 or id(tensors[0]) not in self._stacked:
             return False
-        dims = _dims(args, kwargs, tensors[0].ndim)
+        dims = call.dims(tensors[0].ndim)
         return dims is not None and 1 not in dims
 
-    def _combine(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction:
-        pair = (*args, *kwargs.values())[:2]
+    def _combine(self, call: _Call) -> Reduction:
+        name, pair = call.name, (*call.args, *call.kwargs.values())[:2]
         if len(pair) < 2:
             return UNKNOWN
         reflected = name.startswith("r") and name[1:] in OPERATIONS
@@ -339,16 +337,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _reduce(
-    name: str,
-    tensors: Sequence[Tensor],
-    known: Sequence[Reduction | None],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    result: Tensor,
+    call: _Call, tensors: Sequence[Tensor], known: Sequence[Reduction | None], result: Tensor
 ) -> Reduction | None:
     """Judge a function of elements that are no reductions yet."""
-    source = tensors[0]
-    if len(tensors) == 2 and known[1] is None and is_product(name, args, tensors[1]):
+    name, source = call.name, tensors[0]
+    if len(tensors) == 2 and known[1] is None and is_product(name, call.args, tensors[1]):
         is_known = known[0] is None and is_of_each_with_each(name, *tensors)
         return TOGETHER if is_known else UNKNOWN
     if len(tensors) == 2 and known == [None, None] and is_outer(*tensors):
@@ -357,35 +350,25 @@ def _reduce(
         return UNKNOWN
     if len(tensors) > 1 or source.ndim == 0 or name not in _WITH_DIMS:
         return None
-    dims = _dims(args, kwargs, source.ndim)
-    if name in _OTHER_REDUCTIONS and (dims is None or 0 in dims):
-        is_sum = "norm" in name and 1 in (*args[1:2], kwargs.get("p"), kwargs.get("ord"))
-        return UNKNOWN if is_sum or name in _MAY_BE_LINEAR else TOGETHER
-    if name in _ALONG and dims is not None and 0 in dims:
-        return UNKNOWN
-    if name not in _REDUCTIONS or (dims is not None and 0 not in dims):
+    dims = call.dims(source.ndim)
+    if dims is not None and 0 not in dims:
         return None
+    if name in _OTHER_REDUCTIONS:
+        order = (*call.args[1:2], call.kwargs.get("p"), call.kwargs.get("ord"))
+        is_sum = "norm" in name and 1 in order
+        return UNKNOWN if is_sum or name in _MAY_BE_LINEAR else TOGETHER
+    if name not in _REDUCTIONS:
+        return None if dims is None else UNKNOWN
     count = source.numel() if dims is None else source.shape[0]
     return Reduction(_REDUCTIONS[name], count=count, value=result.detach())
 
 
-def _dims(args: Sequence[Any], kwargs: Mapping[str, Any], ndim: int) -> tuple[int, ...] | None:
-    """Return the dims that a reduction runs over; None for all of them."""
-    found = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if isinstance(found, int):
-        found = (found, *(item for item in args[2:] if type(item) is int))
-    if not isinstance(found, list | tuple) or not found:
-        return None
-    return tuple(int(item) % ndim for item in found)
-
-
-def _alone(
-    name: str, known: Reduction, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Reduction | None:
+def _alone(call: _Call, known: Reduction) -> Reduction | None:
     """Judge a function of one reduction and no other tensor."""
+    name = call.name
     if name in _KEEPING and (name != "neg" or known.kind in LINEAR):
         return known
-    if name in _REDUCTIONS and len(args) + len(kwargs) == 1:
+    if name in _REDUCTIONS and len(call.args) + len(call.kwargs) == 1:
         # Of a vector of such numbers.
         kind = _REDUCTIONS[name]
         return known if known.kind is kind or {known.kind, kind} <= set(LINEAR) else UNKNOWN

@@ -115,7 +115,7 @@ class LossWatch(TorchFunctionMode):
         self.enters_together = False
         """Whether samples had met before the layers."""
         self.outdated: Tensor | None = None
-        """What a layer of another stage has changed in place, as it was before."""
+        """The tensor that a layer of another stage has changed in place, as it was before."""
         self._is_active = False
         self._known_at_pause: dict[int, Any] | None = None
 

@@ -67,7 +67,7 @@ class Seat:
     host_memory_bytes: float | None = None
     """Memory of the machine beside its device's; None where that is the same."""
     correction: MemoryCorrection = field(default_factory=MemoryCorrection)
-    """What earlier runs out of memory say of it; its `device` has the corrected memory."""
+    """Lessons of earlier runs out of memory; its `device` has the corrected memory."""
 
 
 def detect_seats(

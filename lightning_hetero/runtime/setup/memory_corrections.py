@@ -9,13 +9,12 @@ import contextlib
 import datetime
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_hetero.core.errors import ProfileError
-from lightning_hetero.core.process.cache import cache_folder
+from lightning_hetero.core.process.cache import cache_folder, write_whole
 from lightning_hetero.core.reading import build, load_file, parse_json
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.profiling import current_versions
@@ -56,10 +55,8 @@ class CorrectionFile:
         Raises:
             OSError: The folder can't be written.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self.read().join(found))) + "\n", encoding="utf-8")
-        temporary.replace(self.path)
+        text = json.dumps(asdict(self.read().join(found))) + "\n"
+        write_whole(self.path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 def _parse(text: str) -> MemoryCorrection:

@@ -12,7 +12,6 @@ import datetime
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ import torch
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.process.cache import cache_folder
+from lightning_hetero.core.process.cache import cache_folder, write_whole
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat
@@ -88,10 +87,7 @@ def cached_profile(
     profile = measure_profile(model, options, device_name=device_name, device=device)
     # A folder that can't be written costs only the next run's time.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        profile.save(temporary)
-        temporary.replace(path)
+        write_whole(path, profile.save)
     return profile
 
 

@@ -26,7 +26,7 @@ _Pair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class _Account:
-    """What one rank says of its slices."""
+    """One rank's account of its slices."""
 
     device: str
     digests: dict[_Pair, dict[str, int]]
@@ -34,7 +34,7 @@ class _Account:
 
 
 class StandbyCheck:
-    """Compares slices and standbys every so many optimizer steps; called by every rank alike.
+    """Compares slices and standbys every few optimizer steps; called by every rank alike.
 
     Args:
         store: This rank's slices.

@@ -32,7 +32,7 @@ class CommunicationOp:
     """One communication operation, as one rank saw it."""
 
     name: str
-    """What it does: "all_reduce", "send", ..."""
+    """Its operation: "all_reduce", "send", ..."""
     num_bytes: int
     """Size of the message; any consistent measure will do."""
     start_s: float
