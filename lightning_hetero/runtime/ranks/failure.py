@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 
 from torch import OutOfMemoryError
@@ -48,6 +49,9 @@ _STORE_IS_GONE = (
 _OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
 """In errors of NCCL that couldn't get buffers on this rank's device: no peer has failed."""
 
+_PRINTED_BY = "_printed_in_one_line_by"
+"""Attribute of an error that another rank prints whole: this rank."""
+
 
 class AgreedExit(SystemExit):
     """All ranks end after the same step: no rank has failed, and none needs to be told."""
@@ -70,19 +74,28 @@ class GenerationChange(Exception):
 
 
 def print_in_one_line(error: BaseException, rank: int) -> None:
-    """Print an error without its traceback if it ends this process: another rank prints one."""
+    """Print an error without its traceback if it ends this process: another rank prints one.
+
+    Keeps no reference to the error: where it is caught, its traceback may hold a whole run.
+    """
+    error.__dict__[_PRINTED_BY] = rank
     usual = sys.excepthook
+    if getattr(usual, "func", None) is not _print_shortly:
+        sys.excepthook = partial(_print_shortly, usual)
 
-    def print_shortly(
-        kind: type[BaseException], raised: BaseException, trace: TracebackType | None
-    ) -> None:
-        if raised is error:
-            text = " ".join(str(raised).split())
-            print(f"[rank{rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
-        else:
-            usual(kind, raised, trace)
 
-    sys.excepthook = print_shortly
+def _print_shortly(
+    usual: Callable[..., None],
+    kind: type[BaseException],
+    raised: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    rank = getattr(raised, _PRINTED_BY, None)
+    if rank is None:
+        usual(kind, raised, trace)
+    else:
+        text = " ".join(str(raised).split())
+        print(f"[rank{rank}] {kind.__name__}: {text}", file=sys.stderr)  # noqa: T201
 
 
 class FailureDetector:
