@@ -2,7 +2,8 @@
 
 Each rank solves what it would be asked for: of those who are left the first one plans. That is the
 loss of any other rank, or of all of another node, on rank 0; and the loss of rank 0, or of its
-node, on whoever is first then. What was foreseen is taken only if it is just what is asked: the
+node, on whoever is first then. Then the loss of two nodes at once, up to 8 of them, or of two of up
+to 8 ranks. What was foreseen is taken only if it is just what is asked: the
 same devices, model, sizes and costs.
 """
 
@@ -10,14 +11,20 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import combinations
+from typing import Any, TypeVar
 
-from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.process.answering import AnsweringProcess
-from lightning_hetero.planner import PlanningResult, contingency
-from lightning_hetero.planner.contingency import PlanningTask
+from lightning_hetero.planner import contingency
+from lightning_hetero.planner.contingency import Task
 from lightning_hetero.runtime.setup.detect import Seat
 
 __all__ = ["Contingencies", "losses_to_plan_for"]
+
+_T = TypeVar("_T")
+
+_MOST_IN_PAIRS = 8
+"""Ranks, and nodes, up to which the loss of any two of them is planned for."""
 
 
 def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[frozenset[int]]:
@@ -27,10 +34,13 @@ def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[froz
         seats: Every rank's device, by global rank.
         global_rank: The rank.
     """
-    hosts = {seat.host for seat in seats}
-    together = [frozenset({rank}) for rank in range(len(seats))]
-    for host in sorted(hosts) if len(hosts) > 1 else ():
-        together.append(frozenset(r for r, seat in enumerate(seats) if seat.host == host))
+    hosts = sorted({seat.host for seat in seats})
+    ranks = [frozenset({rank}) for rank in range(len(seats))]
+    nodes = [frozenset(r for r, seat in enumerate(seats) if seat.host == host) for host in hosts]
+    together = [*ranks, *(nodes if len(nodes) > 1 else ())]
+    for parts in (ranks, nodes):
+        if len(parts) <= _MOST_IN_PAIRS:
+            together += [one | other for one, other in combinations(parts, 2)]
     for lost in dict.fromkeys(together):
         left = [rank for rank in range(len(seats)) if rank not in lost]
         if left and left[0] == global_rank:
@@ -41,14 +51,14 @@ class Contingencies:
     """One rank's answers to what may be asked next."""
 
     def __init__(self) -> None:
-        self._answers: list[tuple[PlanningTask, PlanningResult | PlanningError]] = []
+        self._answers: list[tuple[Task[Any], Any]] = []
         self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
 
-    def prepare(self, tasks: Sequence[PlanningTask]) -> None:
+    def prepare(self, tasks: Sequence[Task[object]]) -> None:
         """Begin to solve tasks behind the training; others that are still to be solved, aren't."""
         self.stop()
         known = [task for task, _ in self._answers]
-        new: list[PlanningTask] = []
+        new: list[Task[object]] = []
         for task in tasks:
             if task not in known and task not in new:
                 new.append(task)
@@ -60,14 +70,15 @@ class Contingencies:
             self._solving = process, thread
             thread.start()
 
-    def solve(self, task: PlanningTask) -> PlanningResult | PlanningError:
+    def solve(self, task: Task[_T]) -> _T:
         """Return the answer to a task: the one that is known, else after a search."""
         for known, answer in list(self._answers):
             if known == task:
-                return answer
+                found: _T = answer
+                return found
         return task.solve()
 
-    def knows(self, task: PlanningTask) -> bool:
+    def knows(self, task: Task[object]) -> bool:
         """Whether a task has been solved."""
         return any(known == task for known, _ in list(self._answers))
 
@@ -79,7 +90,7 @@ class Contingencies:
             process.kill()
             thread.join()
 
-    def _solve_all(self, process: AnsweringProcess, tasks: Sequence[PlanningTask]) -> None:
+    def _solve_all(self, process: AnsweringProcess, tasks: Sequence[Task[object]]) -> None:
         # A process that dies has solved less: the rest is solved when it is asked for.
         with suppress(OSError, EOFError, pickle.UnpicklingError):
             for task in tasks:

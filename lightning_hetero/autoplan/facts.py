@@ -19,7 +19,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import CandidatePlans, Workload
-from lightning_hetero.planner.contingency import PlanningTask
+from lightning_hetero.planner.contingency import Task
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.ranks.communicators import Communicators
@@ -116,6 +116,9 @@ class RunFacts:
 
     num_batches: int | None = None
     """Batches of the loader that make an iteration; None takes as many as there are ranks."""
+    first_ranks: tuple[int, ...] | None = None
+    """By rank, which rank of the run's first start it was, where ranks were lost; None where all
+    are there, or where newcomers have come."""
 
     def detect_seats(self) -> Sequence[Seat]:
         """Return every rank's device, by global rank; collective."""
@@ -185,7 +188,7 @@ class AutoPlanned:
     """The basis of the prediction; None if nothing was simulated."""
     candidates: CandidatePlans | None = None
     """Plans for data that is assigned, and what they cost; None for other data."""
-    foreseen: tuple[PlanningTask, ...] = ()
+    foreseen: tuple[Task[object], ...] = ()
     """Searches that a loss of ranks would ask for; of each rank only those that it would do."""
 
     @property

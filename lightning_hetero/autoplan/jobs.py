@@ -1,6 +1,6 @@
 """Jobs that plans are searched for: the one that runs, and those after the loss of ranks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import PlanningOptions, Workload
-from lightning_hetero.planner.contingency import PlanningTask
+from lightning_hetero.planner.contingency import PlanningTask, Task
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
 from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
 
-__all__ = ["Job", "foresee", "holds_everything"]
+__all__ = ["Job", "foresee", "holds_everything", "needs_no_search", "num_batches_of"]
 
 _DEFAULT_SAMPLES = 8
 _DEFAULT_LENGTH = 512
@@ -50,6 +50,8 @@ class Job:
         cluster = options.cluster
         if isinstance(cluster, str | Path):
             cluster = Cluster.load(cluster)
+        if cluster is not None and facts.first_ranks is not None:
+            cluster = cluster.without(set(range(cluster.num_ranks)).difference(facts.first_ranks))
         cluster = _cluster_for(facts, cluster or cluster_of(seats))
         if cluster.num_ranks != facts.comms.world_size:
             raise ClusterError(
@@ -72,31 +74,40 @@ class Job:
             states=_states_of(facts, seats),
             sequence_length=length,
             batch_size=samples,
-            num_batches=facts.num_batches or facts.comms.world_size,
+            num_batches=num_batches_of(facts),
             microbatch_sizes=options.microbatch_sizes or _microbatch_sizes(samples),
             assumed=tuple(assumed),
         )
 
-    def without(self, lost: Collection[int], facts: RunFacts, seats: Sequence[Seat]) -> "Job":
+    def without(
+        self, lost: Collection[int], options: AutoPlan, facts: RunFacts, seats: Sequence[Seat]
+    ) -> "Job":
         """Return what is planned once some ranks are gone: an iteration stays what it is."""
         left = [seat for rank, seat in enumerate(seats) if rank not in lost]
-        cluster = corrected_cluster(_cluster_for(facts, cluster_of(left)), left)
+        is_described = options.cluster is not None
+        cluster = self.cluster.without(lost) if is_described else cluster_of(left)
+        cluster = corrected_cluster(_cluster_for(facts, cluster), left)
         return replace(self, cluster=cluster, states=_states_of(facts, left))
 
     def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
         """Return the searches for each size of micro-batches that fills the iteration."""
-        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
         return tuple(
-            PlanningTask(
-                cluster=self.cluster,
-                model=self.model,
-                states=self.states,
-                workload=self.workload(size),
-                profile=profile,
-                options=searching,
-            )
+            self.task(options, profile, size)
             for size in self.microbatch_sizes
             if self.batch_size * self.num_batches % size == 0
+        )
+
+    def task(
+        self, options: AutoPlan, profile: Profile | None, microbatch_size: int
+    ) -> PlanningTask:
+        """Return the search for one size of micro-batches."""
+        return PlanningTask(
+            cluster=self.cluster,
+            model=self.model,
+            states=self.states,
+            workload=self.workload(microbatch_size),
+            profile=profile,
+            options=PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1),
         )
 
     def workload(self, microbatch_size: int) -> Workload:
@@ -131,23 +142,39 @@ def _states_of(facts: RunFacts, seats: Sequence[Seat]) -> StateLayout:
     return replace(facts.state_layout(), activation_factor=factor)
 
 
+def num_batches_of(facts: RunFacts) -> int:
+    """Return how many batches of the loader, or ranks' shares, make an iteration."""
+    return facts.num_batches or facts.comms.world_size
+
+
 def foresee(
     job: Job,
     options: AutoPlan,
     facts: RunFacts,
     seats: Sequence[Seat],
-    profile: Profile | None,
-) -> tuple[PlanningTask, ...]:
-    """Return what this rank would have to solve if others were lost."""
-    if options.cluster is not None:
-        return ()
-    found: list[PlanningTask] = []
+    tasks_of: Callable[[Job], Iterable[Task[object]]],
+) -> tuple[Task[object], ...]:
+    """Return what this rank would have to solve if others were lost.
+
+    Args:
+        job: What is planned now.
+        options: What the user says.
+        facts: What is known of the run.
+        seats: Every rank's device, by global rank.
+        tasks_of: Returns what has to be solved for a job of those who are left.
+    """
+    found: list[Task[object]] = []
     for lost in losses_to_plan_for(seats, facts.comms.global_rank):
-        left = job.without(lost, facts, seats)
-        are_equal = len({node.device for node in left.cluster.nodes}) == 1
-        if left.cluster.num_ranks > 1 and not (are_equal and holds_everything(left)):
-            found += left.tasks(options, profile)
+        left = job.without(lost, options, facts, seats)
+        if left.cluster.num_ranks > 1:
+            found += tasks_of(left)
     return tuple(found)
+
+
+def needs_no_search(job: Job, options: AutoPlan) -> bool:
+    """Whether devices are equal and hold the whole model: then one pipeline a rank is best."""
+    are_equal = len({node.device for node in job.cluster.nodes}) == 1
+    return options.cluster is None and are_equal and holds_everything(job)
 
 
 def _microbatch_sizes(samples: int) -> tuple[int, ...]:

@@ -21,31 +21,21 @@ from dataclasses import replace
 
 from lightning_hetero.autoplan.contingencies import Contingencies
 from lightning_hetero.autoplan.data_facts import DataFacts
-from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, PlanBasis, RunFacts
-from lightning_hetero.autoplan.jobs import Job, foresee, holds_everything
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
+from lightning_hetero.autoplan.jobs import Job, foresee, needs_no_search, num_batches_of
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.planner import (
-    CandidateOptions,
-    PlanningOptions,
-    PlanningResult,
-    plan,
-    propose_plans,
-)
+from lightning_hetero.planner import CandidateOptions, PlanningResult
+from lightning_hetero.planner.contingency import PlanningTask, ProposalTask
 from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
-from lightning_hetero.simulator import (
-    CostModel,
-    bound_line,
-    fitting_lines,
-    prediction_lines,
-)
+from lightning_hetero.simulator import bound_line, fitting_lines, prediction_lines
 
 __all__ = ["make_plan"]
 
@@ -88,15 +78,22 @@ def make_plan(
             _data_parallel(facts, "nothing: no plan could be predicted"), warning=warning
         )
     if facts.data is not None:
-        return _plan_for_data(options, facts, model, seats, num_candidate_plans)
+        choosing = CandidateOptions(
+            num_candidate_plans=num_candidate_plans, tp_degrees=options.tp_degrees
+        )
+        return _plan_for_data(options, facts, model, seats, contingencies, choosing)
     job = facts.comms.on_rank_0(lambda: Job.of(options, facts, model, seats))
-    if options.cluster is None and not unequal and holds_everything(job):
+    if not unequal and needs_no_search(job, options):
         return _data_parallel(
             facts, "data parallelism: the devices are equal and hold the whole model"
         )
     profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
     found = facts.comms.on_rank_0(lambda: _search(job, options, contingencies, profile))
-    return replace(found, foreseen=foresee(job, options, facts, seats, profile))
+
+    def tasks_of(left: Job) -> tuple[PlanningTask, ...]:
+        return () if needs_no_search(left, options) else left.tasks(options, profile)
+
+    return replace(found, foreseen=foresee(job, options, facts, seats, tasks_of))
 
 
 def _plan_for_data(
@@ -104,19 +101,28 @@ def _plan_for_data(
     facts: RunFacts,
     model: ModelSpec,
     seats: Sequence[Seat],
-    num_candidate_plans: int,
+    contingencies: Contingencies,
+    choosing: CandidateOptions,
 ) -> AutoPlanned:
     """Propose plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
     assert facts.data is not None
     data = facts.comms.on_rank_0(facts.data)
-    samples = max(1, data.tokens_per_step // (data.typical * facts.comms.world_size))
+    samples = max(1, data.tokens_per_step // (data.typical * num_batches_of(facts)))
     typical = replace(options, sequence_length=data.typical, batch_size=samples)
     job = facts.comms.on_rank_0(lambda: Job.of(typical, facts, model, seats))
     profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
-    choosing = CandidateOptions(
-        num_candidate_plans=num_candidate_plans, tp_degrees=options.tp_degrees
-    )
-    return facts.comms.on_rank_0(lambda: _propose(job, options, choosing, data, profile))
+
+    def task_of(planned: Job) -> ProposalTask:
+        return ProposalTask(
+            typical=planned.task(options, profile, 1),
+            lengths=tuple(data.lengths.tolist()),
+            tokens_per_step=data.tokens_per_step,
+            options=choosing,
+        )
+
+    found = facts.comms.on_rank_0(lambda: _propose(job, task_of(job), contingencies, data))
+    foreseen = foresee(job, options, facts, seats, lambda left: [task_of(left)])
+    return replace(found, foreseen=foreseen)
 
 
 def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
@@ -194,21 +200,12 @@ def _search(
 
 
 def _propose(
-    job: Job,
-    options: AutoPlan,
-    choosing: CandidateOptions,
-    data: DataFacts,
-    profile: Profile | None,
+    job: Job, task: ProposalTask, contingencies: Contingencies, data: DataFacts
 ) -> AutoPlanned:
-    basis = job.basis(1, profile)
-    cost = basis.cost()
-    found = propose_plans(
-        data.lengths,
-        cost,
-        tokens_per_step=data.tokens_per_step,
-        options=choosing,
-        given=_static_plans(basis, options, cost),
-    )
+    found = contingencies.solve(task)
+    if isinstance(found, PlanningError):
+        raise found
+    profile = task.typical.profile
     several = len(found.plans) > 1
     dynamic = f", {found.dynamic_s:.4g} s with the best of {len(found.plans)} plans for each"
     gap = found.dynamic_s / found.bound_s - 1.0
@@ -220,22 +217,12 @@ def _propose(
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
-    return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
-
-
-def _static_plans(basis: PlanBasis, options: AutoPlan, cost: CostModel) -> tuple[ParallelPlan, ...]:
-    """Return the plan that the search for samples of one typical length likes best, if any."""
-    searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
-    try:
-        best = plan(basis.cluster, basis.model, basis.workload, searching, cost=cost).best.plan
-    except PlanningError:
-        return ()
-    working = tuple(
-        replace(pipeline, num_microbatches=None)
-        for pipeline in best.pipelines
-        if pipeline.num_microbatches != 0
+    return AutoPlanned(
+        plan=found.plans[0],
+        candidates=found,
+        basis=job.basis(1, profile),
+        summary="\n".join(lines),
     )
-    return (ParallelPlan(pipelines=working),)
 
 
 def _summary(job: Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:

@@ -4,7 +4,7 @@
 `autoplan` makes plans where that is asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,21 @@ class PlanRequest:
                 world_size=world_size, num_layers=self.num_stages, num_stages=self.num_stages
             )
 
-    def for_survivors(self, world_size: int) -> "PlanRequest":
+    def for_survivors(
+        self, world_size: int, first_ranks: Sequence[int] | None = None
+    ) -> "PlanRequest":
         """Return what to ask for when ranks were lost: a plan made anew where this one can't run.
 
         Args:
             world_size: Ranks that are left.
+            first_ranks: Which ranks of the first start they have been; None where newcomers are
+                among them, whose devices no description of a cluster names.
         """
+        if isinstance(self.plan, AutoPlan) and self.plan.cluster is not None and not first_ranks:
+            rank_zero_warn(
+                "The given cluster doesn't name the devices of newcomers, so devices are detected."
+            )
+            return replace(self, plan=replace(self.plan, cluster=None))
         try:
             self.check_world_size(world_size)
         except PlanError as error:

@@ -24,6 +24,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.callbacks.checkpointing.training_state import has_finished_epoch
 from lightning_hetero.callbacks.guests import Guests
 from lightning_hetero.callbacks.run import Ranks, note, run_of
 from lightning_hetero.checkpoint import (
@@ -182,8 +183,10 @@ class ElasticRestart(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Who leaves may have no time for it; a newcomer has.
-        if self._change is not None and self._change.leaving:
+        # In mid-epoch it is made up for by all that go on. At the end of an epoch it isn't: who
+        # leaves may have no time for it; a newcomer has.
+        at_end = has_finished_epoch(trainer)
+        if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
             raise change
 

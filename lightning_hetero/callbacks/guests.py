@@ -2,7 +2,7 @@
 
 import lightning.pytorch as pl
 
-from lightning_hetero.callbacks.checkpointing.training_state import is_evaluation_due
+from lightning_hetero.callbacks.checkpointing.training_state import is_epoch_ending
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import SavedCheckpoint
 from lightning_hetero.core.errors import CheckpointError, PeerError
@@ -31,8 +31,8 @@ class Guests:
     def may_come_in(self, trainer: pl.Trainer, newest: SavedCheckpoint | None) -> bool:
         """Whether some wait that may be let in after this step.
 
-        Not after a step that a validation or the end of an epoch follows, since the save before
-        them would lack its traces; but one step later they may, also where each step has one.
+        Not after a step that the end of an epoch follows, since the save before it would lack its
+        traces; but one step later they may, also where each step ends one.
 
         Args:
             trainer: Whose iteration begins.
@@ -41,7 +41,7 @@ class Guests:
         strategy = run_of(trainer).strategy
         membership = None if strategy is None else strategy.processes.membership
         waits = membership is not None and trainer.is_global_zero and membership.look_for_guests()
-        self._are_held_back = waits and not self._are_held_back and is_evaluation_due(trainer)
+        self._are_held_back = waits and not self._are_held_back and is_epoch_ending(trainer)
         return waits and not self._are_held_back and self._can_be_saved_for(newest)
 
     def _can_be_saved_for(self, newest: SavedCheckpoint | None) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,13 +30,12 @@ from lightning_hetero.callbacks.checkpointing.report import (
     report_recovery,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
-    begin_next_epoch,
     content_of,
     dump_metadata,
+    go_on,
     has_finished_epoch,
     is_complete,
     restore,
-    restore_random_state,
 )
 from lightning_hetero.callbacks.checkpointing.trial import Trial
 from lightning_hetero.callbacks.run import run_of
@@ -267,12 +265,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self._live.note_step(trainer)
             self._save(trainer)
         if recovered is not None:
-            # Not earlier, because making the loader's iterator has drawn a number.
-            restore_random_state(recovered.rank_metadata)
-            if has_finished_epoch(trainer):
-                # That of the next epoch would have been drawn now.
-                torch.empty((), dtype=torch.int64).random_()
-                begin_next_epoch(trainer)
+            go_on(trainer, recovered)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -377,9 +370,9 @@ class LayerwiseCheckpoint(Checkpoint):
         self._let_go()
         self._live = LiveSteps()
 
-    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> None:
+    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> bool:
         """Hold on to the last step's state, before anything is torn down; see `SavesSlices`."""
-        self._live.keep(trainer, self._start, generation)
+        return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
         """Count the times of the start that follows from now on; see `Run`."""

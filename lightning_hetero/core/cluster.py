@@ -16,7 +16,7 @@ run. A cluster file is YAML::
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -212,6 +212,26 @@ class Cluster:
         """Return the ranks of a node."""
         first = sum(node.count for node in self.nodes[:node_index])
         return range(first, first + self.nodes[node_index].count)
+
+    def without(self, lost: Collection[int]) -> Self:
+        """Return what is left when some ranks are lost; the others are numbered anew, in order.
+
+        Raises:
+            ClusterError: Nobody is left.
+        """
+        counts = [
+            sum(rank not in lost for rank in self.ranks_of(index))
+            for index in range(len(self.nodes))
+        ]
+        left = [index for index, count in enumerate(counts) if count]
+        place = {index: position for position, index in enumerate(left)}
+        links = (
+            replace(link, nodes=(place[link.nodes[0]], place[link.nodes[1]]))
+            for link in self.links
+            if place.keys() >= set(link.nodes)
+        )
+        nodes = tuple(replace(self.nodes[index], count=counts[index]) for index in left)
+        return replace(self, nodes=nodes, links=tuple(links))
 
     def device_of(self, global_rank: int) -> DeviceSpec:
         """Return the device of a rank."""

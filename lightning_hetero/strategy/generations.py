@@ -268,8 +268,8 @@ class _Generations:
         trainer, processes = self._trainer, self._processes
         ended = processes.generation
         if end.leaving is None:
-            self._end_fit(ended)
-            old, new = processes.form_generation()
+            goes_on_live = self._end_fit(ended)
+            old, new = processes.form_generation(calls_guests=not goes_on_live)
         elif processes.comms.global_rank in end.leaving:
             processes.see_others_off()
             raise AgreedExit(0)
@@ -293,17 +293,23 @@ class _Generations:
             if notify is not None:
                 notify(trainer, old, new)
 
-    def _end_fit(self, generation: int | None) -> None:
-        """Let go of a generation's groups, and end its fit as Lightning does; see `keep_live`."""
+    def _end_fit(self, generation: int | None) -> bool:
+        """Let go of a generation's groups, and end its fit as Lightning does; see `keep_live`.
+
+        Returns:
+            Whether something is kept.
+        """
         module = self._strategy.lightning_module
         self._processes.leave_generation()
+        keeps = False
         for checkpoint in self._trainer.strategy.run.checkpoints:
-            checkpoint.keep_live(self._trainer, generation)
+            keeps = checkpoint.keep_live(self._trainer, generation) or keeps
         self._strategy.await_recovery()
         self._trainer._teardown()
         self._strategy._lightning_module = module
         call._call_teardown_hook(self._trainer)
         gc.collect()
+        return keeps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -358,8 +358,9 @@ class HeteroStrategy(HookedStrategy):
         if self.awaits_recovery:
             # An iteration stays what it was, whoever is left or comes.
             self._num_batches = self.broadcast(self._num_batches)
-            facts = replace(facts, num_batches=self._num_batches)
-            request = request.for_survivors(self.world_size)
+            first_ranks = self._processes.first_ranks
+            facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
+            request = request.for_survivors(self.world_size, first_ranks)
         plans = request.answer(facts)
         if self._options.config.ownership is Ownership.MEMORY:
             plans = with_owner_shares(plans, facts)

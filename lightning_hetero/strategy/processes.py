@@ -183,9 +183,7 @@ class Processes:
 
     def _init_process_group(self, device: torch.device) -> None:
         assert self._environment is not None
-        if self.backend is None:
-            is_cpu = device.type == "cpu"
-            self.backend = "gloo" if is_cpu else dist.get_default_backend_for_device(device)
+        self.backend = self.backend or dist.get_default_backend_for_device(device)
         dist.init_process_group(
             self.backend,
             store=self._connect_store(),
@@ -236,6 +234,11 @@ class Processes:
     def membership(self) -> Membership | None:
         """This process's part in a run that outlives ranks; there once it is a member."""
         return self._membership
+
+    @property
+    def first_ranks(self) -> tuple[int, ...] | None:
+        """See `Membership.first_ranks`; None where no rank is outlived."""
+        return None if self._membership is None else self._membership.first_ranks
 
     @property
     def joins(self) -> bool:
@@ -299,7 +302,9 @@ class Processes:
         if self._detector is not None:
             self._beating, self._detector = self._detector.pause(), None
 
-    def form_generation(self, leaving: Collection[int] = ()) -> tuple[Generation, Generation]:
+    def form_generation(
+        self, leaving: Collection[int] = (), *, calls_guests: bool = True
+    ) -> tuple[Generation, Generation]:
         """Agree with the others on who goes on, before `enter_generation`.
 
         After `leave_generation` where a rank is lost: nobody waits for anybody in a group then.
@@ -307,6 +312,7 @@ class Processes:
 
         Args:
             leaving: Ranks that don't go on; the same on all others.
+            calls_guests: Whether newcomers that wait may be in it.
 
         Returns:
             The last generation, and this one.
@@ -320,7 +326,8 @@ class Processes:
         assert beating is not None
         assert silence is not None
         with ended_when_late(membership.number, "the membership's store", _FORMING_S):
-            return membership.form_next(beating.beats_of, silence.total_seconds(), leaving)
+            silence_s = silence.total_seconds()
+            return membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
         """Take part in a generation that has formed; returns which rank this process is in it."""
@@ -364,15 +371,10 @@ class Processes:
             logged = group.removeprefix(SAME_EVERYWHERE)
             with self.watching():
                 return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
-        name = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        is_mean = name in ("mean", "avg")
-        operation = (
-            ReduceOp.SUM
-            if is_mean
-            else getattr(ReduceOp, name.upper())
-            if isinstance(name, str)
-            else name
-        )
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        operation: Any = ReduceOp.SUM if is_mean else reduce_op
+        if isinstance(operation, str):
+            operation = getattr(ReduceOp, operation.upper())
         tensor = tensor.clone()
         with self.watching():
             dist.all_reduce(tensor, op=operation, group=group)

@@ -38,10 +38,13 @@ class SavesSlices(Protocol):
     ) -> None:
         """Save when this step ends, then call `then`."""
 
-    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> None:
+    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> bool:
         """Hold on to this rank's part of the last step's state, since another rank is lost.
 
         To nothing where no generation is given: newcomers have no part of it, so it can't serve.
+
+        Returns:
+            Whether it holds on to anything.
         """
 
 

@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_hetero.autoplan.contingencies import Contingencies, losses_to_plan_for
-from lightning_hetero.autoplan.data_facts import BatchSizes
+from lightning_hetero.autoplan.data_facts import BatchSizes, DataFacts
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
+from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
-from lightning_hetero.planner.contingency import PlanningTask
+from lightning_hetero.planner.contingency import PlanningTask, ProposalTask
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -29,7 +32,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what plans for some seats, as one of their ranks."""
     monkeypatch.setattr(Communicators, "on_rank_0", lambda _, work: work())
 
-    def plan(seats: Sequence[Seat], rank: int, known: Contingencies) -> AutoPlanned:
+    def plan(
+        options: AutoPlan, left: Sequence[int], rank: int, known: Contingencies, **more: Any
+    ) -> AutoPlanned:
+        seats = [SEATS[number] for number in left]
         monkeypatch.setattr(RunFacts, "detect_seats", lambda _: tuple(seats))
         module = ToyModule(ToyOptions(num_layers=4))
         facts = RunFacts(
@@ -39,8 +45,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
             device=torch.device("cpu"),
             sizes=lambda: BatchSizes(samples=2, sequence_length=8),
             num_batches=len(SEATS),
+            first_ranks=tuple(left),
+            **more,
         )
-        return make_plan(AutoPlan(), facts, known)
+        return make_plan(options, facts, known)
 
     return plan
 
@@ -48,29 +56,61 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_first_of_those_who_are_left_plans_for_each_loss() -> None:
     found = {rank: set(losses_to_plan_for(SEATS, rank)) for rank in range(4)}
     assert found == {
-        0: {frozenset({1}), frozenset({2}), frozenset({3}), frozenset({2, 3})},
-        1: {frozenset({0})},
+        0: set(map(frozenset, ({1}, {2}, {3}, {2, 3}, {1, 2}, {1, 3}))),
+        1: set(map(frozenset, ({0}, {0, 2}, {0, 3}))),
         2: {frozenset({0, 1})},
         3: set(),
     }
     assert list(losses_to_plan_for(SEATS[:1], 0)) == []
 
 
-@pytest.mark.parametrize(("lost", "rank"), [({3}, 0), ({0, 1}, 2)])
+def test_of_many_ranks_on_few_nodes_pairs_of_nodes_are_planned_for() -> None:
+    seats = [replace(SEATS[0], host=host) for host in "abc" for _ in range(4)]
+    a, b, c = (frozenset(range(first, first + 4)) for first in (0, 4, 8))
+    found = [lost for rank in range(12) for lost in losses_to_plan_for(seats, rank)]
+    assert [lost for lost in found if len(lost) == 8] == [b | c, a | c, a | b]
+    assert len(found) == 12 + 3 + 3, "each rank, each node, each pair of nodes"
+    many = [replace(SEATS[0], host=str(index)) for index in range(9)]
+    assert len({lost for rank in range(9) for lost in losses_to_plan_for(many, rank)}) == 9
+
+
+DESCRIBED = AutoPlan(
+    cluster=Cluster(
+        nodes=(Node(device="A100-80GB", count=3), Node(device="L4", count=1)),
+        links=(Link(nodes=(0, 1), bytes_per_s=1e8),),
+    )
+)
+DATA = DataFacts(lengths=np.array([8, 12, 40, 64] * 4), tokens_per_step=256)
+
+
+@pytest.mark.parametrize(
+    ("options", "lost", "rank", "more"),
+    [
+        (AutoPlan(), {1, 3}, 0, {}),
+        (DESCRIBED, {0, 1}, 2, {}),
+        (AutoPlan(), {3}, 0, {"data": lambda: DATA}),
+    ],
+)
 def test_the_plan_after_a_loss_is_there_before_it(
-    make: Any, monkeypatch: pytest.MonkeyPatch, lost: set[int], rank: int
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: AutoPlan,
+    lost: set[int],
+    rank: int,
+    more: dict[str, Any],
 ) -> None:
     known = Contingencies()
-    before = make(SEATS, rank, known)
+    before = make(options, range(4), rank, known, **more)
     assert before.foreseen
-    left = [seat for number, seat in enumerate(SEATS) if number not in lost]
-    expected = make(left, 0, Contingencies())
+    left = [number for number in range(4) if number not in lost]
+    expected = make(options, left, 0, Contingencies(), **more)
     known.prepare(before.foreseen)
     deadline_s = time.monotonic() + 120.0
     while not all(map(known.knows, before.foreseen)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    monkeypatch.setattr(PlanningTask, "solve", lambda _: pytest.fail("a search is awaited"))
-    after = make(left, 0, known)
+    for kind in (PlanningTask, ProposalTask):
+        monkeypatch.setattr(kind, "solve", lambda _: pytest.fail("a search is awaited"))
+    after = make(options, left, 0, known, **more)
     assert after.plan == expected.plan
     assert after.lower_bound_s == expected.lower_bound_s
     known.prepare(after.foreseen)  # Another generation, whose process may end at any time.

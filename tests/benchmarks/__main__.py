@@ -1,11 +1,13 @@
 """Run the benchmarks and print one table.
 
 `python -m tests.benchmarks [WORD ...] [--json FILE] [--compare FILE]` ends with exit code 1 if a
-benchmark failed; the others' rows are there all the same.
+benchmark failed; the others' rows are there all the same. Long ones can be run in parts: `--only`
+takes rows whose name holds a text, `--repeats` and `--minutes` say how long.
 """
 
 import argparse
 import importlib
+import inspect
 import pathlib
 import sys
 import traceback
@@ -22,7 +24,12 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="run only benchmarks whose name holds a word")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     parser.add_argument("--compare", type=pathlib.Path, help="JSON file of an earlier run")
+    parser.add_argument("--only", help="rows whose name holds this, where a benchmark has parts")
+    parser.add_argument("--repeats", type=int, help="how often, where a benchmark can be told")
+    parser.add_argument("--minutes", type=float, help="how long, where a benchmark can be told")
     arguments = parser.parse_args()
+    told = {key: getattr(arguments, key) for key in ("only", "repeats", "minutes")}
+    told = {key: value for key, value in told.items() if value is not None}
     earlier = None if arguments.compare is None else Report.load(arguments.compare)
     names = sorted(path.stem for path in pathlib.Path(__file__).parent.glob("bench_*.py"))
     chosen = [n for n in names if not arguments.words or any(w in n for w in arguments.words)]
@@ -31,7 +38,9 @@ def main() -> int:
     for name in chosen:
         print(f"{name} ...", flush=True)
         try:
-            rows += importlib.import_module(f"tests.benchmarks.{name}").run()
+            run = importlib.import_module(f"tests.benchmarks.{name}").run
+            known = inspect.signature(run).parameters
+            rows += run(**{key: value for key, value in told.items() if key in known})
         except Exception:  # One that fails must not lose the others' rows.
             traceback.print_exc()
             failed.append(name)

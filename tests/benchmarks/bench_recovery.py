@@ -26,7 +26,7 @@ from lightning_hetero.callbacks.run_log import read_log
 from tests.benchmarks.harness import Row
 from tests.callbacks.in_place import playing
 
-NUM_REPEATS = 20
+REPEATS = 20
 NUM_RANKS = 4
 HEARTBEAT_S = 2.0
 FIRST_STEP = 6
@@ -37,40 +37,57 @@ _FAULTS = {
     "SIGKILL of rank 3": (3, signal.SIGKILL),
     "SIGSTOP of rank 2, after the heartbeat's 2 s": (2, signal.SIGSTOP),
 }
+_CASES: dict[str, dict[str, int]] = {"": {}, ", redundancy=1": {"redundancy": 1}}
+_JOINING = "gap of the others when a process joins, or leaves on a SIGTERM"
 
 
 _Measured = dict[str, list[float]]
 
 
-def run(num_repeats: int = NUM_REPEATS) -> list[Row]:
-    staying: _Measured = {name: [] for name in _FAULTS}
-    keeping: _Measured = {name: [] for name in _FAULTS}
-    restarts: _Measured = {name: [] for name in list(_FAULTS)[:2]}
-    again: list[int] = []
-    for _ in range(num_repeats):
-        _measure(staying)
-        again += _measure(keeping, redundancy=1)
-        _measure(restarts, in_place=False)
+def run(repeats: int = REPEATS, only: str = "") -> list[Row]:
+    """Measure all, or the rows whose name holds a text; each fault costs about 9 s a repeat."""
     rows = []
-    for what, measured in (("", staying), (", redundancy=1", keeping)):
-        for name, seconds in measured.items():
-            rows.append(_row(f"next step after {name}{what}", seconds, restarts.get(name)))
-    rows.append(
-        Row(
-            name=f"steps lost with redundancy=1, {len(again)} faults, checkpoints every 2 steps",
-            ours=sum(again),
-            peer=None,
-            unit="steps",
-            target=0.0,
-            better="lower",
-            kind="measured",
-            value=sum(again),
-            note=f"{again.count(0)} of {len(again)} recoveries read no checkpoint's step again",
-        )
-    )
-    for what, seconds in _measure_joining(num_repeats).items():
-        rows.append(_row(f"gap of the others when a process {what}", seconds, None, target=1.0))
+    for what, options in _CASES.items():
+        faults = [name for name in _FAULTS if only in _name(name, what)]
+        rows += _measure_faults(faults, what, repeats, **options)
+    if only in _JOINING:
+        for what, seconds in _measure_joining(repeats).items():
+            rows.append(_row(f"gap of the others when a process {what}", seconds, None, target=1.0))
     return rows
+
+
+def _name(fault: str, what: str) -> str:
+    return f"next step after {fault}{what}"
+
+
+def _measure_faults(faults: list[str], what: str, repeats: int, **options: int) -> list[Row]:
+    """Let some faults happen to runs in place, and to the same runs under torchrun."""
+    staying: _Measured = {name: [] for name in faults}
+    can_restart = [name for name in faults if not options and _FAULTS[name][1] != signal.SIGSTOP]
+    restarts: _Measured = {name: [] for name in can_restart}
+    again: list[int] = []
+    for _ in range(repeats if faults else 0):
+        again += _measure(staying, **options)
+        if can_restart:
+            _measure(restarts, in_place=False)
+    rows = [_row(_name(name, what), staying[name], restarts.get(name)) for name in faults]
+    if faults and options:
+        rows.append(_lost_steps(again))
+    return rows
+
+
+def _lost_steps(again: list[int]) -> Row:
+    return Row(
+        name=f"steps lost with redundancy=1, {len(again)} faults, checkpoints every 2 steps",
+        ours=sum(again),
+        peer=None,
+        unit="steps",
+        target=0.0,
+        better="lower",
+        kind="measured",
+        value=sum(again),
+        note=f"{again.count(0)} of {len(again)} recoveries read no checkpoint's step again",
+    )
 
 
 def _measure_joining(num_repeats: int) -> _Measured:

@@ -133,6 +133,8 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("on_before_optimizer_step", 3, {"accumulate_grad_batches": 2}),
         ("on_before_zero_grad", EPOCH + 2, {}),
         ("on_train_batch_start", EPOCH + 1, {}),
+        ("on_validation_batch_start", 2, {"val_check_interval": 2}),
+        ("on_train_batch_start", 2, {"val_check_interval": 2}),
     ],
 )
 def test_it_is_what_a_checkpoint_of_the_last_step_would_be(
@@ -183,26 +185,75 @@ def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any) -> None:
     ("hook", "step", "more"),
     [
         ("on_validation_start", EPOCH, {}),
-        ("on_validation_batch_start", 2, {"val_check_interval": 2}),
-        ("on_train_batch_start", 2, {"val_check_interval": 2}),
         ("on_train_epoch_end", EPOCH, {"limit_val_batches": 0}),
         ("on_train_batch_start", EPOCH, {"limit_val_batches": 0}),
     ],
 )
-def test_nothing_is_kept_that_lacks_a_validation_or_the_end_of_an_epoch(
+def test_nothing_is_kept_that_lacks_the_end_of_an_epoch(
     lose: Any, hook: str, step: int, more: dict[str, Any]
 ) -> None:
     """Patience and learning rates would differ: a restart doesn't make up for either."""
     state, _ = lose(hook, step, **more)
-    assert "a validation or the end of an epoch follows its last step" in state.why
+    assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
     state, _ = lose("on_train_batch_start", step + 1, **more)
     assert isinstance(state, LiveState)
 
 
+class Sees(Callback):
+    """Writes down what is done, in order, and may end the fit at a validation's start."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.done: list[tuple[str, int, float, int]] = []
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step == self.stop_at:
+            trainer.checkpoint_callback.saved.wait_until_confirmed(60.0)
+            raise Stop
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._see("validated", trainer, trainer.callback_metrics["val_loss"])
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self._see("trained", trainer, outputs["loss"])
+
+    def _see(self, what: str, trainer: Any, loss: Any) -> None:
+        num_stepped = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.done.append((what, trainer.global_step, float(loss), num_stepped))
+
+
+@pytest.mark.parametrize(("interval", "stop_at"), [(1, 2), (3, 6)])
+def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
+    tmp_path: Path, interval: int, stop_at: int
+) -> None:
+    def fit(sees: Sees, name: str) -> Sees:
+        L.seed_everything(5, verbose=False)
+        saving = LayerwiseCheckpoint(tmp_path / name, every_n_train_steps=1, shared_memory=False)
+        trainer = L.Trainer(
+            strategy=HeteroStrategy(num_stages=1),
+            devices=1,
+            callbacks=[saving, sees],
+            val_check_interval=interval,
+            **{**quiet(max_epochs=1), "enable_checkpointing": True, "num_sanity_val_steps": 0},
+        )
+        rows = TokenRows(32)
+        loader = StatefulDataLoader(rows, batch_size=4, shuffle=True)
+        trainer.fit(Model(ToyOptions(num_layers=1)), loader, StatefulDataLoader(TokenRows(4)))
+        return sees
+
+    undisturbed, first = fit(Sees(), "a"), Sees(stop_at)
+    with pytest.raises(Stop):
+        fit(first, "b")
+    again = fit(Sees(), "b")
+    assert again.done[0][:2] == ("validated", stop_at)
+    assert first.done + again.done == undisturbed.done
+
+
 def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(live, "is_evaluation_due", lambda _: False)
+    for name in ("is_epoch_ending", "is_validation_due"):
+        monkeypatch.setattr(live, name, lambda _: False)
     state, _ = lose("on_validation_end", EPOCH, num_sanity_val_steps=1)
-    assert "a validation or the end of an epoch follows its last step" in state.why
+    assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
 
 
 def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(
@@ -231,11 +282,11 @@ def test_newcomers_are_held_back_where_their_save_would_lack_something(monkeypat
     membership = SimpleNamespace(look_for_guests=lambda: waits[0])
     strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
     monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
-    monkeypatch.setattr(guests, "is_evaluation_due", lambda _: due[0])
+    monkeypatch.setattr(guests, "is_epoch_ending", lambda _: due[0])
     seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
     assert seen.may_come_in(trainer, None)
     due[0] = True
-    # Also where each step has a validation they come in.
+    # Also where each step ends an epoch they come in.
     assert [seen.may_come_in(trainer, None) for _ in range(4)] == [False, True, False, True]
     waits[0] = False
     assert not seen.may_come_in(trainer, None)
@@ -248,7 +299,7 @@ def test_a_save_for_newcomers_that_failed_is_not_repeated_at_each_step(monkeypat
     membership = SimpleNamespace(look_for_guests=lambda: True)
     strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
     monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
-    monkeypatch.setattr(guests, "is_evaluation_due", lambda _: False)
+    monkeypatch.setattr(guests, "is_epoch_ending", lambda _: False)
     seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
     first, failed, safe = (SimpleNamespace(wait_until_confirmed=f) for f in (fails, fails, id))
     seen.refuse_after(first)

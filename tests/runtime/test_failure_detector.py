@@ -144,10 +144,11 @@ def test_a_rank_may_come_to_its_generation_late_but_not_stop_in_it(
     heard.num_rounds, heard.peer, heard.peer_beat = 1, 0, beats
     heard.tell = lambda rank, _: told.append(rank)
     store, peer = Silence(1000.0), Silence(1000.0)
-    detector._judge(heard, store, peer)
+    heard.look_at_peer = lambda: peer.look(beats)
+    detector._judge(heard, store)
     peer._looked_at_s -= gap_s
     heard.num_rounds += 1
-    assert detector._judge(heard, store, peer) is None
+    assert detector._judge(heard, store) is None
     assert told == [0] * num_told
 
 

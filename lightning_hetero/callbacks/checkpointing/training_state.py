@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -22,20 +23,21 @@ from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recover
 from lightning_hetero.core.process.versions import installed_version
 
 __all__ = [
-    "begin_next_epoch",
     "content_of",
     "dump_changing",
     "dump_metadata",
     "dump_random_state",
+    "go_on",
     "has_finished_epoch",
     "hooks_that_save",
     "is_complete",
-    "is_evaluation_due",
+    "is_epoch_ending",
+    "is_validation_due",
     "restore",
-    "restore_random_state",
 ]
 
 _OWN = "lightning_hetero"
+_DUE = "lightning_hetero validation due"
 
 
 def content_of(
@@ -92,6 +94,7 @@ def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
     states = {
         "callbacks": call._call_callbacks_state_dict(trainer),
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+        _DUE: is_validation_due(trainer),
     }
     if plugin_state := plugin.state_dict():
         states[type(plugin).__qualname__] = plugin_state
@@ -170,7 +173,19 @@ def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def restore_random_state(state: Mapping[str, Any] | None) -> None:
+def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
+    """Let Lightning go on from a restored state; called when training starts."""
+    # Not earlier, because making the loader's iterator has drawn a number.
+    _restore_random_state(recovered.rank_metadata)
+    if has_finished_epoch(trainer):
+        # That of the next epoch would have been drawn now.
+        torch.empty((), dtype=torch.int64).random_()
+        _begin_next_epoch(trainer)
+    elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
+        _make_up_validation(trainer)
+
+
+def _restore_random_state(state: Mapping[str, Any] | None) -> None:
     """Put this rank's random number generators back, if as many ranks have saved theirs."""
     if state is None:
         return
@@ -215,7 +230,7 @@ def _average_models(trainer: pl.Trainer) -> list[torch.nn.Module]:
     return [model for model in models if model is not None]
 
 
-def begin_next_epoch(trainer: pl.Trainer) -> None:
+def _begin_next_epoch(trainer: pl.Trainer) -> None:
     """Let Lightning count the epoch that begins where a run goes on from the end of one.
 
     It would take it for the rest of the one before, so what is saved in it would look complete,
@@ -237,11 +252,34 @@ def has_finished_epoch(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
 
-def is_evaluation_due(trainer: pl.Trainer) -> bool:
-    """Whether a validation or the end of an epoch follows the batch that is being trained."""
+def is_epoch_ending(trainer: pl.Trainer) -> bool:
+    """Whether the end of an epoch follows the batch that is being trained."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    has_begun = epoch_loop.batch_progress.current.ready > 0
+    return has_begun and epoch_loop._num_ready_batches_reached()
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation in mid-epoch follows the batch that is being trained."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    batches = epoch_loop.batch_progress.current
+    under_way = batches.completed < batches.ready and not is_epoch_ending(trainer)
+    return under_way and _validates_now(trainer)
+
+
+def _make_up_validation(trainer: pl.Trainer) -> None:
+    """Let Lightning validate before it trains, since that was due when the state was saved.
+
+    It would take a state of a step's end for one that a validation has followed.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    # As if the first batch of that validation had been begun.
+    epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+    epoch_loop.val_loop.batch_progress.reset_on_run()
+    # Loggers' steps: the end of the step that was saved is counted once more.
+    epoch_loop._batches_that_stepped -= 1
+
+
+def _validates_now(trainer: pl.Trainer) -> bool:
     fit_loop: Any = trainer.fit_loop
-    epoch_loop = fit_loop.epoch_loop
-    if epoch_loop.batch_progress.current.ready == 0:
-        return False  # Nothing has been trained.
-    ends_epoch = epoch_loop._num_ready_batches_reached()
-    return bool(ends_epoch or epoch_loop._should_check_val_fx(fit_loop._data_fetcher))
+    return bool(fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher))

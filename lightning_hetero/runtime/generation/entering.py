@@ -2,8 +2,10 @@
 
 import os
 import socket
+import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -27,6 +29,8 @@ __all__ = [
 
 JOIN = "LIGHTNING_HETERO_JOIN"
 """Set by who starts a newcomer: host:port of the store of the run that it comes to."""
+_REFUSED_S = 3.0
+"""How long nobody need serve a store before nobody ever will."""
 OPEN = "lightning_hetero/open membership"
 """Of the store itself: the prefix of the membership that newcomers come to."""
 
@@ -106,6 +110,7 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
 def _connect(address: str, start_timeout: timedelta) -> tuple[Store, str]:
     """Return the run's store, and what names in its membership begin with."""
     host, port = split_address(address)
+    _refuse_unserved(host, port)
     try:
         server = TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=start_timeout
@@ -116,6 +121,27 @@ def _connect(address: str, start_timeout: timedelta) -> tuple[Store, str]:
             f"No run to join at {address} in {start_timeout.total_seconds():.0f} s: {error}. It "
             "must have ElasticRestart(in_place=True) and be reached from here."
         ) from error
+
+
+def _refuse_unserved(host: str, port: int) -> None:
+    """Refuse a port that nobody serves: a run that trains has its store there.
+
+    Raises:
+        PeerError: Nobody does, for some seconds, since its host may have just begun.
+    """
+    deadline_s = time.monotonic() + _REFUSED_S
+    while True:
+        try:
+            with suppress(TimeoutError):
+                socket.create_connection((host, port), timeout=_REFUSED_S).close()
+            return
+        except ConnectionRefusedError as error:
+            if time.monotonic() > deadline_s:
+                raise PeerError(
+                    f"Nobody serves a store at {host}:{port}: the run has ended, or hasn't begun. "
+                    f"A process joins a run that trains; unset {JOIN} to start one."
+                ) from error
+            time.sleep(0.1)
 
 
 def _prefix(name: str) -> str:

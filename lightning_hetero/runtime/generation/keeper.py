@@ -245,7 +245,7 @@ class Keeper:
     def _look(self, store: "Store") -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import membership, newcomers, records
+        from lightning_hetero.runtime.generation import newcomers, records
 
         dead, outlook = self._dead(), None
         for worker in self._workers:
@@ -268,7 +268,7 @@ class Keeper:
                 if records.has_ended(of_run):
                     # What fails after training, in code that follows, is a failure of the script.
                     outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
-                elif membership.is_anybody_left(of_run):
+                elif records.is_anybody_left(of_run):
                     outlook = _Outlook.GOES_ON
         self._seen = len(dead), outlook
 

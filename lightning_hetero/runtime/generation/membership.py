@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -42,7 +42,6 @@ from lightning_hetero.runtime.generation.records import (
     NEWEST,
     NEWS,
     gone_key,
-    is_gone,
     tell_gone,
 )
 from lightning_hetero.runtime.ranks.heartbeat import Silence
@@ -51,7 +50,6 @@ __all__ = [
     "Generation",
     "Member",
     "Membership",
-    "is_anybody_left",
     "silence_of",
 ]
 
@@ -99,12 +97,14 @@ class Generation:
         return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
 
 
-def is_anybody_left(store: Store) -> bool:
-    """Whether a member of the newest generation isn't gone."""
-    if not store.check([NEWEST]):
-        return False
-    members = _decode(store.get(f"members/{int(store.get(NEWEST))}"))
-    return any(not is_gone(store, item.number) for item in members)
+class SignsOfLife(Protocol):
+    """What a generation's heartbeat tells of its ranks; see `Heartbeat`."""
+
+    def beats_of(self, global_rank: int) -> int:
+        """Return how often a rank has beaten."""
+
+    def silence_since(self, global_rank: int, beats: int) -> float:
+        """Return for how long a rank was seen to be silent after it had beaten so often."""
 
 
 class Membership:
@@ -157,6 +157,14 @@ class Membership:
         """How long a generation may take to form, while those that are waited for beat."""
         return self._patience_s
 
+    @property
+    def first_ranks(self) -> tuple[int, ...] | None:
+        """By rank, which rank of the first start it was; None where newcomers are among them."""
+        members = () if self.generation is None else self.generation.members
+        count = newcomers.num_first(self._store)
+        numbers = tuple(member.number for member in members)
+        return numbers if max(numbers, default=0) < count else None
+
     def store_of(self, generation: Generation) -> Store:
         """Return what a generation's ranks meet in; no other generation uses these names.
 
@@ -168,7 +176,11 @@ class Membership:
     # -- forming --------------------------------------------------------------------------------
 
     def form(
-        self, expected: Sequence[int], is_silent: Callable[[int], bool] = lambda _: False
+        self,
+        expected: Sequence[int],
+        is_silent: Callable[[int], bool] = lambda _: False,
+        *,
+        calls_guests: bool = True,
     ) -> Generation:
         """Agree with the others on the next generation; called when the last one has ended.
 
@@ -177,13 +189,15 @@ class Membership:
                 need not be named.
             is_silent: Tells whether a member, or one that was called, which isn't here yet, has
                 shown no sign of life for too long. Asked again and again.
+            calls_guests: Whether newcomers that wait are called for it, unless another member that
+                comes first says otherwise.
 
         Raises:
             PeerError: The others go on without this member, or the store doesn't answer.
         """
         number = 0 if self.generation is None else self.generation.number + 1
         self._say_here(number)
-        called = [] if number == 0 else newcomers.call(self._store, number)
+        called = [] if number == 0 else newcomers.call(self._store, number, anybody=calls_guests)
         expected = list(dict.fromkeys([*expected, *called]))
         deadline_s = time.monotonic() + self._patience_s
         while not self._store.check([f"members/{number}"]):
@@ -200,14 +214,23 @@ class Membership:
         return self._enter(number)
 
     def form_next(
-        self, beats_of: Callable[[int], int], silence_s: float, leaving: Collection[int] = ()
+        self,
+        signs: SignsOfLife,
+        silence_s: float,
+        leaving: Collection[int] = (),
+        *,
+        calls_guests: bool = True,
     ) -> tuple[Generation, Generation]:
         """Agree with those who are left of this generation on the next one; see `form`.
 
+        Who was silent while the old one ended, and has given no sign of life since, isn't waited
+        for as long again: only what is left of `silence_s`.
+
         Args:
-            beats_of: Returns how often a rank of this generation has beaten.
+            signs: Of this generation's ranks.
             silence_s: How late a sign of life may be.
             leaving: Ranks that don't go on, by agreement.
+            calls_guests: See `form`.
 
         Returns:
             This generation, and the next one.
@@ -217,15 +240,16 @@ class Membership:
         ranks = {member.number: rank for rank, member in enumerate(old.members)}
 
         def signs_of(number: int) -> int:
-            return (
-                beats_of(ranks[number])
-                if number in ranks
-                else newcomers.knocks_of(self._store, number)
-            )
+            if number not in ranks:
+                return newcomers.knocks_of(self._store, number)
+            return signs.beats_of(ranks[number])
 
-        is_silent = silence_of(signs_of, limit_s=silence_s, nap_s=silence_s / 5)
+        def known_s(number: int, beats: int) -> float:
+            return signs.silence_since(ranks[number], beats) if number in ranks else 0.0
+
+        is_silent = silence_of(signs_of, known_s, limit_s=silence_s, nap_s=silence_s / 5)
         expected = [number for number, rank in ranks.items() if rank not in leaving]
-        return old, self.form(expected, is_silent)
+        return old, self.form(expected, is_silent, calls_guests=calls_guests)
 
     def enter_called(self, number: int) -> Generation:
         """Enter the generation that has called this newcomer.
@@ -341,7 +365,11 @@ class Membership:
 
 
 def silence_of(
-    beats_of: Callable[[int], int], *, limit_s: float, nap_s: float
+    beats_of: Callable[[int], int],
+    known_s: Callable[[int, int], float],
+    *,
+    limit_s: float,
+    nap_s: float,
 ) -> Callable[[int], bool]:
     """Return what tells whether a rank has stopped to beat, for `limit_s` of watching.
 
@@ -349,15 +377,17 @@ def silence_of(
 
     Args:
         beats_of: Returns how often a rank has beaten.
+        known_s: Returns for how long a rank was seen to be silent, since it had beaten so often.
         limit_s: How long is too long.
         nap_s: What a gap between two looks counts at most; see `Silence`.
     """
     watched: dict[int, Silence] = {}
 
     def is_silent(rank: int) -> bool:
-        silence = watched.setdefault(rank, Silence(nap_s))
         beats = beats_of(rank)
-        return silence.look(beats) > limit_s and beats > 0
+        if rank not in watched:
+            watched[rank] = Silence(nap_s, sign=beats, seconds=known_s(rank, beats))
+        return watched[rank].look(beats) > limit_s and beats > 0
 
     return is_silent
 

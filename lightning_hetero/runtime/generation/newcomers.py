@@ -9,9 +9,10 @@
 4. Who is called says that it is here, as all others do, and is in the generation that is proposed.
    One that was called and shows no sign of life is gone, as a member would be.
 
-A generation that forms because a rank was lost calls guests as well. Whoever dies on the way holds
-up nobody before it is called, and the others for as long as a lost rank's heartbeat may be late
-then.
+A generation that forms because a rank was lost calls guests as well, unless those who are left go
+on from their own slices, of which newcomers have no part: then the next one does. Whoever dies on
+the way holds up nobody before it is called, and the others for as long as a lost rank's heartbeat
+may be late then.
 """
 
 import json
@@ -19,6 +20,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
@@ -27,6 +29,7 @@ from lightning_hetero.runtime.generation.records import (
     NEWEST,
     NEWS,
     gone_key,
+    is_anybody_left,
     is_gone,
     tell_gone,
 )
@@ -41,6 +44,7 @@ __all__ = [
     "has_only_knocked",
     "knocks_of",
     "note_entered",
+    "num_first",
 ]
 
 _log = logging.getLogger(__name__)
@@ -74,15 +78,20 @@ class Newcomer:
                 process up.
         """
         deadline_s = time.monotonic() + timeout_s
-        self.knock()
-        self._store.add(NEWS, 1)
-        while time.monotonic() < deadline_s:
-            self._raise_if_turned_away()
-            coming = self._next_generation()
-            if coming is not None and self.number in _numbers(self._store, call_key(coming)):
-                return coming
-            time.sleep(_KNOCK_S)
+        try:
             self.knock()
+            self._store.add(NEWS, 1)
+            while time.monotonic() < deadline_s:
+                self._raise_if_turned_away()
+                coming = self._next_generation()
+                if coming is not None and self.number in _numbers(self._store, call_key(coming)):
+                    return coming
+                time.sleep(_KNOCK_S)
+                self.knock()
+        except DistError as error:
+            raise PeerError(
+                f"The run's store is gone, so the run has ended, or lost its first node: {error}"
+            ) from error
         raise PeerError(
             f"Nobody has let this process in for {timeout_s:.0f} s. Runs do between two steps, "
             "once they have begun to train; if that takes longer, allow more: "
@@ -111,6 +120,10 @@ class Newcomer:
         if is_gone(store, self.number):
             reason = store.get(gone_key(self.number)).decode()
             raise PeerError(f"The run goes on without this process: {reason}")
+        if store.check([NEWEST]) and not is_anybody_left(store):
+            raise PeerError(
+                "Nobody is left of the run: it has failed, or was started anew. Start this again."
+            )
 
 
 class Door:
@@ -142,7 +155,7 @@ class Door:
         self._news = num_news
         total = int(self._store.add(_NUMBERS, 0))
         # Those before it were there from the start.
-        self._next = self._next or int(self._store.get(_FIRST))
+        self._next = self._next or num_first(self._store)
         for number in range(self._next, total):
             self._waiting[number] = Silence(1.0)
         self._next = total
@@ -182,12 +195,18 @@ class Door:
         return True
 
 
-def call(store: Store, generation: int) -> list[int]:
-    """Call the guests for a generation; returns who is called, the same for every caller."""
+def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
+    """Call the guests for a generation; returns who is called, the same for every caller.
+
+    Args:
+        store: The membership's.
+        generation: Its number.
+        anybody: Whether guests are called, where nobody has called or declined to before.
+    """
     waiting = [
         number
         for number in sorted(_numbers(store, _GUESTS))
-        if not is_gone(store, number) and not store.check([_entered(number)])
+        if anybody and not is_gone(store, number) and not store.check([_entered(number)])
     ]
     return list(json.loads(store.compare_set(call_key(generation), "", json.dumps(waiting))))
 
@@ -216,6 +235,11 @@ def begin_numbers(store: Store, num_first: int) -> None:
     """Count the members of the first start, whose numbers are their ranks."""
     store.set(_FIRST, str(num_first))
     store.add(_NUMBERS, num_first)
+
+
+def num_first(store: Store) -> int:
+    """Return how many members the first start had."""
+    return int(store.get(_FIRST))
 
 
 def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

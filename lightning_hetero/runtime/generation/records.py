@@ -1,8 +1,19 @@
 """What a membership writes down, beside its generations, and under which names."""
 
+import json
+
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["ENDED", "NEWEST", "NEWS", "gone_key", "has_ended", "is_gone", "tell_gone"]
+__all__ = [
+    "ENDED",
+    "NEWEST",
+    "NEWS",
+    "gone_key",
+    "has_ended",
+    "is_anybody_left",
+    "is_gone",
+    "tell_gone",
+]
 
 ENDED, NEWEST, NEWS = "ended", "newest", "news"
 
@@ -22,6 +33,14 @@ def tell_gone(store: Store, member: int, reason: str) -> None:
 def is_gone(store: Store, member: int) -> bool:
     """Whether anybody has said that a member is gone."""
     return bool(store.check([gone_key(member)]))
+
+
+def is_anybody_left(store: Store) -> bool:
+    """Whether a member of the newest generation isn't gone."""
+    if not store.check([NEWEST]):
+        return False
+    members = json.loads(store.get(f"members/{int(store.get(NEWEST))}"))
+    return any(not is_gone(store, number) for number, _ in members)
 
 
 def gone_key(member: int) -> str:

@@ -233,14 +233,14 @@ class FailureDetector:
     # -- the watching thread --------------------------------------------------------------------
 
     def _watch(self, heard: Heartbeat, stopped: threading.Event) -> None:
-        store, peer = Silence(2 * self._interval_s), Silence(2 * self._interval_s)
+        store = Silence(2 * self._interval_s)
         while not stopped.wait(self._interval_s / 2):
-            self._reason = self._judge(heard, store, peer)
+            self._reason = self._judge(heard, store)
             if self._reason is not None:
                 self._end_run(self._reason, stopped)
                 return
 
-    def _judge(self, heard: Heartbeat, store: Silence, peer: Silence) -> str | None:
+    def _judge(self, heard: Heartbeat, store: Silence) -> str | None:
         """Return why the run can't go on, None while nothing says so."""
         patience_s = 6 * self._interval_s if heard.is_suspicious else self._silence_s
         if heard.failure is not None:
@@ -253,7 +253,7 @@ class FailureDetector:
         if self._bulletin is not None and heard.peer_beat == 0:
             # It may still end its last fit, and were it dead, its keeper would say so.
             patience_s = max(self._bulletin.patience_s, patience_s)
-        if store.seconds == 0.0 and peer.look((heard.peer, heard.peer_beat)) > patience_s:
+        if store.seconds == 0.0 and heard.look_at_peer() > patience_s:
             heard.tell(heard.peer, _describe_silent(heard.peer))
         return None
 

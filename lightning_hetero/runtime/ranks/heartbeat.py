@@ -31,21 +31,24 @@ class Silence:
     Args:
         nap_s: What a gap between two looks counts at most: a process that was stopped itself, or
             got no time on a busy machine, knows nothing of the others.
+        sign: The last sign of life, if one is known.
+        seconds: The silence since then that was counted before.
     """
 
-    def __init__(self, nap_s: float) -> None:
+    def __init__(self, nap_s: float, *, sign: object = None, seconds: float = 0.0) -> None:
         self._nap_s = nap_s
-        self._sign: object = None
+        self.sign = sign
+        """The last sign of life."""
         self._looked_at_s = time.monotonic()
-        self.seconds = 0.0
+        self.seconds = seconds
         """The silence so far."""
 
     def look(self, sign: object) -> float:
         """Return the silence; a sign that has changed ends it."""
         now_s = time.monotonic()
         gap_s = min(now_s - self._looked_at_s, self._nap_s)
-        self.seconds = 0.0 if sign != self._sign else self.seconds + gap_s
-        self._sign, self._looked_at_s = sign, now_s
+        self.seconds = 0.0 if sign != self.sign else self.seconds + gap_s
+        self.sign, self._looked_at_s = sign, now_s
         return self.seconds
 
 
@@ -114,6 +117,8 @@ class Heartbeat:
         """The next rank that hasn't said goodbye; this one where there is none."""
         self.peer_beat = 0
         """How often that rank has shown that it lives."""
+        self.peer_silence = Silence(2 * interval_s)
+        """How long it has shown nothing, as far as anybody has looked."""
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def tell(self, failed_rank: int, reason: str) -> None:
@@ -125,6 +130,15 @@ class Heartbeat:
         """Tell the others that a connection has broken, so somebody may be dead."""
         self._suspects = True
         self._wake.set()
+
+    def look_at_peer(self) -> float:
+        """Return how long the rank that is watched has been silent."""
+        return self.peer_silence.look((self.peer, self.peer_beat))
+
+    def silence_since(self, global_rank: int, beats: int) -> float:
+        """Return for how long a rank was seen to be silent after it had beaten so often."""
+        known = self.peer_silence.sign == (global_rank, beats)
+        return self.peer_silence.seconds if known else 0.0
 
     def beats_of(self, global_rank: int) -> int:
         """Return how often a rank has beaten; for another thread, and only where a store answers.

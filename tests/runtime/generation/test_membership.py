@@ -1,8 +1,11 @@
 """Members of one process, each in a thread, agree on generations in one store."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,10 +14,10 @@ from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation.membership import (
     Generation,
     Membership,
-    is_anybody_left,
     silence_of,
 )
-from lightning_hetero.runtime.generation.records import has_ended, is_gone
+from lightning_hetero.runtime.generation.records import has_ended, is_anybody_left, is_gone
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 
 def members(store: dist.Store, count: int = 4) -> list[Membership]:
@@ -114,11 +117,26 @@ def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
 
 def test_silence_counts_only_without_beats() -> None:
     beats = {0: 1, 1: 1, 2: 0}
-    is_silent = silence_of(beats.__getitem__, limit_s=-1.0, nap_s=0.0)
+    is_silent = silence_of(beats.__getitem__, lambda *_: 0.0, limit_s=-1.0, nap_s=0.0)
     assert is_silent(1), "no time passed, but the limit is below it"
     assert not is_silent(2), "it hasn't begun to beat"
-    patient = silence_of(beats.__getitem__, limit_s=timedelta(hours=1).total_seconds(), nap_s=1.0)
+    hour_s = timedelta(hours=1).total_seconds()
+    patient = silence_of(beats.__getitem__, lambda *_: 0.0, limit_s=hour_s, nap_s=1.0)
     assert not patient(0)
+
+
+def test_a_rank_that_was_silent_before_is_not_waited_for_as_long_again() -> None:
+    """But one that has beaten since, and one that nobody watched, is."""
+    hour_s, store = timedelta(hours=1).total_seconds(), dist.HashStore()
+    heartbeat = Heartbeat(store, global_rank=0, world_size=2, interval_s=hour_s)
+    heartbeat.peer, heartbeat.peer_beat = 1, 7
+    heartbeat.peer_silence.sign, heartbeat.peer_silence.seconds = (1, 7), hour_s
+    for beats, is_gone_at_once in (({1: 7}, True), ({1: 8}, False), ({2: 7}, False)):
+        (rank,) = beats
+        is_silent = silence_of(
+            beats.__getitem__, heartbeat.silence_since, limit_s=hour_s - 1.0, nap_s=1.0
+        )
+        assert is_silent(rank) == is_gone_at_once
 
 
 def test_who_still_ends_its_last_fit_is_waited_for() -> None:
@@ -130,11 +148,14 @@ def test_who_still_ends_its_last_fit_is_waited_for() -> None:
     def beats_of(rank: int) -> int:
         seen.append(rank)
         if len(seen) > 50:
-            thread.submit(late.form_next, lambda _: 1, 10.0) if len(seen) == 51 else None
+            thread.submit(late.form_next, signs_of(lambda _: 1), 10.0) if len(seen) == 51 else None
         return beats[rank]
+
+    def signs_of(beats_of: Callable[[int], int]) -> Any:
+        return SimpleNamespace(beats_of=beats_of, silence_since=lambda *_: 0.0)
 
     with ThreadPoolExecutor(1) as thread:
         # Hardly any silence is allowed.
-        assert early.form_next(beats_of, 1e-6)[1].world_size == 2
+        assert early.form_next(signs_of(beats_of), 1e-6)[1].world_size == 2
     assert early.find_gone() is None
     assert len(seen) > 50

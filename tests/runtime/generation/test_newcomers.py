@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -73,11 +74,9 @@ def form_next(
 ) -> list[Generation]:
     staying = [m for m in members if m.generation.rank_of(m.number) not in leaving]
     beats = iter(range(10**9))
+    signs = SimpleNamespace(beats_of=lambda _: next(beats), silence_since=lambda *_: 0.0)
     with ThreadPoolExecutor(len(staying)) as threads:
-        formed = threads.map(
-            lambda m: m.form_next(lambda _: next(beats), silence_s, leaving)[1], staying
-        )
-        return list(formed)
+        return list(threads.map(lambda m: m.form_next(signs, silence_s, leaving)[1], staying))
 
 
 def test_newcomers_are_seen_before_they_are_called_and_then_all_agree() -> None:
