@@ -8,10 +8,15 @@ is the overlap of intervals, whatever the plans' layer splits and TP degrees are
 """
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from itertools import chain
 from math import prod
+from operator import lt
+from typing import NamedTuple
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
@@ -20,10 +25,12 @@ __all__ = [
     "Holders",
     "Holding",
     "Interval",
+    "Lot",
     "OuterRole",
     "Ownership",
     "ParameterSpec",
     "PlanHolders",
+    "SharedRows",
     "Slice",
     "holdings_of",
     "kept_rows",
@@ -209,6 +216,90 @@ class PlanHolders:
             by_rank = {item.global_rank: item for item in holdings}
             self._known[key] = Holders(holdings, by_rank)
         return self._known[key]
+
+
+class SharedRows(NamedTuple):
+    """Rows that some ranks hold alike, and keep among themselves."""
+
+    held: Interval
+    pieces: tuple[Interval, ...]
+    """What each of them keeps, ascending, counted from the first row held."""
+
+
+class Lot:
+    """Parameters that have the same owners and holders."""
+
+    def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
+        self._holders = holders
+        self._slices = slices
+
+    @cached_property
+    def has_standbys(self) -> bool:
+        """Whether any row is kept by two ranks."""
+        return any(item.standby is not None for item in self._slices)
+
+    @cached_property
+    def _kept(self) -> Sequence[Slice]:
+        """What each rank keeps, ascending: what owners and standbys have of the rows."""
+        if not self.has_standbys:
+            return self._slices
+        by_keeper = defaultdict(list)
+        for item in self._slices:
+            for rank in item.keepers:
+                by_keeper[rank].append(item)
+        found = [Slice(rank, *rows) for rank, i in by_keeper.items() for rows in kept_rows(i, rank)]
+        return sorted(found, key=lambda item: (item.start, item.owner))
+
+    @cached_property
+    def members(self) -> frozenset[int]:
+        """Ranks that hold or keep any rows."""
+        return frozenset(self._holders.by_rank) | {item.owner for item in self._kept}
+
+    def circles(self, *, push: bool) -> dict[tuple[int, ...], SharedRows] | None:
+        """Return who holds the same rows and owns, in a push keeps, just those among themselves.
+
+        None where ranks keep what they don't hold, or in several pieces, or hold overlapping rows.
+        """
+        slices = self._kept if push else self._slices
+        kept = {item.owner: (item.start, item.stop) for item in slices}
+        holders: dict[tuple[Interval, ...], list[int]] = defaultdict(list)
+        for item in self._holders.holdings:
+            holders[item.pushes].append(item.global_rank)
+        bounds = [bound for rows in sorted(chain.from_iterable(holders)) for bound in rows]
+        are_apart = bounds == sorted(bounds) and all(map(lt, bounds[::2], bounds[1::2]))
+        if len(kept) < len(slices) or not are_apart or any(len(rows) != 1 for rows in holders):
+            return None
+        found = {}
+        for ((start, stop),), ranks in holders.items():
+            members = tuple(sorted(ranks))
+            own = [kept.pop(rank, (start, start)) for rank in members]
+            if any(first < start or stop < last for first, last in own):
+                return None
+            pieces = tuple((first - start, last - start) for first, last in own)
+            found[members] = SharedRows((start, stop), pieces)
+        return None if kept else found
+
+    def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (owner, holder, first row, last row + 1) of what `rank` sends, gets or keeps.
+
+        The owner is in a push whoever keeps the rows, in a pull the holder itself if it does.
+        """
+        slices = self._kept if push else self._slices
+        owned = [item for item in slices if item.owner == rank]
+        for holding in self._holders.holdings:
+            holder = holding.global_rank
+            for item in slices if holder == rank else owned:
+                owner = item.owner
+                if item.standby == holder and not push:
+                    if holder != rank:
+                        continue
+                    owner = holder
+                # The innermost loop runs once for every piece there is: keep it flat.
+                for start, stop in holding.pushes if push else holding.intervals:
+                    first = start if start > item.start else item.start
+                    last = stop if stop < item.stop else item.stop
+                    if first < last:
+                        yield owner, holder, first, last
 
 
 def _stages_that_use(spec: ParameterSpec, pipeline: PipelinePlan) -> list[int]:

@@ -5,17 +5,17 @@ holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table r
 directions. All pieces of one *unit* (a layer, or what lies before or after the layers) travel
 together: in one message for each peer, so with owners among the holders, D pipelines and k layers
 in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
-collective among the unit's `members`, k in all. Small neighbours with the same members are one
-unit, as DDP has its buckets: a message costs as much as many kilobytes. With redundancy a push goes
-to owner and standby of each slice, twice the bytes; a pull takes from the owner what the holder
-doesn't keep itself.
+collective of a `Circle`, k in all. Small neighbours with the same members are one unit, as DDP has
+its buckets: a message costs as much as many kilobytes. With redundancy a push goes to owner and
+standby of each slice, twice the bytes; a pull takes from the owner what the holder doesn't keep
+itself.
 
 Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
 all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -23,17 +23,17 @@ from typing import NamedTuple
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import (
-    Holders,
     Holding,
     Interval,
+    Lot,
     OuterRole,
     ParameterSpec,
     PlanHolders,
     Slice,
-    kept_rows,
 )
 
 __all__ = [
+    "Circle",
     "ExchangeKind",
     "Message",
     "Move",
@@ -95,70 +95,34 @@ class Move:
     """(index of the parameter in its unit, first row, last row + 1)."""
 
 
-class _Lot:
-    """Parameters that have the same owners and holders."""
+MOST_PADDING = 1 / 8
+"""Bytes that padding may add to pieces of unlike sizes, as a share of the unit's. Pieces of R rows
+among D ranks need D/R of theirs at most, so rows that are 8 times as many as ranks always go."""
 
-    def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
-        self._holders = holders
-        self._slices = slices
 
-    @cached_property
-    def has_standbys(self) -> bool:
-        """Whether any row is kept by two ranks."""
-        return any(item.standby is not None for item in self._slices)
+class Circle(NamedTuple):
+    """Ranks that hold the same rows of a unit's parameters, and keep those among themselves.
 
-    @cached_property
-    def _kept(self) -> Sequence[Slice]:
-        """What each rank keeps, ascending: what owners and standbys have of the rows."""
-        if not self.has_standbys:
-            return self._slices
-        by_keeper = defaultdict(list)
-        for item in self._slices:
-            for rank in item.keepers:
-                by_keeper[rank].append(item)
-        found = [Slice(rank, *rows) for rank, i in by_keeper.items() for rows in kept_rows(i, rank)]
-        return sorted(found, key=lambda item: (item.start, item.owner))
+    All holders, or under tensor parallelism those of the same part. What all ranks of a stage hold,
+    such as a norm's weight, is shared out among them: each pushes its part in its own circle.
+    """
 
-    @cached_property
-    def members(self) -> frozenset[int]:
-        """Ranks that hold or keep any rows."""
-        return frozenset(self._holders.by_rank) | {item.owner for item in self._kept}
+    members: tuple[int, ...]
+    """Ascending."""
+    held: tuple[Interval, ...]
+    """Of each parameter the rows that all of them hold."""
+    pieces: tuple[tuple[Interval, ...], ...]
+    """Those that each owns, in a push keeps, as [parameter][member]; counted from the first held.
+    """
 
-    def rows(self, *, push: bool) -> dict[int, Interval] | None:
-        """The rows that each rank owns, in a push keeps, if they are one interval.
-
-        And only if those ranks hold all, and every holder all and alike.
-        """
-        slices = self._kept if push else self._slices
-        length = max((item.stop for item in slices), default=0)
-        whole = ((0, length),)
-        are_whole = all(item.intervals == whole == item.pushes for item in self._holders.holdings)
-        found = {item.owner: (item.start, item.stop) for item in slices}
-        if not are_whole or len(found) < len(slices):
-            return None
-        return found if self.members <= self._holders.by_rank.keys() else None
-
-    def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (owner, holder, first row, last row + 1) of what `rank` sends, gets or keeps.
-
-        The owner is in a push whoever keeps the rows, in a pull the holder itself if it does.
-        """
-        slices = self._kept if push else self._slices
-        owned = [item for item in slices if item.owner == rank]
-        for holding in self._holders.holdings:
-            holder = holding.global_rank
-            for item in slices if holder == rank else owned:
-                owner = item.owner
-                if item.standby == holder and not push:
-                    if holder != rank:
-                        continue
-                    owner = holder
-                # The innermost loop runs once for every piece there is: keep it flat.
-                for start, stop in holding.pushes if push else holding.intervals:
-                    first = start if start > item.start else item.start
-                    last = stop if stop < item.stop else item.stop
-                    if first < last:
-                        yield owner, holder, first, last
+    def fits(self, row_numels: Sequence[int]) -> bool:
+        """Whether pieces can be padded to one size, and there are any."""
+        padded = exact = 0
+        for pieces, row_numel in zip(self.pieces, row_numels, strict=True):
+            sizes = [stop - start for start, stop in pieces]
+            padded += max(sizes) * len(sizes) * row_numel
+            exact += sum(sizes) * row_numel
+        return all(row_numels) and padded <= (1 + MOST_PADDING) * exact
 
 
 class UnitKind:
@@ -169,9 +133,10 @@ class UnitKind:
         row_numels: Elements in a row of each parameter.
     """
 
-    def __init__(self, lots: Sequence[_Lot], row_numels: Sequence[int]) -> None:
+    def __init__(self, lots: Sequence[Lot], row_numels: Sequence[int]) -> None:
         self._lots = tuple(lots)
         self.row_numels = tuple(row_numels)
+        self._circles: dict[bool, tuple[Circle, ...] | None] = {}
 
     @cached_property
     def members(self) -> tuple[int, ...]:
@@ -179,32 +144,38 @@ class UnitKind:
         return tuple(sorted(frozenset().union(*(lot.members for lot in set(self._lots)))))
 
     @cached_property
-    def own_rows(self) -> tuple[tuple[Interval, ...], ...] | None:
-        """The rows of each parameter that each member owns, as [parameter][member].
-
-        None unless all members hold every parameter whole, so that what one of them owns is what it
-        sends to each in a pull, and what it keeps what it gets from each in a push.
-        """
-        return self._rows(push=False)
-
-    @cached_property
-    def kept_rows(self) -> tuple[tuple[Interval, ...], ...] | None:
-        """The same of what each member keeps as owner or standby."""
-        return self._rows(push=True) if self.has_standbys else self.own_rows
-
-    @cached_property
     def has_standbys(self) -> bool:
         """Whether any of it is kept by two ranks."""
         return any(lot.has_standbys for lot in self._lots)
 
-    def _rows(self, *, push: bool) -> tuple[tuple[Interval, ...], ...] | None:
-        found = []
-        for lot in self._lots:
-            rows = lot.rows(push=push)
-            if rows is None or len(lot.members) != len(self.members):
-                return None
-            found.append(tuple(rows.get(rank, (0, 0)) for rank in self.members))
-        return tuple(found)
+    def circles(self, *, push: bool) -> tuple[Circle, ...] | None:
+        """Return the circles in which it is pulled or pushed; every member is in one of them.
+
+        None unless they are the same for every parameter, and pieces of about one size in each.
+        """
+        key = push and self.has_standbys
+        if key not in self._circles:
+            self._circles[key] = self._find_circles(push=key)
+        return self._circles[key]
+
+    def _find_circles(self, *, push: bool) -> tuple[Circle, ...] | None:
+        by_lot = {lot: lot.circles(push=push) for lot in set(self._lots)}
+        found = [item for lot in self._lots if (item := by_lot[lot]) is not None]
+        if len(found) < len(self._lots) or any(item.keys() != found[0].keys() for item in found):
+            return None
+        circles = tuple(
+            Circle(members, *zip(*(item[members] for item in found), strict=True))
+            for members in found[0]
+        )
+        return circles if all(item.fits(self.row_numels) for item in circles) else None
+
+    @cached_property
+    def groups(self) -> frozenset[tuple[int, ...]]:
+        """The sets of ranks among which it travels, if by collectives."""
+        found: set[tuple[int, ...]] = set()
+        for circles in (self.circles(push=False), self.circles(push=True)):
+            found |= {self.members} if circles is None else {item.members for item in circles}
+        return frozenset(found)
 
     def moves(self, global_rank: int, *, push: bool) -> list[Move]:
         """Return what a rank sends, receives or keeps, by (owner, holder)."""
@@ -299,7 +270,7 @@ class TransferTable:
         holders = PlanHolders(plan)
         self._holders = {spec.name: holders.of(spec) for spec in specs}
         self._slices = slices
-        self._lots: dict[Hashable, _Lot] = {}
+        self._lots: dict[Hashable, Lot] = {}
         self._kinds: dict[Hashable, UnitKind] = {}
         members: dict[int, list[ParameterSpec]] = defaultdict(list)
         for spec in specs:
@@ -334,14 +305,18 @@ class TransferTable:
         row_numels = tuple(spec.row_numel for spec in specs)
         return self._kinds.setdefault((lots, row_numels), UnitKind(lots, row_numels))
 
-    def _lot_of(self, parameter: str) -> _Lot:
+    def _lot_of(self, parameter: str) -> Lot:
         holders, slices = self._holders[parameter], self._slices[parameter]
         # By identity, as `assign_owners` gives one object to all that are alike.
-        return self._lots.setdefault((holders, id(slices)), _Lot(holders, slices))
+        return self._lots.setdefault((holders, id(slices)), Lot(holders, slices))
 
     def holdings(self, parameter: str) -> tuple[Holding, ...]:
         """Return who holds a parameter, in pipeline order."""
         return self._holders[parameter].holdings
+
+    def holders(self, parameter: str) -> Mapping[int, Holding]:
+        """Return who holds a parameter, by global rank."""
+        return self._holders[parameter].by_rank
 
     def holding(self, parameter: str, global_rank: int) -> Holding | None:
         """Return what a rank holds of a parameter, or None."""

@@ -143,26 +143,49 @@ def test_arithmetic_on_kinds_finds_what_walking_every_pair_of_ranks_finds(
 
 
 @given(rng=random, tied=st.booleans(), rule=RULES)
-def test_members_of_a_unit_are_who_takes_part_and_pieces_are_owned_where_all_hold(rng, tied, rule):
+def test_members_of_a_unit_are_who_takes_part_and_circles_share_what_they_own(rng, tied, rule):
     plan, world_size = random_plan(rng)
     specs = small_model(plan.num_layers, tied=tied)
     slices = assign_owners(specs, plan, world_size=world_size, ownership=rule)
     for unit in TransferTable(specs, slices, plan).units:
         kind, members = unit.kind, unit.kind.members
         assert list(members) == [r for r in range(world_size) if unit.messages(r, push=False)]
-        owned = [
-            {item.owner: (item.start, item.stop) for item in slices[s.name]} for s in unit.specs
-        ]
-        whole = all(
-            {h.global_rank: (h.intervals, h.pushes) for h in holdings_of(spec, plan)}
-            == dict.fromkeys(members, (((0, spec.cut_length),),) * 2)
-            for spec in unit.specs
-        )
-        assert (kind.own_rows is not None) == whole
-        if kind.own_rows is not None:
-            assert kind.own_rows == tuple(
-                tuple(rows.get(rank, (0, 0)) for rank in members) for rows in owned
-            )
+        circles = kind.circles(push=True)
+        if circles is None:
+            continue
+        assert sorted(rank for circle in circles for rank in circle.members) == list(members)
+        for circle in circles:
+            for spec, (start, stop), pieces in zip(
+                unit.specs, circle.held, circle.pieces, strict=True
+            ):
+                pushed = {h.global_rank: h.pushes for h in holdings_of(spec, plan)}
+                assert {pushed[rank] for rank in circle.members} == {((start, stop),)}
+                owners = {row: i.owner for i in slices[spec.name] for row in range(i.start, i.stop)}
+                found = {
+                    start + row: rank
+                    for rank, piece in zip(circle.members, pieces, strict=True)
+                    for row in range(*piece)
+                }
+                assert found == {row: owners[row] for row in range(start, stop)}
+
+
+@pytest.mark.parametrize(("num_stages", "tp_degree"), [(1, 1), (8, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize("push", [False, True])
+def test_ranks_with_the_same_part_of_a_stage_exchange_among_themselves(num_stages, tp_degree, push):
+    plan = ParallelPlan.even(
+        world_size=1024, num_layers=8, num_stages=num_stages, tp_degree=tp_degree
+    )
+    specs = [
+        ParameterSpec(name="up", shape=(8192, 2), layer=0, tp_dim=0),
+        ParameterSpec(name="norm", shape=(8192,), layer=0),
+    ]
+    slices = assign_owners(specs, plan, world_size=1024, ownership=Ownership.HOLDERS)
+    (unit,) = TransferTable(specs, slices, plan).units
+    circles = unit.kind.circles(push=push)
+    assert circles is not None
+    by_part = [{p.stages[0].ranks[tp_rank] for p in plan.pipelines} for tp_rank in range(tp_degree)]
+    assert sorted(map(sorted, by_part)) == sorted(list(circle.members) for circle in circles)
+    assert unit.kind.groups == {circle.members for circle in circles}
 
 
 @pytest.mark.parametrize("degrees", [{}, {"num_stages": 8}, {"num_stages": 8, "tp_degree": 8}])

@@ -1,9 +1,14 @@
-"""Units that all members hold whole and keep in pieces of one size: all-gather and its reverse.
+"""Units that ranks hold alike and keep in pieces of one size: all-gather and its reverse.
 
 Pieces that differ by a row are padded to one size where that costs little. Then a unit is a
 rectangle, a row of it for each member: a pull is one all-gather; a push is one all-to-all of rows
 and a sum over them in pipeline order, or one reduce-scatter. Packing takes a few operations for
 each parameter, whatever the number of ranks.
+
+Such ranks are a circle: all holders, or under tensor parallelism those of the same part. There it
+has a part of what every rank of a stage holds whole, too, such as norms: the stage's ranks gather
+that from each other afterwards. So with 128 pipelines of degree 8 a rank meets 127 and 7 others,
+not 1,023.
 """
 
 from collections.abc import Sequence
@@ -23,9 +28,6 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, 
 
 __all__ = ["EvenPieces", "GatheredUnit", "ScatteredUnit"]
 
-_MOST_PADDING = 1 / 8
-"""Bytes that padding may add, as a share of the unit's. Pieces of R rows among D ranks need D/R of
-theirs at most, so rows that are 8 times as many as ranks always go."""
 _ADDED_IN_TURN = 64
 """Up to so many pipelines are summed one after another, as messages are. More are summed by one
 operation, whose order follows from their number."""
@@ -61,8 +63,8 @@ class EvenPieces:
 
     Args:
         specs: The parameters of one of them.
-        members: The ranks that hold and keep them, ascending.
-        own_rows: The rows that each owns, in a push keeps, as [parameter][member].
+        members: The ranks that share them, ascending.
+        own_rows: The rows that each has of what they share, as [parameter][member].
         store: This rank's slices.
     """
 
@@ -87,22 +89,6 @@ class EvenPieces:
         ]
         self.numel = sum(self._sizes)
         """Elements of each member's piece, padding included."""
-
-    @classmethod
-    def of(cls, unit: Unit, store: SliceStore, *, push: bool = False) -> "EvenPieces | None":
-        """Return how a unit's kind lies; None if its pieces are too unlike or parts are held."""
-        own_rows = unit.kind.kept_rows if push else unit.kind.own_rows
-        members = unit.kind.members
-        if own_rows is None or not all(spec.numel for spec in unit.specs):
-            return None
-        padded = exact = 0
-        for spec, pieces in zip(unit.specs, own_rows, strict=True):
-            width = max(stop - start for start, stop in pieces)
-            padded += width * len(members) * spec.row_numel
-            exact += sum(stop - start for start, stop in pieces) * spec.row_numel
-        if padded > (1 + _MOST_PADDING) * exact:
-            return None
-        return cls(unit.specs, members, own_rows, store)
 
     def pack_wholes(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the rectangle of whole parameters, (members, elements)."""
@@ -154,17 +140,41 @@ class EvenPieces:
         return [narrow_rows(whole, spec, *rows) for whole, spec, rows in items]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvenWay:
+    """How all units of a kind travel in this rank's circle, and then between a stage's ranks."""
+
+    group: dist.ProcessGroup
+    """The communicator of the circle."""
+    pieces: EvenPieces
+    held: tuple[Interval, ...]
+    """Where what the circle shares of each parameter lies in this rank's weights."""
+    parts: EvenPieces | None = None
+    """The parts that the stage's ranks have of what all of them hold, if there is any."""
+    part_indices: tuple[int, ...] = ()
+    """Which parameters that are."""
+    stage_group: dist.ProcessGroup | None = None
+    """The communicator of the stage, on which nothing else travels while a layer waits."""
+
+    def narrow(self, tensors: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
+        """Return what the circle shares of tensors like this rank's weights, as views."""
+        return [
+            item
+            if spec.shape and item.shape[spec.cut_dim] == stop - start
+            else narrow_rows(item, spec, start, stop)
+            for item, spec, (start, stop) in zip(tensors, specs, self.held, strict=True)
+        ]
+
+
 @dataclass(eq=False)
 class _EvenUnit:
     """One unit's part in every exchange."""
 
     unit: Unit
-    pieces: EvenPieces
+    way: EvenWay
     store: SliceStore
     weights: ComputeWeights
     options: ExchangeOptions
-    group: dist.ProcessGroup
-    """The communicator of the unit's members."""
     _work: dist.Work | None = None
     _given: Tensor | None = None
     """May not be freed while it is sent."""
@@ -172,6 +182,11 @@ class _EvenUnit:
 
     travels = True
     """Whether this rank takes part in a communication."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The communicator on which it travels."""
+        return self.way.group
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.options.dtype, device=self.store.device)
@@ -202,13 +217,24 @@ class GatheredUnit(_EvenUnit):
         names = [spec.name for spec in self.unit.specs]
         return owned, [self.weights.shards[name].detach() for name in names]
 
+    @cached_property
+    def _shared(self) -> list[Tensor]:
+        """What the circle shares of the compute weights."""
+        return self.way.narrow(self._views[1], self.unit.specs)
+
+    @cached_property
+    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of what all ranks of its stage hold, and the wholes."""
+        indices, wholes = self.way.part_indices, self._views[1]
+        return [self._shared[index] for index in indices], [wholes[index] for index in indices]
+
     def post(self) -> None:
         """Post the all-gather."""
-        given = self.pieces.pack_own(self._views[0], self.options.dtype)
+        given = self.way.pieces.pack_own(self._views[0], self.options.dtype)
         if given.device != self.store.device:
             given = end_to_end([given], given.dtype, self.store.device)
         self._given = given
-        received = self._received = self._empty(len(self.pieces.members) * given.numel())
+        received = self._received = self._empty(len(self.way.pieces.members) * given.numel())
         self._work = dist.all_gather_into_tensor(received, given, group=self.group, async_op=True)
 
     def wait(self) -> None:
@@ -216,9 +242,19 @@ class GatheredUnit(_EvenUnit):
         assert self._work is not None
         assert self._received is not None
         self._work.wait()
-        rectangle = self._received.view(len(self.pieces.members), -1)
-        self.pieces.unpack_wholes(rectangle, self._views[1])
+        rectangle = self._received.view(len(self.way.pieces.members), -1)
+        self.way.pieces.unpack_wholes(rectangle, self._shared)
         self._work = self._received = None
+        if self.way.parts is not None:
+            self._gather_parts(self.way.parts)
+
+    def _gather_parts(self, pieces: EvenPieces) -> None:
+        """Gather from the stage's ranks what all of them hold."""
+        parts, wholes = self._parts
+        given = pieces.pack_own(parts, self.options.dtype)
+        received = self._empty(len(pieces.members), given.numel())
+        dist.all_gather_into_tensor(received.view(-1), given, group=self.way.stage_group)
+        pieces.unpack_wholes(received, wholes)
 
 
 class ScatteredUnit(_EvenUnit):
@@ -234,13 +270,14 @@ class ScatteredUnit(_EvenUnit):
         return self.options.kind is ExchangeKind.REDUCE_SCATTER
 
     def _gradients(self) -> list[Tensor]:
-        return [self.weights.gradient(spec.name) for spec in self.unit.specs]
+        specs = self.unit.specs
+        return self.way.narrow([self.weights.gradient(spec.name) for spec in specs], specs)
 
     def post(self) -> None:
         """Post the gradients, which are final."""
-        given = self._given = self.pieces.pack_wholes(self._gradients(), self.options.dtype)
+        given = self._given = self.way.pieces.pack_wholes(self._gradients(), self.options.dtype)
         if self._is_summed_on_its_way:
-            received = self._received = self._empty(self.pieces.numel)
+            received = self._received = self._empty(self.way.pieces.numel)
             self._work = dist.reduce_scatter_tensor(
                 received, given.view(-1), group=self.group, async_op=True
             )
@@ -264,7 +301,7 @@ class ScatteredUnit(_EvenUnit):
         total = (
             self._received.to(dtype) if self._is_summed_on_its_way else self._sum_in_order(dtype)
         )
-        owned = self.pieces.unpack_own(total)
+        owned = self.way.pieces.unpack_own(total)
         return {
             name: item.reshape(master.shape)
             for name, item, master in zip(names, owned, masters, strict=True)
@@ -272,15 +309,15 @@ class ScatteredUnit(_EvenUnit):
         }
 
     def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
-        received, own_index = self._received, self.pieces.own_index
+        received, own_index = self._received, self.way.pieces.own_index
         assert received is not None
         is_kept_twice = self.unit.kind.has_standbys
         if is_kept_twice and len(received) > _ADDED_IN_TURN:
             return _sum_by_pairs(received[self._order].to(dtype))
         own = received[own_index]  # As the other rank has it that sums the same.
         if not is_kept_twice:
-            rows = self.pieces.own_rows_of(self._gradients(), self.unit.specs)
-            own = self.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
+            rows = self.way.pieces.own_rows_of(self._gradients(), self.unit.specs)
+            own = self.way.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
         if len(received) > _ADDED_IN_TURN:
             received[own_index] = 0
             return torch.sum(received, 0, dtype=dtype) + own
@@ -295,9 +332,9 @@ class ScatteredUnit(_EvenUnit):
     def _order(self) -> list[int]:
         """Positions of the members in order of pipeline, then rank."""
         holdings = self.weights.table.holdings(self.unit.specs[0].name)
-        positions = {rank: index for index, rank in enumerate(self.pieces.members)}
+        positions = {rank: index for index, rank in enumerate(self.way.pieces.members)}
         order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
-        return [positions[item.global_rank] for item in order]
+        return [positions[i.global_rank] for i in order if i.global_rank in positions]
 
 
 def _sum_by_pairs(rows: Tensor) -> Tensor:

@@ -1,20 +1,29 @@
 """Which way each unit goes from and to this rank: messages, or one collective of its members.
 
-A collective needs a communicator of exactly the unit's members. `Communicators` makes them at the
-set-up, at most `MAX_EXCHANGE_GROUPS`, and what has none goes by messages. On gloo few ranks send
-messages, because they are quicker there and say which peer was late (`MOST_BY_MESSAGES`).
+A collective needs a communicator of exactly the ranks of a circle, or of a unit's members where it
+has no circles. `Communicators` makes them at the set-up, at most `MAX_EXCHANGE_GROUPS` for each
+rank, and what has none goes by messages. On gloo few ranks send messages, because they are quicker
+there and say which peer was late (`MOST_BY_MESSAGES`).
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable, Unit, UnitKind
-from lightning_hetero.runtime.exchange.even import EvenPieces, GatheredUnit, ScatteredUnit
+from lightning_hetero.runtime.exchange.even import (
+    EvenPieces,
+    EvenWay,
+    GatheredUnit,
+    ScatteredUnit,
+)
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.parcel_table import Parcels
 from lightning_hetero.runtime.exchange.parcels import PulledParcels, PushedParcels
-from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
+from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
 __all__ = ["MOST_BY_MESSAGES", "PulledUnit", "PushedUnit", "Routes", "are_collective"]
 
@@ -81,28 +90,39 @@ class Routes:
         table: The plan's.
         store: The rank's slices.
         options: How units travel.
+        stage_ranks: The ranks of this rank's stage, itself included.
+        stage_group: Their communicator; None with one.
     """
 
-    def __init__(self, table: TransferTable, store: SliceStore, options: ExchangeOptions) -> None:
+    def __init__(
+        self,
+        table: TransferTable,
+        store: SliceStore,
+        options: ExchangeOptions,
+        *,
+        stage_ranks: Sequence[int] = (),
+        stage_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.table = table
         self.options = options
         self._store = store
-        self._even: dict[tuple[UnitKind, bool], EvenPieces | None] = {}
+        self._stage_ranks = sorted(stage_ranks)
+        self._stage_group = stage_group
+        self._even: dict[tuple[UnitKind, bool], EvenWay | None] = {}
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
     def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
         """Return a unit's part in every pull; None if nothing of it moves here."""
         if self._store.global_rank not in unit.kind.members:
             return None
-        group = self.options.group_of(unit.kind.members)
         common = self._store, weights, self.options
         # Rows of a standby that are views of the compute weights must not be gathered over.
         keeps_more = unit.kind.has_standbys and not weights.shared.isdisjoint(
             spec.name for spec in unit.specs
         )
-        even = None if group is None else self._find_even(unit, push=False)
-        if group is not None and even is not None and not keeps_more:
-            return GatheredUnit(unit, even, *common, group)
+        if not keeps_more and (way := self._find_even(unit, push=False)) is not None:
+            return GatheredUnit(unit, way, *common)
+        group = self.options.group_of(unit.kind.members)
         pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
 
@@ -110,17 +130,51 @@ class Routes:
         """Return a unit's part in every push; None if nothing of it is held or owned here."""
         if self._store.global_rank not in unit.kind.members:
             return None
-        group = self.options.group_of(unit.kind.members)
         common = self._store, weights, self.options
-        if group is not None and (even := self._find_even(unit, push=True)) is not None:
-            return ScatteredUnit(unit, even, *common, group)
+        if (way := self._find_even(unit, push=True)) is not None:
+            return ScatteredUnit(unit, way, *common)
+        group = self.options.group_of(unit.kind.members)
         return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
 
-    def _find_even(self, unit: Unit, *, push: bool) -> EvenPieces | None:
-        key = unit.kind, push and unit.kind.has_standbys
+    def _find_even(self, unit: Unit, *, push: bool) -> EvenWay | None:
+        key = unit.kind, push
         if key not in self._even:
-            self._even[key] = EvenPieces.of(unit, self._store, push=push)
+            self._even[key] = self._even_way(unit, push=push)
         return self._even[key]
+
+    def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
+        """Return how a kind of units travels evenly; None if it doesn't, the same on each rank."""
+        circles = unit.kind.circles(push=push)
+        if circles is None or any(self.options.group_of(i.members) is None for i in circles):
+            return None
+        rank = self._store.global_rank
+        circle = next(item for item in circles if rank in item.members)
+        held, parts = [], []
+        for index, (spec, rows) in enumerate(zip(unit.specs, circle.held, strict=True)):
+            holding = self.table.holders(spec.name)[rank]
+            local = local_rows(holding.intervals, *rows)
+            assert local is not None
+            held.append(local)
+            if holding.intervals != holding.pushes and not push:
+                parts.append(index)
+        group = self.options.group_of(circle.members)
+        assert group is not None
+        return EvenWay(
+            group=group,
+            pieces=EvenPieces(unit.specs, circle.members, circle.pieces, self._store),
+            held=tuple(held),
+            parts=self._parts_of_stage([unit.specs[i] for i in parts]) if parts else None,
+            part_indices=tuple(parts),
+            stage_group=self._stage_group,
+        )
+
+    def _parts_of_stage(self, specs: Sequence[ParameterSpec]) -> EvenPieces:
+        """Return how parameters that all ranks of the stage hold fall to them, a part to each."""
+        rows = [
+            [holders[rank].pushes[0] for rank in self._stage_ranks]
+            for holders in (self.table.holders(spec.name) for spec in specs)
+        ]
+        return EvenPieces(specs, self._stage_ranks, rows, self._store)
 
     def _find_parcels(self, unit: Unit, *, push: bool) -> Parcels:
         key = unit.kind, push

@@ -172,7 +172,8 @@ class PlanSwitch:
                 tables.append(TransferTable(at_end, self._store.slices, plan))
             for table in tables:
                 for unit in table.units:
-                    numels[unit.kind.members] += sum(spec.numel for spec in unit.specs)
+                    for members in unit.kind.groups:
+                        numels[members] += sum(spec.numel for spec in unit.specs)
         # The heaviest first, in one order on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
@@ -194,7 +195,15 @@ class PlanSwitch:
     def _routes_of(self, plan: ParallelPlan) -> Routes:
         routes = self._known.pop(plan, None)
         if routes is None:
-            routes = Routes(self.table_of(plan), self._store, self._options)
+            place = plan.place(self._comms.global_rank)
+            stages = () if place is None else plan.pipelines[place.pipeline_index].stages
+            routes = Routes(
+                self.table_of(plan),
+                self._store,
+                self._options,
+                stage_ranks=() if place is None else stages[place.stage_index].ranks,
+                stage_group=self._comms.tensor_parallel_group(plan),
+            )
         self._known[plan] = routes  # The latest stands last.
         if len(self._known) > MAX_KNOWN_PLANS:
             self._known.pop(next(iter(self._known)))

@@ -7,11 +7,13 @@ fills the seam that `checkpoint.transport` leaves.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +27,11 @@ from lightning_hetero.runtime.ranks.connections import Connections
 __all__ = ["MAX_EXCHANGE_GROUPS", "Communicators", "GroupTransport"]
 
 MAX_EXCHANGE_GROUPS = 32
-"""Communicators of pull and push that a run makes at most, besides the one of all ranks.
+"""Communicators of pull and push that a rank is in at most, besides the one of all ranks.
 
-There is one for each set of ranks that hold a unit together, which the cuts between stages decide.
-NCCL keeps buffers in each.
+There is one for each set of ranks that hold the same part of a unit together, which the cuts
+between stages and the TP degree decide: with equal pipelines a rank is in one for each end of its
+stage, and in one or two for what lies outside the layers. NCCL keeps buffers in each.
 """
 
 _T = TypeVar("_T")
@@ -169,8 +172,14 @@ class Communicators:
         Collective over all ranks, which want the same in the same order. See `MAX_EXCHANGE_GROUPS`.
         """
         known = self._exchange_groups
-        new = [ranks for ranks in wanted if len(ranks) < self.world_size and ranks not in known]
-        self._make(known, new[: MAX_EXCHANGE_GROUPS - len(known)])
+        numbers = Counter(chain.from_iterable(known))
+        new = []
+        for ranks in wanted:
+            is_new = len(ranks) < self.world_size and ranks not in known
+            if is_new and all(numbers[rank] < MAX_EXCHANGE_GROUPS for rank in ranks):
+                new.append(ranks)
+                numbers.update(ranks)
+        self._make(known, new)
 
 
 class GroupTransport:

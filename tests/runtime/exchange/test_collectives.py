@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1)))
 UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
 SHARED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
+PARTS = plan_of(pipeline(stage([0, 3], 0, 3)), pipeline(stage([2, 1], 0, 3)))
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 CASES = {
@@ -21,6 +22,9 @@ CASES = {
     "whole parameters": Case(plan=EQUAL, world_size=3, ownership="parameter", num_rows=12),
     "unequal pipelines, bf16": Case(
         plan=UNEQUAL, world_size=3, num_microbatches=2, precision="bf16-mixed", num_rows=8
+    ),
+    "the same part of two pipelines": Case(
+        plan=PARTS, world_size=4, width=32, options=(("tp_plan", TP_PLAN),), num_rows=8
     ),
     "owners everywhere, tensor parallelism": Case(
         plan=SHARED,
@@ -49,7 +53,7 @@ def test_collectives_give_what_messages_give_bit_for_bit(pool: ProcessPool, name
     assert all(way.endswith("messages") for way in ways_of(found, "messages"))
     ways = ways_of(found, "collectives")
     assert all(way.endswith("collective") for way in ways)
-    is_even = name == "equal pipelines"
+    is_even = name in ("equal pipelines", "the same part of two pipelines")
     assert ("GatheredUnit collective" in ways) == is_even or name.startswith("unequal")
     assert ("PushedParcels collective" in ways) != is_even
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
-from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.core.transfers import Circle, TransferTable, Unit
 from lightning_hetero.runtime.exchange.even import EvenPieces
 from lightning_hetero.runtime.slices.weights import narrow_rows
 
@@ -31,6 +31,16 @@ def unit_of_layer(specs: list[ParameterSpec], world_size: int, weights: Any = No
     )
     (unit,) = TransferTable(specs, slices, plan).units
     return unit
+
+
+def circle_of(unit: Unit) -> Circle:
+    (circle,) = unit.kind.circles(push=False) or ()
+    return circle
+
+
+def even_pieces(unit: Unit, rank: int) -> EvenPieces:
+    circle = circle_of(unit)
+    return EvenPieces(unit.specs, circle.members, circle.pieces, store_of(rank))
 
 
 @given(
@@ -54,16 +64,15 @@ def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, sha
     specs.append(MANY_ROWS)
     weights = [1.0 + shift * (rank % 2) for rank in range(world_size)]
     unit = unit_of_layer(specs, world_size, weights)
-    own_rows = unit.kind.own_rows
-    assert own_rows is not None
+    circle = circle_of(unit)
     wholes = [torch.randn(spec.shape) for spec in specs]
-    pieces = [EvenPieces.of(unit, store_of(rank)) for rank in range(world_size)]
+    pieces = [even_pieces(unit, rank) for rank in range(world_size)]
     packed = pieces[0].pack_wholes(wholes, torch.float32)
     assert packed.shape == (world_size, pieces[0].numel)
     for rank, even in enumerate(pieces):
         expected = [
             narrow_rows(whole, spec, *rows[rank])
-            for whole, spec, rows in zip(wholes, specs, own_rows, strict=True)
+            for whole, spec, rows in zip(wholes, specs, circle.pieces, strict=True)
         ]
         taken = even.own_rows_of(wholes, specs)
         for found in (even.unpack_own(packed[rank]), taken):
@@ -80,7 +89,7 @@ def test_a_rectangle_holds_each_members_rows_and_gives_them_back(world_size, sha
 @pytest.mark.parametrize(("rows", "is_even"), [(64, True), (63, True), (20, False), (17, False)])
 def test_pieces_are_padded_to_one_size_where_that_costs_little(rows, is_even):
     unit = unit_of_layer([ParameterSpec(name="x", shape=(rows, 4), layer=0)], 8)
-    assert (EvenPieces.of(unit, store_of(3)) is not None) == is_even
+    assert (unit.kind.circles(push=False) is not None) == is_even
 
 
 class Counting(TorchFunctionMode):
@@ -95,7 +104,7 @@ class Counting(TorchFunctionMode):
 
 def test_1000_ranks_pack_a_layer_in_a_few_operations():
     specs = [ParameterSpec(name=str(i), shape=(8192, 1), layer=0) for i in range(9)]
-    even = EvenPieces.of(unit_of_layer(specs, 1000), store_of(7))
+    even = even_pieces(unit_of_layer(specs, 1000), 7)
     wholes = [torch.randn(spec.shape) for spec in specs]
     with Counting() as counting:
         packed = even.pack_wholes(wholes, torch.float32)
