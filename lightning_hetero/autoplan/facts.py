@@ -1,7 +1,7 @@
 """Input and result of planning for the ranks that run; see `planning` for how.
 
 `AutoPlan` is what the user says, `RunFacts` and `DataFacts` what the strategy knows, `AutoPlanned`
-the answer and `PlanBasis` what it rests on.
+the answer.
 """
 
 import math
@@ -15,20 +15,19 @@ from torch import nn
 from lightning_hetero.autoplan.data_facts import BatchSizes, DataFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
-from lightning_hetero.planner import CandidatePlans, Workload
-from lightning_hetero.planner.contingency import Task
+from lightning_hetero.planner import CandidatePlans
+from lightning_hetero.planner.contingency import PlanBasis, Task
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
-from lightning_hetero.simulator import CostModel, Simulation, StateLayout, choose_cost
+from lightning_hetero.simulator import Simulation, StateLayout
 
-__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "PlanBasis", "RunFacts"]
+__all__ = ["NUM_STATES", "AutoPlan", "AutoPlanned", "Emulation", "RunFacts"]
 
 NUM_STATES = 4
 """Values that an Adam keeps of each owned parameter: master, summed gradient, two moments."""
@@ -153,22 +152,6 @@ class RunFacts:
             redundancy=self.redundancy,
             host_owned=self.owned_device is OwnedDevice.CPU,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanBasis:
-    """The basis of a plan's prediction, so that others can be predicted beside it."""
-
-    cluster: Cluster
-    model: ModelSpec
-    states: StateLayout
-    workload: Workload
-    profile: Profile | None
-    """Measured costs; None where data sheets served."""
-
-    def cost(self) -> CostModel:
-        """Return the cost model that the plan was judged by."""
-        return choose_cost(self.cluster, self.model, self.profile, layout=self.states)
 
 
 @dataclass(frozen=True, kw_only=True)

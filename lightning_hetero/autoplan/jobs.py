@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_hetero.autoplan.contingencies import losses_to_plan_for
-from lightning_hetero.autoplan.facts import AutoPlan, PlanBasis, RunFacts
+from lightning_hetero.autoplan.facts import AutoPlan, RunFacts
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.planner import PlanningOptions, Workload
-from lightning_hetero.planner.contingency import PlanningTask, Task
+from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, Task
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
 from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
@@ -101,32 +101,19 @@ class Job:
         self, options: AutoPlan, profile: Profile | None, microbatch_size: int
     ) -> PlanningTask:
         """Return the search for one size of micro-batches."""
-        return PlanningTask(
+        basis = PlanBasis(
             cluster=self.cluster,
             model=self.model,
             states=self.states,
-            workload=self.workload(microbatch_size),
-            profile=profile,
-            options=PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1),
-        )
-
-    def workload(self, microbatch_size: int) -> Workload:
-        """Return an iteration in micro-batches of a number of samples."""
-        return Workload(
-            sequence_length=self.sequence_length,
-            global_batch_size=self.batch_size * self.num_batches,
-            sequences_per_microbatch=microbatch_size,
-        )
-
-    def basis(self, microbatch_size: int, profile: Profile | None) -> PlanBasis:
-        """Return what a plan for such micro-batches rests on."""
-        return PlanBasis(
-            cluster=self.cluster,
-            model=self.model,
-            states=self.states,
-            workload=self.workload(microbatch_size),
+            workload=Workload(
+                sequence_length=self.sequence_length,
+                global_batch_size=self.batch_size * self.num_batches,
+                sequences_per_microbatch=microbatch_size,
+            ),
             profile=profile,
         )
+        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1)
+        return PlanningTask(basis=basis, options=searching)
 
 
 def _cluster_for(facts: RunFacts, cluster: Cluster) -> Cluster:

@@ -120,7 +120,7 @@ def _plan_for_data(
             options=choosing,
         )
 
-    found = facts.comms.on_rank_0(lambda: _propose(job, task_of(job), contingencies, data))
+    found = facts.comms.on_rank_0(lambda: _propose(task_of(job), contingencies, data))
     foreseen = foresee(job, options, facts, seats, lambda left: [task_of(left)])
     return replace(found, foreseen=foreseen)
 
@@ -177,16 +177,19 @@ def _search(
 ) -> AutoPlanned:
     tasks = job.tasks(options, profile)
     answers = [contingencies.solve(task) for task in tasks]
-    results = [answer for answer in answers if isinstance(answer, PlanningResult)]
+    results = [
+        (answer, task.basis)
+        for answer, task in zip(answers, tasks, strict=True)
+        if isinstance(answer, PlanningResult)
+    ]
     failure = next((item for item in reversed(answers) if isinstance(item, PlanningError)), None)
     if not results:
         raise PlanningError(
             f"{failure or 'No micro-batch size divides the batch.'} To run it all the same, give "
             "a plan: HeteroStrategy(plan=...)."
         )
-    uniform = min(results, key=lambda result: result.best.simulation.iteration_time_s)
-    bound_s = min(result.lower_bound_s for result in results)
-    basis = job.basis(uniform.workload.sequences_per_microbatch, profile)
+    uniform, basis = min(results, key=lambda pair: pair[0].best.simulation.iteration_time_s)
+    bound_s = min(result.lower_bound_s for result, _ in results)
     best = with_unequal_sizes(
         replace(uniform, lower_bound_s=bound_s), basis.cost(), tasks[0].options
     )
@@ -199,30 +202,23 @@ def _search(
     )
 
 
-def _propose(
-    job: Job, task: ProposalTask, contingencies: Contingencies, data: DataFacts
-) -> AutoPlanned:
+def _propose(task: ProposalTask, contingencies: Contingencies, data: DataFacts) -> AutoPlanned:
     found = contingencies.solve(task)
     if isinstance(found, PlanningError):
         raise found
-    profile = task.typical.profile
+    basis = task.typical.basis
     several = len(found.plans) > 1
     dynamic = f", {found.dynamic_s:.4g} s with the best of {len(found.plans)} plans for each"
     gap = found.dynamic_s / found.bound_s - 1.0
     lines = [
         f"planned for     {data.tokens_per_step:,} tokens an iteration in samples of up to "
-        f"{data.longest:,}, by {_source(measured=profile is not None)}",
+        f"{data.longest:,}, by {_source(measured=basis.profile is not None)}",
         f"iteration time  {found.static_s:.4g} s under this plan{dynamic if several else ''}, "
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
-    return AutoPlanned(
-        plan=found.plans[0],
-        candidates=found,
-        basis=job.basis(1, profile),
-        summary="\n".join(lines),
-    )
+    return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))
 
 
 def _summary(job: Job, result: PlanningResult, bound_s: float, *, measured: bool) -> str:

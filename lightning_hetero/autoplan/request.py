@@ -17,7 +17,7 @@ from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process.membership import membership_name
+from lightning_hetero.core.process.identity import membership_name
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
 __all__ = ["PlanRequest", "RunPlans"]

@@ -26,18 +26,9 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.machine import machine_id, machine_namespace
-from lightning_hetero.core.process.membership import membership_name
+from lightning_hetero.core.process.identity import machine_id, machine_namespace, membership_name
 
-__all__ = [
-    "OWNER_FILE",
-    "RUN_FILE",
-    "Lease",
-    "OccupiedError",
-    "mark_places",
-    "new_run",
-    "read_run",
-]
+__all__ = ["OWNER_FILE", "RUN_FILE", "Lease", "OccupiedError", "mark_places", "new_run", "read_run"]
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from types import FrameType
@@ -53,14 +53,16 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Refuse: a metadata server never redirects, so the answer isn't from one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Endpoint:
+@dataclass(kw_only=True, eq=False)
+class _MetadataServer:
     """HTTP on a link-local metadata server, past any proxy."""
 
     base_url: str
-    timeout_s: float
+    """The server."""
+    timeout_s: float = 1.0
+    """Seconds to wait for its answer."""
 
-    def request(self, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
+    def _request(self, path: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
         """Return the body; None if there is nothing at that path (404); OSError otherwise."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
         request = urllib.request.Request(
@@ -76,17 +78,17 @@ class _Endpoint:
             raise OSError(f"{request.full_url} answered {error.code}") from error
 
 
-class AwsSpotNotice:
+@dataclass(kw_only=True, eq=False)
+class AwsSpotNotice(_MetadataServer):
     """EC2 spot: /latest/meta-data/spot/instance-action, two minutes ahead (IMDSv2)."""
 
-    def __init__(self, *, base_url: str = "http://169.254.169.254", timeout_s: float = 1.0) -> None:
-        self._endpoint = _Endpoint(base_url=base_url, timeout_s=timeout_s)
-        self._token = ""
-        self._token_until_s = 0.0
+    base_url: str = "http://169.254.169.254"
+    _token: str = field(default="", init=False, repr=False)
+    _token_until_s: float = field(default=0.0, init=False, repr=False)
 
     def pending(self) -> Notice | None:
         """Return the interruption if one is scheduled."""
-        body = self._endpoint.request(
+        body = self._request(
             "/latest/meta-data/spot/instance-action",
             {"X-aws-ec2-metadata-token": self._fresh_token()},
         )
@@ -104,7 +106,7 @@ class AwsSpotNotice:
     def _fresh_token(self) -> str:
         lifetime_s = 21600
         if time.monotonic() >= self._token_until_s:
-            token = self._endpoint.request(
+            token = self._request(
                 "/latest/api/token",
                 {"X-aws-ec2-metadata-token-ttl-seconds": str(lifetime_s)},
                 method="PUT",
@@ -116,17 +118,15 @@ class AwsSpotNotice:
         return self._token
 
 
-class GcpPreemptionNotice:
+@dataclass(kw_only=True, eq=False)
+class GcpPreemptionNotice(_MetadataServer):
     """GCE: /computeMetadata/v1/instance/preempted turns TRUE, thirty seconds ahead."""
 
-    def __init__(
-        self, *, base_url: str = "http://metadata.google.internal", timeout_s: float = 1.0
-    ) -> None:
-        self._endpoint = _Endpoint(base_url=base_url, timeout_s=timeout_s)
+    base_url: str = "http://metadata.google.internal"
 
     def pending(self) -> Notice | None:
         """Return the preemption if it has been announced."""
-        body = self._endpoint.request(
+        body = self._request(
             "/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}
         )
         if body is not None and body.strip().upper() == "TRUE":
@@ -134,32 +134,22 @@ class GcpPreemptionNotice:
         return None
 
 
-class AzureScheduledEvents:
-    """Azure: Preempt and Terminate events of this machine, half a minute ahead."""
+@dataclass(kw_only=True, eq=False)
+class AzureScheduledEvents(_MetadataServer):
+    """Azure: Preempt and Terminate events of this machine, half a minute ahead.
 
-    def __init__(
-        self,
-        *,
-        base_url: str = "http://169.254.169.254",
-        timeout_s: float = 1.0,
-        machine: str | None = None,
-        event_types: Sequence[str] = ("Preempt", "Terminate"),
-    ) -> None:
-        """Watch for events.
+    Its first answer may take two minutes.
+    """
 
-        Args:
-            base_url: The metadata server.
-            timeout_s: Seconds to wait for its answer; the first one may take two minutes.
-            machine: Name of this virtual machine; None takes events of any in the placement group.
-            event_types: Kinds of events that count.
-        """
-        self._endpoint = _Endpoint(base_url=base_url, timeout_s=timeout_s)
-        self._machine = machine
-        self._event_types = frozenset(event_types)
+    base_url: str = "http://169.254.169.254"
+    machine: str | None = None
+    """Name of this virtual machine; None takes events of any in the placement group."""
+    event_types: Sequence[str] = ("Preempt", "Terminate")
+    """Kinds of events that count."""
 
     def pending(self) -> Notice | None:
         """Return the first event that takes this machine away."""
-        body = self._endpoint.request(
+        body = self._request(
             "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
         )
         try:
@@ -167,8 +157,8 @@ class AzureScheduledEvents:
         except (ValueError, AttributeError) as error:
             raise OSError(f"Azure's scheduled events can't be read: {body!r}") from error
         for event in events:
-            concerned = self._machine is None or self._machine in event.get("Resources", ())
-            if concerned and event.get("EventType") in self._event_types:
+            concerned = self.machine is None or self.machine in event.get("Resources", ())
+            if concerned and event.get("EventType") in self.event_types:
                 return Notice(
                     reason=f"Azure {event['EventType']}", at=_parse_http(event.get("NotBefore"))
                 )

@@ -17,14 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hetero.checkpoint.content import CheckpointContent, Recovered, SliceNeed
-from lightning_hetero.checkpoint.manifest import SHARED_METADATA, rank_metadata_name
 from lightning_hetero.checkpoint.parts import write_manifest
 from lightning_hetero.checkpoint.recovering.recovery import recover
-from lightning_hetero.checkpoint.saving.encoding import (
-    encode_metadata,
-    encode_part,
-    make_manifest,
-)
+from lightning_hetero.checkpoint.saving.encoding import encode_part, make_manifest, metadata_files
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import ProcessStore
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
@@ -138,14 +133,7 @@ def why_not(offers: Sequence[Mapping[str, Any]], owners: Mapping[str, tuple[Slic
 
 
 def _write(store: ProcessStore, content: CheckpointContent) -> None:
-    metadata = {
-        rank_metadata_name(content.global_rank): encode_metadata(
-            content.rank_metadata, what="rank_metadata"
-        )
-    }
-    if content.global_rank == 0:
-        metadata[SHARED_METADATA] = encode_metadata(content.metadata, what="metadata")
-    bodies, slices = encode_part(Snapshot.of(content), metadata)
+    bodies, slices = encode_part(Snapshot.of(content), metadata_files(content))
     for body in bodies:
         store.write(f"{content.id.folder}/{body.name}", body)
     write_manifest(store, make_manifest(content, bodies, slices))

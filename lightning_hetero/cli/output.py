@@ -14,13 +14,7 @@ from rich.table import Table
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.simulator import (
-    CostModel,
-    PlanTable,
-    ProfileCost,
-    Simulation,
-    devices_line,
-)
+from lightning_hetero.simulator import CostModel, PlanTable, ProfileCost, Simulation, devices_line
 
 __all__ = [
     "as_rich",

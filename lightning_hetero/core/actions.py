@@ -9,13 +9,7 @@ turn, then a cool-down of backwards, so that a stage never holds the activations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = [
-    "MAX_KEPT_SENDS",
-    "Action",
-    "ActionKind",
-    "schedule_1f1b",
-    "schedule_forward",
-]
+__all__ = ["MAX_KEPT_SENDS", "Action", "ActionKind", "schedule_1f1b", "schedule_forward"]
 
 MAX_KEPT_SENDS = 2
 """How many messages to a neighbouring stage may be on their way in each direction."""

@@ -22,14 +22,7 @@ from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.reading import build, load_file, parse_json, show
 
-__all__ = [
-    "BlockTimes",
-    "DeviceProfile",
-    "LayerMemory",
-    "LinkTimes",
-    "Profile",
-    "binary_blocks",
-]
+__all__ = ["BlockTimes", "DeviceProfile", "LayerMemory", "LinkTimes", "Profile", "binary_blocks"]
 
 _FORMAT_VERSION = 1
 

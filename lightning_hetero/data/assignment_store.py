@@ -27,15 +27,12 @@ class AssignmentStore(Protocol):
 
     def publish(self, key: str, text: str) -> str:
         """Set a key unless it is set; return the text that counts."""
-        ...
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         """Return a key's text as soon as it is set, None after the timeout."""
-        ...
 
     def retire(self, key: str, num_readers: int) -> None:
         """Say that this reader needs a key no more; the last of `num_readers` deletes it."""
-        ...
 
 
 class InMemoryAssignmentStore:

@@ -115,7 +115,6 @@ class IterationSource(Protocol):
 
     def draw(self, cursor: Cursor) -> Iterator[Drawn]:
         """Yield iterations from a cursor on, to the epoch's end or for ever."""
-        ...
 
 
 def checksum(*values: ArrayLike) -> int:

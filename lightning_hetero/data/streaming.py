@@ -15,13 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.order import Cursor, Drawn, checksum
-from lightning_hetero.data.samples import (
-    OnOverlong,
-    as_is,
-    cut_sample,
-    num_tokens,
-    spans_of,
-)
+from lightning_hetero.data.samples import OnOverlong, as_is, cut_sample, num_tokens, spans_of
 from lightning_hetero.models.packing import token_ids
 
 __all__ = ["StreamOrder", "is_stream"]

@@ -6,7 +6,7 @@ The two-stage assignment that knows pipelines and devices lives in `assign` and 
 """
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -139,26 +139,20 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, **kwargs: Any) -> Self:
         """Return the batch on `device`; keywords go to `Tensor.to`, such as `non_blocking`."""
-        moved = replace(
-            self,
-            input_ids=self.input_ids.to(device, **kwargs),
-            labels=self.labels.to(device, **kwargs),
-            position_ids=self.position_ids.to(device, **kwargs),
-            cu_seqlens=self.cu_seqlens.to(device, **kwargs),
-        )
+        moved = self._with_each(lambda tensor: tensor.to(device, **kwargs))
         # Counted here, before the labels leave the host: there it would wait for the device.
         vars(moved)["num_target_tokens"] = self.num_target_tokens
         return moved
 
     def pin_memory(self) -> Self:
         """Return the batch in pinned memory, as DataLoader asks with `pin_memory=True`."""
-        return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            position_ids=self.position_ids.pin_memory(),
-            cu_seqlens=self.cu_seqlens.pin_memory(),
-        )
+        return self._with_each(Tensor.pin_memory)
+
+    def _with_each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the batch with all of its tensors changed."""
+        names = ("input_ids", "labels", "position_ids", "cu_seqlens")
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return replace(self, **changed)
 
     def split(
         self, num_microbatches: int, *, quadratic_weight: float = QUADRATIC_WEIGHT

@@ -22,24 +22,24 @@ from lightning_hetero.planner.proposing.candidate_plans import (
 from lightning_hetero.planner.result import PlanningResult
 from lightning_hetero.planner.search import plan
 from lightning_hetero.planner.workload import PlanningOptions, Workload
-from lightning_hetero.simulator import StateLayout, choose_cost
+from lightning_hetero.simulator import CostModel, StateLayout, choose_cost
 
-__all__ = ["PlanningTask", "ProposalTask", "Task", "serve"]
+__all__ = ["PlanBasis", "PlanningTask", "ProposalTask", "Task", "serve"]
 
 _NICENESS = 15
 _Answer_co = TypeVar("_Answer_co", covariant=True)
 
 
 class Task(Protocol[_Answer_co]):
-    """What can be solved elsewhere: equal tasks have equal answers."""
+    """Something to be solved elsewhere: equal tasks have equal answers."""
 
     def solve(self) -> _Answer_co:
         """Return the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanningTask:
-    """All that a search depends on."""
+class PlanBasis:
+    """The basis of a plan's prediction, so that others can be predicted beside it."""
 
     cluster: Cluster
     model: ModelSpec
@@ -47,13 +47,24 @@ class PlanningTask:
     workload: Workload
     profile: Profile | None
     """Measured costs; None where data sheets serve."""
+
+    def cost(self) -> CostModel:
+        """Return the cost model by which plans are judged."""
+        return choose_cost(self.cluster, self.model, self.profile, layout=self.states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningTask:
+    """All that a search depends on."""
+
+    basis: PlanBasis
     options: PlanningOptions
 
     def solve(self) -> PlanningResult | PlanningError:
         """Return the best plans, or why there are none."""
-        cost = choose_cost(self.cluster, self.model, self.profile, layout=self.states)
+        basis, cost = self.basis, self.basis.cost()
         try:
-            return plan(self.cluster, self.model, self.workload, self.options, cost=cost)
+            return plan(basis.cluster, basis.model, basis.workload, self.options, cost=cost)
         except PlanningError as error:
             return error
 
@@ -72,11 +83,10 @@ class ProposalTask:
 
     def solve(self) -> CandidatePlans | PlanningError:
         """Return the candidate plans, or why there are none."""
-        task = self.typical
         try:
             return propose_plans(
                 self.lengths,
-                choose_cost(task.cluster, task.model, task.profile, layout=task.states),
+                self.typical.basis.cost(),
                 tokens_per_step=self.tokens_per_step,
                 options=self.options,
                 given=self._static_plans(),

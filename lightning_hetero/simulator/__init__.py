@@ -1,11 +1,7 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
 from lightning_hetero.simulator.cost import CostModel, StageShape
-from lightning_hetero.simulator.memory import (
-    MemoryTerms,
-    MicroBatchShape,
-    usable_bytes,
-)
+from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, usable_bytes
 from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
 from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost, choose_cost
@@ -22,12 +18,7 @@ from lightning_hetero.simulator.report import (
     simulated_facts,
 )
 from lightning_hetero.simulator.roofline import RooflineCost
-from lightning_hetero.simulator.simulate import (
-    Event,
-    Simulation,
-    simulate,
-    split_batch,
-)
+from lightning_hetero.simulator.simulate import Event, Simulation, simulate, split_batch
 from lightning_hetero.simulator.state_layout import StateLayout
 from lightning_hetero.simulator.trace import save_trace, trace_events
 

@@ -29,10 +29,7 @@ from lightning_hetero.simulator.memory import (
 )
 from lightning_hetero.simulator.state_layout import StateLayout
 
-__all__ = [
-    "CostModel",
-    "StageShape",
-]
+__all__ = ["CostModel", "StageShape"]
 
 _SUM_BYTES = 4
 """Of an fp32 gradient that goes to the host."""

@@ -16,12 +16,12 @@ from typing import Self
 
 import numpy as np
 
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator.collectives import pairwise_s
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.peer_rates import peer_rates
 
 __all__ = ["ExchangeTable", "Holders", "Segment", "cut_segments"]
 
@@ -183,7 +183,7 @@ class ExchangeTable:
         stages = np.array([segment.stages for segment in self.segments]).T
         ranks = [np.array(entry.ranks)[:, row] for entry, row in zip(every, stages, strict=True)]
         nodes = np.array(self._cost.node_of_rank)[np.concatenate(ranks)]
-        rate, latency = peer_rates(self._cost, nodes)
+        rate, latency = _peer_rates(self._cost, nodes)
         firsts = np.cumsum([0, *map(len, ranks[:-1])])
         rate, latency = (np.maximum.reduceat(item, firsts, axis=0) for item in (rate, latency))
         degrees = [
@@ -275,3 +275,42 @@ class _ReadyTimes:
             return end - per_layer_s * left, end - per_layer_s * left
         self._left[pipeline][stage] = left - segment.num_units
         return end - per_layer_s * (left - 1), end - per_layer_s * (left - segment.num_units)
+
+
+def _peer_rates(cost: CostModel, nodes: IntArray) -> tuple[FloatArray, FloatArray]:
+    """Return for each holder the sum over its peers of 1 / bandwidth, and its largest latency.
+
+    Of all pipelines and groups of holders at once, and linear in holders and links: peers on other
+    nodes count at the cluster's rate, and the few links that differ correct that.
+
+    Args:
+        cost: Says what links carry.
+        nodes: [D, G] nodes of the D holders of each of G pieces, which exchange among themselves.
+
+    Returns:
+        Seconds per byte and seconds of latency, both [D, G].
+    """
+    cluster = cost.cluster
+    num_holders, num_pieces = nodes.shape
+    per_node = np.zeros((num_pieces, len(cluster.nodes)))
+    columns = np.arange(num_pieces)
+    np.add.at(per_node, (columns, nodes), 1.0)
+    near = per_node[columns, nodes] - 1
+    far = num_holders - 1 - near
+    default_bytes_per_s = cluster.inter_node_bytes_per_s
+    rate = far / default_bytes_per_s
+    latency = np.zeros(nodes.shape)
+    for pair, (bytes_per_s, latency_s) in cost.special_links.items():
+        for node, peer in (pair, pair[::-1]):
+            peers = np.where(nodes == node, per_node[:, peer], 0.0)
+            far -= peers
+            rate += peers * (1 / bytes_per_s - 1 / default_bytes_per_s)
+            latency[peers > 0] = np.maximum(latency[peers > 0], latency_s)
+    latency[far > 0] = np.maximum(latency[far > 0], cluster.inter_node_latency_s)
+    inside = np.zeros((2, len(cluster.nodes)))
+    for node in np.unique(nodes).tolist():
+        bytes_per_s, latency_s = cluster.link_between(node, node)
+        inside[:, node] = 1 / bytes_per_s, latency_s
+    rate += near * inside[0][nodes]
+    latency = np.where(near > 0, np.maximum(latency, inside[1][nodes]), latency)
+    return rate, latency

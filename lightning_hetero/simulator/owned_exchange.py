@@ -16,7 +16,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders, Segment, cut_segments
 
-__all__ = ["exchange_of", "moved_params"]
+__all__ = ["exchange_of", "host_bytes", "moved_params"]
 
 
 def exchange_of(
@@ -33,6 +33,17 @@ def exchange_of(
         every = [[plan.pipelines[index] for index in members] for members in kinds]
         return ExchangeTable([Holders.of(pipelines) for pipelines in every], cost)
     return _OwnedExchange(plan, cost)
+
+
+def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
+    """Return the bytes of masters, states and summed gradients on its host, by global rank."""
+    found = [0.0] * len(cost.node_of_rank)
+    layout = cost.layout
+    for _, _, stage in plan.iter_stages():
+        for rank in stage.ranks:
+            if layout.host_owned or rank in plan.host_owners:
+                found[rank] = cost.owned_params(plan, stage) * layout.kept_bytes
+    return tuple(found)
 
 
 def moved_params(plan: ParallelPlan, cost: CostModel) -> float:

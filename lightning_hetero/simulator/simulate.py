@@ -13,18 +13,12 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel, StageShape
-from lightning_hetero.simulator.host_bytes import host_bytes
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
-from lightning_hetero.simulator.owned_exchange import exchange_of
+from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal
 
-__all__ = [
-    "Event",
-    "Simulation",
-    "simulate",
-    "split_batch",
-]
+__all__ = ["Event", "Simulation", "simulate", "split_batch"]
 
 
 @dataclass(frozen=True, slots=True)

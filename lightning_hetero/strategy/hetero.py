@@ -57,10 +57,21 @@ from lightning_hetero.strategy.trainable import check_trainable
 
 __all__ = ["HeteroStrategy"]
 
-_MOVED = (
-    "`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
-    "`HeteroStrategy.emulation.{name}`."
-)
+
+def _moved(name: str) -> property:
+    """Return a property that `emulation` has now; any use warns."""
+    text = f"`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
+    text += f"`HeteroStrategy.emulation.{name}`."
+
+    def get(strategy: "HeteroStrategy") -> Any:
+        rank_zero_deprecation(text)
+        return getattr(strategy.emulation, name)
+
+    def put(strategy: "HeteroStrategy", value: Any) -> None:
+        rank_zero_deprecation(text)
+        strategy.emulation = replace(strategy.emulation, **{name: value})
+
+    return property(get, put, doc=f"Deprecated: `emulation.{name}`.")
 
 
 class HeteroStrategy(HookedStrategy):
@@ -293,27 +304,7 @@ class HeteroStrategy(HookedStrategy):
         found = self._trainer.datamodule
         return found if isinstance(found, HeteroDataModule) else None
 
-    @property
-    def slowdown(self) -> float:
-        """Deprecated: `emulation.slowdown`."""
-        rank_zero_deprecation(_MOVED.format(name="slowdown"))
-        return self.emulation.slowdown
-
-    @slowdown.setter
-    def slowdown(self, slowdown: float) -> None:
-        rank_zero_deprecation(_MOVED.format(name="slowdown"))
-        self.emulation = replace(self.emulation, slowdown=slowdown)
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """Deprecated: `emulation.memory_bytes`."""
-        rank_zero_deprecation(_MOVED.format(name="memory_bytes"))
-        return self.emulation.memory_bytes
-
-    @memory_bytes.setter
-    def memory_bytes(self, memory_bytes: int | None) -> None:
-        rank_zero_deprecation(_MOVED.format(name="memory_bytes"))
-        self.emulation = replace(self.emulation, memory_bytes=memory_bytes)
+    slowdown, memory_bytes = _moved("slowdown"), _moved("memory_bytes")
 
     # -- set-up ---------------------------------------------------------------------------------
 

@@ -289,30 +289,18 @@ class HookedStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self._slices.share_buffers()
 
+    on_test_start = on_predict_start = on_validation_start
+
     @override
     def on_train_end(self) -> None:
         self.engine.settle()
+
+    on_test_end = on_predict_end = on_train_end
 
     @override
     def on_validation_end(self) -> None:
         self.engine.settle()
         self.engine.mark_weights_stale()
-
-    @override
-    def on_test_end(self) -> None:
-        self.engine.settle()
-
-    @override
-    def on_predict_end(self) -> None:
-        self.engine.settle()
-
-    @override
-    def on_test_start(self) -> None:
-        self._slices.share_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._slices.share_buffers()
 
     # -- checkpoints ----------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
-from lightning_hetero.autoplan.facts import PlanBasis
 from lightning_hetero.models import HeteroLM, LMConfig, packed_cross_entropy
+from lightning_hetero.planner.contingency import PlanBasis
 from lightning_hetero.simulator import simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row

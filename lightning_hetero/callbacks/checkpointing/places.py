@@ -39,7 +39,7 @@ from lightning_hetero.checkpoint.shared_memory import (
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from lightning_hetero.core.process.machine import machine_id
+from lightning_hetero.core.process.identity import machine_id
 
 __all__ = ["FinishedStep", "Joined", "Places", "join", "probe"]
 

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
-from lightning_hetero.core.process.versions import installed_version
+from lightning_hetero.core.process.identity import installed_version
 
 __all__ = [
     "content_of",

@@ -25,12 +25,7 @@ from lightning_hetero.checkpoint.tiers import (
     look_at_parts,
 )
 
-__all__ = [
-    "Inventory",
-    "complete_checkpoints",
-    "holders_of_files",
-    "take_inventory",
-]
+__all__ = ["Inventory", "complete_checkpoints", "holders_of_files", "take_inventory"]
 
 _STALL_S = 300.0
 """Seconds after which a place that doesn't answer is given up."""

@@ -15,21 +15,30 @@ import torch
 
 from lightning_hetero.checkpoint.content import CheckpointContent, SliceContent
 from lightning_hetero.checkpoint.manifest import (
+    SHARED_METADATA,
     WEIGHT,
     FileEntry,
     PartManifest,
     SliceEntry,
     TensorEntry,
     name_of_unit,
+    rank_metadata_name,
 )
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES, BlockChecksums
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
 from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process.versions import installed_version
+from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES
 
-__all__ = ["DTYPE_NAMES", "FileBody", "encode_metadata", "encode_part", "make_manifest"]
+__all__ = [
+    "DTYPE_NAMES",
+    "FileBody",
+    "encode_metadata",
+    "encode_part",
+    "make_manifest",
+    "metadata_files",
+]
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 """Spelling of each dtype in safetensors."""
@@ -141,6 +150,19 @@ def make_manifest(
         plan=None if content.plan is None else content.plan.to_dict(),
         versions=_versions(),
     )
+
+
+def metadata_files(content: CheckpointContent) -> dict[str, bytes]:
+    """Return a part's metadata files by name; what all ranks share is in rank 0's part.
+
+    Raises:
+        CheckpointError: See `encode_metadata`.
+    """
+    name = rank_metadata_name(content.global_rank)
+    files = {name: encode_metadata(content.rank_metadata, what="rank_metadata")}
+    if content.global_rank == 0:
+        files[SHARED_METADATA] = encode_metadata(content.metadata, what="metadata")
+    return files
 
 
 def encode_metadata(metadata: Mapping[str, Any], *, what: str) -> bytes:

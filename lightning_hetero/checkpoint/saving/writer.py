@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Patience
-from lightning_hetero.checkpoint.manifest import SHARED_METADATA, CheckpointId, rank_metadata_name
-from lightning_hetero.checkpoint.saving.encoding import encode_metadata
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.saving.encoding import metadata_files
 from lightning_hetero.checkpoint.saving.meeting import Job, Meeting, WriterOptions
 from lightning_hetero.checkpoint.saving.snapshot import HostBuffer, Snapshot
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
@@ -131,13 +131,7 @@ class CheckpointWriter:
                 can't be kept.
         """
         start_s = time.perf_counter()
-        metadata = {
-            rank_metadata_name(content.global_rank): encode_metadata(
-                content.rank_metadata, what="rank_metadata"
-            )
-        }
-        if content.global_rank == 0:
-            metadata[SHARED_METADATA] = encode_metadata(content.metadata, what="metadata")
+        metadata = metadata_files(content)
         snapshot = self._take(content)
         job = Job(content, snapshot, metadata, frozenset(leaving))
         self._last = self._thread.submit(self._meeting.write, job)

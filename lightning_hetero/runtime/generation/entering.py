@@ -12,8 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.core.process.machine import machine_namespace
-from lightning_hetero.core.process.membership import name_membership
+from lightning_hetero.core.process.identity import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.keeper import tell_keeper
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.runtime.results.number_kinds import (
-    Kind,
-    check_ratios,
-    ends_of,
-    ratio_of,
-)
+from lightning_hetero.runtime.results.number_kinds import Kind, check_ratios, ends_of, ratio_of
 from lightning_hetero.runtime.results.targets import LossWeight
 
 __all__ = [

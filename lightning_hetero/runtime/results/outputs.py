@@ -22,15 +22,7 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.number_kinds import JOINABLE, Kind, join_values
 from lightning_hetero.runtime.results.reductions import Reductions
 
-__all__ = [
-    "Path",
-    "Records",
-    "StepRecord",
-    "Unjoined",
-    "join",
-    "join_outputs",
-    "records_of",
-]
+__all__ = ["Path", "Records", "StepRecord", "Unjoined", "join", "join_outputs", "records_of"]
 
 Path = tuple[Any, ...]
 """Where a list is in a module: the attribute, then the index or key in it."""

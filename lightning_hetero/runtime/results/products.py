@@ -3,12 +3,12 @@
 By names and shapes alone: no value is read.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["PRODUCTS", "is_of_each_with_each", "is_outer", "is_product", "numbers"]
+__all__ = ["PRODUCTS", "is_of_each_with_each", "is_outer", "is_product"]
 
 PRODUCTS = {"matmul", "mm", "rmatmul", "cdist", "linear"}
 """Names of functions whose second matrix may be samples, too."""
@@ -44,12 +44,3 @@ def is_outer(left: Any, right: Any) -> bool:
     is_column = column == other_row == 1 and row == other_column
     is_row = row == other_column == 1 and column == other_row
     return max(row, column) > 1 and (is_column or is_row)
-
-
-def numbers(values: Any) -> Iterator[int]:
-    """Yield the whole numbers among values, also those in lists and tuples."""
-    for value in values:
-        if isinstance(value, int):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from numbers(value)

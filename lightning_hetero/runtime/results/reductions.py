@@ -7,7 +7,7 @@ Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -26,10 +26,11 @@ from lightning_hetero.runtime.results.products import (
     is_of_each_with_each,
     is_outer,
     is_product,
-    numbers,
 )
 
 __all__ = ["Reductions"]
+
+_T = TypeVar("_T")
 
 _REDUCTIONS = {
     "sum": Kind.SUM,
@@ -96,7 +97,7 @@ class _Call(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors among the arguments."""
-        return list(_tensors((*self.args, *self.kwargs.values())))
+        return list(_among((*self.args, *self.kwargs.values()), Tensor))
 
     def dims(self, ndim: int) -> tuple[int, ...] | None:
         """Return the dims that a reduction runs over; None for all of them."""
@@ -164,7 +165,7 @@ class Reductions:
         if isinstance(result, tuple | list):
             self._see_several(_Call(name, args, kwargs), result)
         elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
-            written = [self.of(item) for item in _tensors(args[1:])]
+            written = [self.of(item) for item in _among(args[1:], Tensor)]
             if any(item is not CONSTANT for item in written):
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
         if not isinstance(result, Tensor | float):
@@ -196,7 +197,7 @@ class Reductions:
         """Look at what a function with several results makes."""
         known = [self.of(item) for item in call.tensors()]
         if TOGETHER in known or (known and all(item is CONSTANT for item in known)):
-            for item in _tensors(results):
+            for item in _among(results, Tensor):
                 self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
         elif call.name in _CHOOSING:
             self._see_chosen(call, results)
@@ -275,7 +276,7 @@ class Reductions:
         if name in OPERATIONS and len(known) == 2 and None in known:
             # Samples less their mean, and the like.
             kinds = [item and item.kind for item in known]
-            rows = next(item for item in _tensors(call.args) if self.of(item) is None)
+            rows = next(item for item in _among(call.args, Tensor) if self.of(item) is None)
             is_scaled = ("mul" in name or "div" in name) and {Kind.MAX, Kind.MIN} & {*kinds}
             return bool(Kind.MEAN in kinds or is_scaled) and self._has_samples(rows)
         return name in _REORDERING and self._reorders(call)
@@ -292,7 +293,7 @@ class Reductions:
             is_first = name == "getitem" or call.argument(1, "dim", 0) == 0
             return is_first and id(call.kwargs.get("index", index)) in self._shuffles
         dims = call.kwargs.get("dims", args[1:] if name == "flip" else args[2:])
-        dims = (dims,) if isinstance(dims, int) else tuple(numbers(dims))
+        dims = (dims,) if isinstance(dims, int) else tuple(_among(dims, int))
         return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
 
     def _is_of_stacked(self, call: _Call, tensors: Sequence[Tensor], result: Tensor) -> bool:
@@ -328,12 +329,13 @@ def _name_of(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").strip("_")
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _among(values: Iterable[Any], kind: type[_T]) -> Iterator[_T]:
+    """Yield the values of a kind, also those in lists and tuples."""
     for value in values:
-        if isinstance(value, Tensor):
+        if isinstance(value, kind):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from _among(value, kind)
 
 
 def _reduce(

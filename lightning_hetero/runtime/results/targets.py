@@ -36,13 +36,7 @@ from lightning_hetero.runtime.results.number_kinds import (
 )
 from lightning_hetero.runtime.results.reductions import Reductions
 
-__all__ = [
-    "Classification",
-    "LossReduction",
-    "LossWatch",
-    "LossWeight",
-    "weigh_loss",
-]
+__all__ = ["Classification", "LossReduction", "LossWatch", "LossWeight", "weigh_loss"]
 
 _CLASSIFICATION = {F.cross_entropy, F.nll_loss}
 _ELEMENTWISE = {
