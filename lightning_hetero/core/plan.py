@@ -1,4 +1,4 @@
-"""Decide nothing, say everything: which ranks run which layers of which pipeline.
+"""Plans as data: which ranks run which layers of which pipeline.
 
 A `ParallelPlan` is what AutoHet calls an asymmetric 3D parallel structure (§III) and Hydraulis a
 heterogeneous strategy S (§5). It is plain data: the planner makes it, the simulator times it, the

@@ -4,11 +4,13 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["preserved_random_state", "seed_everything", "seed_of", "seed_torch"]
+__all__ = ["RandomState", "preserved_random_state", "seed_everything", "seed_of", "seed_torch"]
 
 
 def seed_of(*parts: int) -> int:
@@ -29,6 +31,30 @@ def seed_everything(seed: int) -> None:
     seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+class RandomState(NamedTuple):
+    """The states of all generators of this process, on all of its devices."""
+
+    torch: Tensor
+    cuda: list[Tensor]
+    """Of each device; none without CUDA."""
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def now(cls) -> "RandomState":
+        """Return the states as they are."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+    def put_back(self) -> None:
+        """Make them so again."""
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
 
 @contextmanager

@@ -32,7 +32,6 @@ leads a new process back into the run has led there before, so it leads an old o
 import gc
 import logging
 import os
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,8 +39,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-import torch
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -55,6 +52,7 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.generation.entering import JOIN, is_newcomer, split_address
 from lightning_hetero.runtime.generation.keeper import KEPT, Assignment, become_keeper
+from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.strategy.run import OutlivesRanks
 
@@ -329,20 +327,14 @@ class _BeforeFit:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        self._numpy, self._python = np.random.get_state(), random.getstate()
+        self._random_state = RandomState.now()
         fit_loop = trainer.fit_loop
         self._epochs = fit_loop.min_epochs, fit_loop.max_epochs
         self._steps = fit_loop.epoch_loop.min_steps, fit_loop.epoch_loop.max_steps
 
     def put_back(self, trainer: Any) -> None:
         """Make it so again, as in a process that has just come to its fit."""
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._random_state.put_back()
         loop = _FitLoop(trainer, *self._epochs)
         loop.epoch_loop = _TrainingEpochLoop(trainer, *self._steps)
         trainer.fit_loop = loop

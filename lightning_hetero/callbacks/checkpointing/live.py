@@ -14,14 +14,11 @@ generators of random numbers, and 0.3 µs for each tensor more. A module or a ca
 """
 
 import copy
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -46,12 +43,9 @@ from lightning_hetero.checkpoint import (
     Tier,
     recover,
 )
-from lightning_hetero.checkpoint.survivors import (
-    LiveState,
-    NothingLive,
-    recover_from_survivors,
-)
+from lightning_hetero.checkpoint.survivors import LiveState, NothingLive, recover_from_survivors
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.runtime.random_state import RandomState
 
 __all__ = ["Found", "LiveSteps"]
 
@@ -92,7 +86,7 @@ class _Noted:
     counts: list[dict[str, Any]]
     """What each counter of the loops said."""
     num_stepped: int
-    random_state: tuple[Any, ...]
+    random_state: RandomState
     is_whole: bool
     """Whether the metadata are complete, because hooks had to be asked."""
     is_validation_due: bool
@@ -156,7 +150,7 @@ class LiveSteps:
             metadata=_copied(metadata),
             counts=[dict(vars(tracker)) for tracker in self._trackers],
             num_stepped=epoch_loop._batches_that_stepped,
-            random_state=_take_random_state(),
+            random_state=RandomState.now(),
             is_whole=is_whole,
             is_validation_due=is_validation_due(trainer),
         )
@@ -200,7 +194,7 @@ class LiveSteps:
         metadata = noted.metadata
         if not noted.is_whole:
             metadata = _completed(dump_metadata(trainer, owned), metadata, trainer)
-        _put_random_state(noted.random_state)
+        noted.random_state.put_back()
         content = content_of(trainer, owned, replace(start, step=noted.step), metadata)
         content = replace(content, slices=owned.kept_contents())
         store = strategy.engine.store
@@ -305,20 +299,6 @@ def _completed(
         for group, values in zip(item["param_groups"], old, strict=True):
             group.update(values)
     return {**metadata, **was}
-
-
-def _take_random_state() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), cuda, np.random.get_state(), random.getstate()
-
-
-def _put_random_state(state: tuple[Any, ...]) -> None:
-    on_cpu, cuda, numpy, python = state
-    torch.set_rng_state(on_cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    np.random.set_state(numpy)
-    random.setstate(python)
 
 
 def _copied(value: Any) -> Any:
