@@ -17,6 +17,7 @@ from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_m
 from lightning_hetero.planner.arrangement import Arrangement
 from lightning_hetero.planner.memory_fit import idle_capacity
 from lightning_hetero.planner.pipeline_estimator import PipelineEstimate, PipelineEstimator
+from lightning_hetero.planner.recompute_tables import RecomputeTables
 from lightning_hetero.planner.stage_times import PipelineKey
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel
@@ -40,8 +41,8 @@ class Estimate:
     """Micro-batches of each pipeline."""
     time_s: float
     """About how long an iteration takes."""
-    is_memory_bound: bool
-    """Whether more memory would make a pipeline faster."""
+    is_recomputing: bool
+    """Whether a stage recomputes a layer."""
     capacity_params: float
     """Parameters that all ranks together have room to own."""
 
@@ -66,6 +67,13 @@ class Estimator(PipelineEstimator):
         """Return an estimator with the same caches whose pipelines may run unequal shares."""
         other = copy.copy(self)
         other.equal_microbatches = False
+        return other
+
+    def keeping(self) -> "Estimator":
+        """Return an estimator of the same times whose stages recompute nothing."""
+        other = copy.copy(self)
+        other._recompute = RecomputeTables(self.cost, self.workload, may_recompute=False)
+        other._stage_tables, other._pipelines, other._exchanges = {}, {}, {}
         return other
 
     def least_s(self, arrangement: Arrangement) -> float:
@@ -180,7 +188,7 @@ class Estimator(PipelineEstimator):
                 for part, row in zip(kinds, pushed_s, strict=True)
                 for end, step in zip(row, part.step_s, strict=True)
             ),
-            is_memory_bound=any(part.is_memory_bound for part in kinds),
+            is_recomputing=any(part.is_recomputing for part in kinds),
             capacity_params=sum(repeats[key] * part.capacity_params for key, part in parts.items()),
         )
 

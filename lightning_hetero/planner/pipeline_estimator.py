@@ -44,6 +44,8 @@ class PipelineEstimate:
     """Micro-batches beyond which the activations in flight would not fit."""
     is_memory_bound: bool
     """Whether more memory would make it faster."""
+    is_recomputing: bool
+    """Whether a stage recomputes a layer."""
     capacity_params: float
     """Parameters that all its ranks together have room to own."""
 
@@ -136,6 +138,7 @@ class PipelineEstimator(StageTimes):
             ),
             most_microbatches=most_microbatches,
             is_memory_bound=self.is_slowed(tables, layers),
+            is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
             capacity_params=0.0
             if owned_params is None
             else self._capacity(

@@ -65,10 +65,17 @@ class StageTable:
 
 
 class RecomputeTables:
-    """Least recomputation of stages of 0, 1, ... layers; cached by what it depends on."""
+    """Least recomputation of stages of 0, 1, ... layers; cached by what it depends on.
 
-    def __init__(self, cost: CostModel, workload: Workload) -> None:
+    Args:
+        cost: Times and bytes.
+        workload: Its micro-batches.
+        may_recompute: Whether stages that would have to recompute fit.
+    """
+
+    def __init__(self, cost: CostModel, workload: Workload, *, may_recompute: bool = True) -> None:
         self._cost = cost
+        self._may_recompute = may_recompute
         self._tokens = sum(workload.microbatch)
         self._num_layers = cost.model.num_layers
         self._known: dict[tuple[StageShape, MemoryUse], IntArray] = {}
@@ -132,6 +139,8 @@ class RecomputeTables:
         fits = (needed < sizes) | ((needed <= sizes) & all_of_them) | (over <= 0)
         if layout.sharded:
             fits &= push_buffer_bytes(held, owned, use.num_pipelines, layout.pushed_bytes) <= room
+        if not self._may_recompute:
+            fits &= over <= 0
         least = np.where(fits, np.minimum(np.maximum(needed, 0), sizes), -1)
         least[0] = -1
         return least.astype(np.int64)

@@ -132,6 +132,7 @@ class PlanSearch:
         )
         self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
         self.estimator = self.estimators[-1]
+        self._keeping = {estimator: estimator.keeping() for estimator in self.estimators}
         self.judge = Judge(self.estimator, self._weigh)
         self.enumerated = False
         self.num_estimated = 0
@@ -220,13 +221,13 @@ class PlanSearch:
         found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS)
         limit = self.judge.work_done + _SIMULATED_ACTIONS
         self.progress("Leaving devices out", 0.4)
-        for part in self._likeliest_parts(counts, self._best_score(found)):
+        for part in self._likeliest_parts(counts, self._best(found)):
             budget = max(0, limit - self.judge.work_done)
-            best = self._best_score(found)
+            best = self._best(found)
             found += self._search(part, _SIMULATED_OF_A_PART, budget, below=best)
         return sorted(dict.fromkeys(found), key=self.judge.score)
 
-    def _best_score(self, found: Sequence[Candidate]) -> float:
+    def _best(self, found: Sequence[Candidate]) -> float:
         return min(map(self.judge.score, found), default=float("inf"))
 
     def _search(
@@ -236,7 +237,7 @@ class PlanSearch:
         every = propose_arrangements(self.estimator, counts, self.tp_degrees)
         found = self._simulate(every, most, budget, below)
         mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
-        below = min(below, self._best_score(found))
+        below = min(below, self._best(found))
         return found + self._simulate(mixed, _SIMULATED_OF_A_PART, budget, below)
 
     def _likeliest_parts(self, counts: Sequence[int], best: float) -> list[tuple[int, ...]]:
@@ -301,31 +302,55 @@ class PlanSearch:
     ) -> list[Candidate]:
         """Return the candidates that fit, best first, after simulating the likeliest.
 
-        Equal shares are tried as well, as if they alone were allowed: whatever a search with them
-        would simulate is simulated here. Stops at estimates that are far above `below`.
+        Equal shares are tried as well, as if they alone were allowed, and so are stages that
+        recompute nothing: whatever a search with less freedom would simulate is simulated here.
         """
         self.num_estimated += len(arrangements)
         fitting: list[Candidate] = []
         for estimator in self.estimators:
-            limit = self.judge.work_done + budget
-            worst = below * _WORTH_SIMULATING
-            seen: set[object] = set()
-            numbers: dict[int, int] = {}
-            for estimate in self._estimate(arrangements, estimator, most, worst):
-                score = self._rough_score(estimate)
-                if score > worst or (self.judge.work_done > limit and fitting):
-                    break
-                # What differs in nodes alone, and takes as long, is simulated once.
-                kind = (score, *sorted(map(estimator.key, estimate.arrangement)))
-                number = len(estimate.arrangement)
-                if kind in seen or (sum(numbers.values()) >= most and number in numbers):
-                    continue
-                seen.add(kind)
-                candidate = Candidate.of(estimate)
-                if self.judge.score(candidate) < float("inf"):
-                    fitting.append(candidate)
-                    numbers[number] = numbers.get(number, 0) + 1
+            found, is_recomputing = self._simulate_by(estimator, arrangements, most, budget, below)
+            if is_recomputing:
+                keeping = self._keeping[estimator]
+                found += self._simulate_by(keeping, arrangements, most, budget, below)[0]
+            fitting += found
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
+
+    def _simulate_by(
+        self,
+        estimator: Estimator,
+        arrangements: Sequence[Arrangement],
+        most: int,
+        budget: int,
+        below: float,
+    ) -> tuple[list[Candidate], bool]:
+        """Return candidates of one estimator that fit, and whether one of them recomputes.
+
+        Simulated are the `most` likeliest, all whose estimate is below the best of them, and of each
+        number of pipelines the best that comes near it. Stops at estimates far above `below`.
+        """
+        limit, worst = self.judge.work_done + budget, below * _WORTH_SIMULATING
+        fitting: list[Candidate] = []
+        best, is_recomputing = float("inf"), False
+        seen: set[object] = set()
+        numbers: set[int] = set()
+        for estimate in self._estimate(arrangements, estimator, most, worst):
+            score, number = self._rough_score(estimate), len(estimate.arrangement)
+            enough = len(fitting) >= most
+            is_far = score > worst or (enough and score > best * _WORTH_SIMULATING)
+            if is_far or (self.judge.work_done > limit and fitting):
+                break
+            # What differs in nodes alone, and takes as long, is simulated once.
+            kind = (score, *sorted(map(estimator.key, estimate.arrangement)))
+            if kind in seen or (enough and score >= best and number in numbers):
+                continue
+            seen.add(kind)
+            simulated = self.judge.score(Candidate.of(estimate))
+            if simulated < float("inf"):
+                fitting.append(Candidate.of(estimate))
+                numbers.add(number)
+                best = min(best, simulated)
+                is_recomputing |= estimate.is_recomputing
+        return fitting, is_recomputing
 
     def _estimate(
         self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int, worst: float

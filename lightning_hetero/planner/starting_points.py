@@ -6,9 +6,11 @@ depends on their device type. Stages run from the slowest device to the
 fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,6 +42,12 @@ _GROUPING_PROGRAMS = 500
 """Most linear programmes for one grouping; 30 to 130 are usual."""
 _MAX_EVERY_GROUPING = 1000
 _LIKELIEST = 4
+"""Degrees and lengths of each type that are combined with those of the others."""
+_COMBINED = 12
+"""Combinations that are tried."""
+_NEWTON_STEPS = 4
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Stages of pipelines that are tried with the same number for all types."""
 _FEW_NUMBERS = 8
 """Numbers of groups that are tried where a few have to do."""
 _MAX_BOUNDED = 600_000
@@ -240,38 +248,91 @@ def _chosen_by_rate(
 
 
 def _each_type_alone(
-    types: DeviceTypes, rates: dict[int, tuple[IntArray, PipelineRates]]
+    types: DeviceTypes, rates: Mapping[int, tuple[IntArray, PipelineRates]]
 ) -> Iterator[list[Group]]:
-    """Let no pipeline mix types: the likeliest degrees and lengths of each type, combined."""
-    total = types.estimator.workload.num_microbatches
-    options: list[list[list[Group]]] = []
-    scored: list[tuple[float, int, int]]
-    for kind in range(len(types.names)):
-        scored = []
-        for tp, (compositions, rate) in rates.items():
-            num_units = types.units(tp)[kind]
-            lengths = compositions[:, kind]
-            alone = (lengths == compositions.sum(axis=1)) & np.isfinite(rate.slope_s)
-            for row in np.flatnonzero(alone).tolist():
-                length = int(lengths[row])
-                num_groups = num_units // length
-                share = total / num_groups
-                power = num_groups / rate.slope_s[row] * share / (share + length - 1)
-                scored.append((-power, tp, num_groups))
-        scored.sort()
-        # The best of every degree first: what is only a little behind may leave more memory.
-        best = {tp: (tp, num_groups) for _, tp, num_groups in reversed(scored)}
-        likeliest = dict.fromkeys([*best.values(), *(entry[1:] for entry in scored)])
-        found = []
-        for tp, num_groups in list(likeliest)[: _LIKELIEST if len(types.names) < 4 else 2]:
-            units = [0] * len(types.names)
-            units[kind] = types.units(tp)[kind]
-            rows = [row for row, n in deal_evenly(units, num_groups) for _ in range(n)]
-            found.append(types.groups(tp, rows))
-        if found:
-            options.append(found)
-    for choice in itertools.product(*options) if options else ():
-        yield [group for groups in choice for group in groups]
+    """Let no pipeline mix types: the best degrees and lengths of each type, combined.
+
+    By a time T, n pipelines of t seconds a micro-batch and f seconds besides finish n·(T - f)/t.
+    Types add up, so the best of each is the best of all together. T, when all is finished, is found
+    by Newton steps. What is a little behind may leave more memory and exchange less, so more are
+    tried than the best: of every degree alone and of all, and pipelines of equal lengths.
+    """
+    kinds = range(len(types.names))
+    every = {tp: [list(_alone(types, tp, kind, rates[tp])) for kind in kinds] for tp in rates}
+    together = [[option for rows in every.values() for option in rows[kind]] for kind in kinds]
+    for rows in [*every.values(), together] if len(every) > 1 else every.values():
+        options = [found for found in rows if found]
+        if options:
+            for choice in _best_choices(options, types.estimator.workload.num_microbatches):
+                yield [group for option in choice for group in option.groups(types)]
+    for rows in every.values():
+        by_length = [{option.num_stages: option for option in found} for found in rows if found]
+        for length in _LENGTHS:
+            if by_length and all(length in found for found in by_length):
+                yield [group for found in by_length for group in found[length].groups(types)]
+
+
+def _best_choices(
+    options: Sequence[Sequence["_Alone"]], num_microbatches: int
+) -> list[tuple["_Alone", ...]]:
+    """Return the choices of one option of each type that finish the most, the best first."""
+    time_s = math.inf
+    for _ in range(_NEWTON_STEPS):
+        best = [max(found, key=lambda option: option.finished(time_s)) for found in options]
+        lost = sum(option.num_groups * option.fill_s / option.slope_s for option in best)
+        time_s = (num_microbatches + lost) / sum(option.finished(math.inf) for option in best)
+    likeliest = [
+        heapq.nsmallest(_LIKELIEST, found, key=lambda option: -option.finished(time_s))
+        for found in options
+    ]
+    return heapq.nsmallest(
+        _COMBINED,
+        itertools.product(*likeliest),
+        key=lambda choice: -sum(option.finished(time_s) for option in choice),
+    )
+
+
+class _Alone(NamedTuple):
+    """Pipelines of one device type: its units, dealt evenly."""
+
+    kind: int
+    tp_degree: int
+    num_groups: int
+    num_stages: int
+    slope_s: float
+    fill_s: float
+
+    def finished(self, time_s: float) -> float:
+        """Return about the micro-batches that they finish by a time; a second if it is endless."""
+        if time_s == math.inf:
+            return self.num_groups / self.slope_s
+        return self.num_groups * (time_s - self.fill_s) / self.slope_s
+
+    def groups(self, types: DeviceTypes) -> list[Group]:
+        """Return their groups."""
+        units = [0] * len(types.names)
+        units[self.kind] = types.units(self.tp_degree)[self.kind]
+        rows = [row for row, repeats in deal_evenly(units, self.num_groups) for _ in range(repeats)]
+        return types.groups(self.tp_degree, rows)
+
+
+def _alone(
+    types: DeviceTypes, tp_degree: int, kind: int, found: tuple[IntArray, PipelineRates]
+) -> Iterator[_Alone]:
+    """Yield one type's pipelines of a degree, of every number of them.
+
+    With P units, g pipelines are as fast as those of about P/g stages.
+    """
+    compositions, rates = found
+    lengths, num_units = compositions[:, kind], types.units(tp_degree)[kind]
+    alone = (lengths == compositions.sum(axis=1)) & np.isfinite(rates.slope_s)
+    rows = {int(lengths[row]): row for row in np.flatnonzero(alone).tolist()}
+    numbers = {number for size in rows for number in (num_units // size, -(-num_units // size))}
+    for number in sorted(numbers, reverse=True):
+        size = min(rows, key=lambda size: abs(num_units / number - size))
+        share = num_units / number / size
+        slope_s, fill_s = float(rates.slope_s[rows[size]]), float(rates.fill_s[rows[size]])
+        yield _Alone(kind, tp_degree, number, size, slope_s / share, fill_s)
 
 
 def _every_one(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:

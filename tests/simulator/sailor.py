@@ -21,6 +21,7 @@ import datetime
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,10 +230,17 @@ def load_profile(model_name: str, devices: set[str]) -> Profile:
 
 def sailor_cluster(counts: dict[str, int], *, devices_per_node: int) -> Cluster:
     """Return so many devices of each type in equal nodes; links are the cost's business."""
+    per_node = devices_per_node
+    return cluster_of(
+        [(name, per_node) for name, count in counts.items() for _ in range(count // per_node)]
+    )
+
+
+def cluster_of(nodes: Sequence[tuple[str, int]]) -> Cluster:
+    """Return the cluster of nodes given as (device, count); links are the cost's business."""
     builder = _PlanBuilder(None)
-    for device, count in counts.items():
-        for _ in range(count // devices_per_node):
-            builder.add_node(device, devices_per_node)
+    for device, count in nodes:
+        builder.add_node(device, count)
     return builder.cluster()
 
 
