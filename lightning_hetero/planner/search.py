@@ -132,7 +132,8 @@ class PlanSearch:
         )
         self.estimators = (equal,) if options.equal_microbatches else (equal, equal.unequal())
         self.estimator = self.estimators[-1]
-        self._keeping = {estimator: estimator.keeping() for estimator in self.estimators}
+        keeping = equal.keeping()
+        self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
         self.judge = Judge(self.estimator, self._weigh)
         self.enumerated = False
         self.num_estimated = 0
@@ -325,8 +326,8 @@ class PlanSearch:
     ) -> tuple[list[Candidate], bool]:
         """Return candidates of one estimator that fit, and whether one of them recomputes.
 
-        Simulated are the `most` likeliest, all whose estimate is below the best of them, and of each
-        number of pipelines the best that comes near it. Stops at estimates far above `below`.
+        Simulated are the `most` likeliest, all that are estimated below the best of them, and of
+        each number of pipelines the best that comes near it. Stops at estimates far above `below`.
         """
         limit, worst = self.judge.work_done + budget, below * _WORTH_SIMULATING
         fitting: list[Candidate] = []
