@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
 from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import Run
@@ -44,10 +45,12 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
         self._tree = RankTree(group)
         self.world_size = self._tree.world_size
         self.global_rank = self._tree.global_rank
+        self._comms = Communicators(
+            global_rank=self.global_rank, world_size=self.world_size, control=group
+        )
 
     @property
     def leads(self) -> bool:
@@ -67,16 +70,8 @@ class Ranks:
 
     def gather(self, value: _T) -> list[_T]:
         """Return every rank's value."""
-        if self._group is None:
-            return [value]
-        values: list[_T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return [item for item in values if item is not None]
+        return self._comms.gather_objects(value)
 
     def share(self, value: _T) -> _T:
         """Return the leader's value."""
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, 0, group=self._group)
-        return values[0]
+        return self._comms.on_rank_0(lambda: value)

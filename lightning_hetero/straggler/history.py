@@ -144,7 +144,12 @@ class RankHistory:
         forward_s = median(self._baseline, lambda o: o.forward_s)
         backward_s = median(self._baseline, lambda o: o.backward_s)
         now = [value for _, value in recent if math.isfinite(value)]
-        peers = {peer for observation, _ in recent for peer in observation.waits_s}
+        peers = sorted({peer for observation, _ in recent for peer in observation.waits_s})
+
+        def by_peer(counts: Callable[[Observation], Mapping[int, float]]) -> dict[int, float]:
+            return {p: statistics.median(counts(o).get(p, 0) for o, _ in recent) for p in peers}
+
+        waits_s = by_peer(lambda o: o.waits_s)
         return RankReport(
             global_rank=self._rank,
             slowness=statistics.median(now) / pace if now and pace > 0.0 else math.nan,
@@ -153,18 +158,12 @@ class RankHistory:
             work=median(self._baseline, lambda o: o.work),
             num_microbatches=median(self._baseline, lambda o: o.num_microbatches),
             excess_wait_s={
-                peer: statistics.median(o.waits_s.get(peer, 0.0) for o, _ in recent)
+                peer: seconds
                 - median(self._baseline, lambda o, peer=peer: o.waits_s.get(peer, 0.0), 0.0)  # type: ignore[misc]
-                for peer in sorted(peers)
+                for peer, seconds in waits_s.items()
             },
-            num_messages={
-                peer: statistics.median(o.num_messages.get(peer, 0) for o, _ in recent)
-                for peer in sorted(peers)
-            },
-            num_bytes={
-                peer: statistics.median(o.num_bytes.get(peer, 0) for o, _ in recent)
-                for peer in sorted(peers)
-            },
+            num_messages=by_peer(lambda o: o.num_messages),
+            num_bytes=by_peer(lambda o: o.num_bytes),
             hidden_bytes=max((o.hidden_bytes for o in self._baseline), default=0),
         )
 

@@ -136,25 +136,15 @@ class RunModel:
         """
         if self.facts.is_assigned or any(item.microbatch_size for item in plan.pipelines):
             return plan
-        times = [self._pipeline_times(index, plan, 1) for index in range(plan.num_pipelines)]
-        stages_s = [
-            [f[0] + b[0] for f, b in zip(t.forward_s, t.backward_s, strict=True)] for t in times
-        ]
-        links_s = [
-            [f[0] + b[0] for f, b in zip(t.forward_message_s, t.backward_message_s, strict=True)]
-            for t in times
-        ]
-        counts = balance_microbatches(
-            [
-                max(*stage_s, *link_s, 0.0)
-                for stage_s, link_s in zip(stages_s, links_s, strict=True)
-            ],
-            sum(self.facts.counts),
-            fixed_s=[
-                sum(stage_s) + sum(link_s) - max(*stage_s, *link_s, 0.0)
-                for stage_s, link_s in zip(stages_s, links_s, strict=True)
-            ],
-        )
+        slowest_s, others_s = [], []
+        for index in range(plan.num_pipelines):
+            times = self._pipeline_times(index, plan, 1)
+            stages = zip(times.forward_s, times.backward_s, strict=True)
+            links = zip(times.forward_message_s, times.backward_message_s, strict=True)
+            parts_s = [forward[0] + backward[0] for forward, backward in (*stages, *links)]
+            slowest_s.append(max(parts_s))
+            others_s.append(sum(parts_s) - slowest_s[-1])
+        counts = balance_microbatches(slowest_s, sum(self.facts.counts), fixed_s=others_s)
         return self.with_counts(plan, counts)
 
     def paces(self, plan: ParallelPlan) -> dict[int, float]:
