@@ -15,15 +15,23 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.dispatch_bound import dispatch_lower_bound_s
+from lightning_hetero.assign.dispatch_greedy import Placement, place_greedily, place_in_rounds
 from lightning_hetero.assign.dispatch_moves import improve_dispatch
-from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable, PipelineCost, as_lengths
+from lightning_hetero.assign.pipeline_cost import (
+    UNFIT_S,
+    CostTable,
+    KindTimes,
+    PipelineCost,
+    as_lengths,
+)
 from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Dispatch", "Placement", "check_fit", "dispatch", "fast_lower_bound_s", "place_greedily"]
+__all__ = ["Dispatch", "check_fit", "dispatch", "fast_lower_bound_s"]
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
+_MAX_GREEDY_STEPS = 4000  # Most sequences placed one by one, 25 to 50 µs each.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
 _MAX_IMPROVE_CELLS = 2e6  # Most rows x sequences x pipelines improved.
 _IMPROVE_BUDGET = 30_000_000  # Moves and swaps looked at: about a second.
@@ -47,16 +55,6 @@ class Dispatch:
     """Largest Eq. 2 (with c) over the pipelines."""
     lower_bound_s: float
     """No dispatch of these sequences has a smaller latency."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where each row put its sequences."""
-
-    pipeline_of: IntArray
-    """[rows, B] pipeline of each sequence, in the sequences' own order."""
-    latencies_s: FloatArray
-    """[rows] largest Eq. 2 (with c) over the pipelines."""
 
 
 def dispatch(
@@ -86,16 +84,15 @@ def dispatch(
     kinds = list(dict.fromkeys(pipelines))
     kind_of = np.array([kinds.index(pipeline) for pipeline in pipelines])
     kind_times_s = CostTable.of(kinds).fitting_times_s(sizes)
-    times_s = kind_times_s[:, kind_of]
     bound_s = _lower_bound_s(sizes, kind_times_s, CostTable.of(kinds), np.bincount(kind_of))
+    times = KindTimes(by_kind=kind_times_s, kind_of=kind_of)
     cells = len(sizes) * len(pipelines)
-    num_rows = max(1, min(num_trials, int(_MAX_CELLS / cells)))
-    orders = _orders(sizes, num_rows, seed)
-    placement = place_greedily(sizes, times_s, table, orders[:1], np.zeros(1))
-    # One long sequence often decides the iteration, and longest first is optimal already.
-    if num_rows > 1 and placement.latencies_s[0] > bound_s * (1 + 1e-9):
-        placement = place_greedily(sizes, times_s, table, orders, np.zeros(num_rows))
-        placement = _with_targets(sizes, times_s, table, placement, bound_s)
+    if len(sizes) > _MAX_GREEDY_STEPS:
+        placement = place_in_rounds(sizes, times, table)
+    else:
+        num_rows = max(1, min(num_trials, int(_MAX_CELLS / cells)))
+        orders = _orders(sizes, num_rows, seed)
+        placement = _placed_in_orders(sizes, kind_times_s[:, kind_of], table, orders, bound_s)
     ranking = np.argsort(placement.latencies_s, kind="stable")
     best_of, best_s = placement.pipeline_of[ranking[0]], float(placement.latencies_s[ranking[0]])
     num_improved = max(1, min(_NUM_IMPROVED, int(_MAX_IMPROVE_CELLS / cells)))
@@ -104,7 +101,7 @@ def dispatch(
             break
         improved_of, improved_s = improve_dispatch(
             sizes,
-            times_s,
+            times,
             table,
             placement.pipeline_of[row],
             stop_at_s=bound_s,
@@ -117,6 +114,19 @@ def dispatch(
     return Dispatch(
         pipeline_of=tuple(best_of.tolist()), latency_s=best_s, lower_bound_s=min(bound_s, best_s)
     )
+
+
+def _placed_in_orders(
+    sizes: IntArray, times_s: FloatArray, table: CostTable, orders: IntArray, bound_s: float
+) -> Placement:
+    """Place sequences in some orders, and up to targets; in the first one alone if that will do."""
+    num_rows = len(orders)
+    placement = place_greedily(sizes, times_s, table, orders[:1], np.zeros(1))
+    # One long sequence often decides the iteration, and longest first is optimal already.
+    if num_rows > 1 and placement.latencies_s[0] > bound_s * (1 + 1e-9):
+        placement = place_greedily(sizes, times_s, table, orders, np.zeros(num_rows))
+        placement = _with_targets(sizes, times_s, table, placement, bound_s)
+    return placement
 
 
 def _tight_bound_s(
@@ -177,68 +187,6 @@ def _orders(lengths: IntArray, num_rows: int, seed: int) -> IntArray:
     noises[1:] = np.resize(np.array(_NOISES), num_rows - 1)
     keys = np.log(lengths) + noises[:, None] * generator.standard_normal((num_rows, len(lengths)))
     return np.argsort(-keys, axis=1, kind="stable").astype(np.int64)
-
-
-def place_greedily(
-    lengths: IntArray,
-    times_s: FloatArray,
-    table: CostTable,
-    orders: IntArray,
-    targets_s: FloatArray,
-) -> Placement:
-    """Give each sequence, in each row's order, to the pipeline that then ends first (Algorithm 1).
-
-    All rows advance together, one sequence a step, so a step is a dozen NumPy calls on [rows, D]
-    arrays, whatever the number of rows: 100 rows, 56 sequences and 16 pipelines are 670 calls.
-
-    That pipeline also keeps the largest end smallest, which is Algorithm 1's rule; where several
-    do, the paper takes the first and this the least loaded. A row with a target instead takes the
-    least roomy pipeline that still ends by the target, and saves the roomy ones, which are
-    expensive, for sequences that fit nowhere else.
-
-    Args:
-        lengths: [B].
-        times_s: [B, D] from `CostTable.fitting_times_s`.
-        table: The D pipelines.
-        orders: [rows, B] permutations.
-        targets_s: [rows] latencies to stay below, 0 for none.
-    """
-    num_rows, num_pipelines = len(orders), times_s.shape[1]
-    shape = (num_rows, num_pipelines)
-    work_s, longest_s, tokens = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    per_token = 1.0 / table.max_len
-    fixed_s = table.c * table.num_bubbles
-    rows = np.arange(num_rows)
-    pipeline_of = np.empty((num_rows, len(lengths)), dtype=np.int64)
-    ordered = lengths[orders].astype(np.float64)
-    # Rows with targets come last; a negative key goes before every time, the least roomy first.
-    targets = int((targets_s > 0).sum())
-    first = num_rows - targets
-    by_room = np.argsort(np.argsort(table.max_len, kind="stable"), kind="stable") - 1e6
-    has_bubbles = bool(table.num_bubbles.any())
-    for step in range(len(lengths)):
-        time_s = times_s[orders[:, step]]
-        total_s = work_s + time_s
-        if has_bubbles:
-            total_s += table.num_bubbles * np.maximum(longest_s, time_s)
-        # The least micro-batches that hold the tokens: at least one, as every length is positive.
-        num_microbatches = np.ceil((tokens + ordered[:, step, None]) * per_token - 1e-9)
-        total_s += fixed_s + table.c * num_microbatches
-        if targets:
-            in_time = total_s[first:] <= targets_s[first:, None]
-            total_s[first:][in_time] = np.broadcast_to(by_room, in_time.shape)[in_time]
-        chosen = total_s.argmin(axis=1)
-        pipeline_of[:, step] = chosen
-        chosen_s = time_s[rows, chosen]
-        work_s[rows, chosen] += chosen_s
-        tokens[rows, chosen] += ordered[:, step]
-        longest_s[rows, chosen] = np.maximum(longest_s[rows, chosen], chosen_s)
-    total_s = work_s + table.num_bubbles * longest_s + fixed_s
-    total_s += table.c * np.ceil(tokens * per_token - 1e-9)
-    result = np.empty_like(pipeline_of)
-    np.put_along_axis(result, orders, pipeline_of, axis=1)
-    latencies_s = np.where(tokens > 0, total_s, 0.0).max(axis=1)
-    return Placement(pipeline_of=result, latencies_s=latencies_s)
 
 
 def fast_lower_bound_s(lengths: IntArray, times_s: FloatArray, table: CostTable) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable
+from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable, KindTimes
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["improve_dispatch"]
@@ -26,7 +26,7 @@ class _State:
     """The loads of all pipelines under the current dispatch."""
 
     lengths: IntArray
-    times_s: FloatArray
+    times: KindTimes
     table: CostTable
     pipeline_of: IntArray
     work_s: FloatArray
@@ -41,12 +41,12 @@ class _State:
 
     @classmethod
     def of(
-        cls, lengths: IntArray, times_s: FloatArray, table: CostTable, pipeline_of: IntArray
+        cls, lengths: IntArray, times: KindTimes, table: CostTable, pipeline_of: IntArray
     ) -> "_State":
-        num_pipelines = times_s.shape[1]
+        num_pipelines = len(times.kind_of)
         state = cls(
             lengths=lengths,
-            times_s=times_s,
+            times=times,
             table=table,
             pipeline_of=pipeline_of.copy(),
             work_s=np.zeros(num_pipelines),
@@ -62,7 +62,7 @@ class _State:
     def refresh(self, pipeline: int) -> None:
         """Recompute one pipeline's loads after its sequences changed."""
         members = np.flatnonzero(self.pipeline_of == pipeline)
-        own_s = self.times_s[members, pipeline]
+        own_s = self.times.of(members, pipeline)
         self.own_s[members] = own_s
         self.work_s[pipeline] = own_s.sum()
         self.tokens[pipeline] = self.lengths[members].sum()
@@ -73,28 +73,13 @@ class _State:
             self.rest_s[members] = own_s[first]
             self.rest_s[members[first]] = others.max(initial=0.0)
 
-    def totals_s(
-        self,
-        work_s: FloatArray,
-        longest_s: FloatArray,
-        tokens: FloatArray,
-        pipelines: IntArray | slice | int,
-    ) -> FloatArray:
-        """Return Eq. 2 with c of loads on the given pipelines."""
-        table = self.table
-        count = np.maximum(np.ceil(tokens / table.max_len[pipelines] - 1e-9), 1.0)
-        bubbles = table.num_bubbles[pipelines]
-        total_s = work_s + bubbles * longest_s + table.c[pipelines] * (bubbles + count)
-        result: FloatArray = np.where(tokens > 0.5, total_s, 0.0)
-        return result
-
     def all_totals_s(self) -> FloatArray:
-        return self.totals_s(self.work_s, self.longest_s, self.tokens, slice(None))
+        return self.table.ends_s(self.work_s, self.longest_s, self.tokens)
 
 
 def improve_dispatch(
     lengths: IntArray,
-    times_s: FloatArray,
+    times: KindTimes,
     table: CostTable,
     pipeline_of: IntArray,
     *,
@@ -105,13 +90,13 @@ def improve_dispatch(
 
     Args:
         lengths: [B].
-        times_s: [B, D] from `CostTable.fitting_times_s`.
+        times: Seconds of every sequence.
         table: The D pipelines.
         pipeline_of: [B] where each sequence is now.
         stop_at_s: A lower bound; nothing is tried once it is met.
         budget: Moves and swaps to look at; the step that exceeds it is the last.
     """
-    state = _State.of(lengths, times_s, table, pipeline_of)
+    state = _State.of(lengths, times, table, pipeline_of)
     totals_s = state.all_totals_s()
     for _ in range(_MAX_STEPS):
         last = int(totals_s.argmax())
@@ -161,16 +146,16 @@ def _swap_ends_s(
     outside = _partners(state, last, most_swaps // max(1, len(inside)))
     there = state.pipeline_of[outside]
     own_s = state.own_s[inside, None]
-    incoming_s = state.times_s[outside, last]
+    incoming_s = state.times.of(outside, last)
     delta = (state.lengths[outside] - state.lengths[inside, None]).astype(np.float64)
-    here_s = state.totals_s(
+    here_s = state.table.ends_s(
         state.work_s[last] - own_s + incoming_s,
         np.maximum(state.rest_s[inside, None], incoming_s),
         state.tokens[last] + delta,
         last,
     )
-    outgoing_s = state.times_s[inside[:, None], there]
-    there_s = state.totals_s(
+    outgoing_s = state.times.of(inside[:, None], there)
+    there_s = state.table.ends_s(
         state.work_s[there] - state.own_s[outside] + outgoing_s,
         np.maximum(state.rest_s[outside], outgoing_s),
         state.tokens[there] - delta,
@@ -196,18 +181,17 @@ def _partners(state: _State, last: int, most: int) -> IntArray:
 def _move_ends_s(state: _State, last: int, inside: IntArray) -> FloatArray:
     """Return the later end [U, D] after moving each of U sequences to each other pipeline."""
     lengths = state.lengths[inside].astype(np.float64)
-    here_s = state.totals_s(
+    here_s = state.table.ends_s(
         state.work_s[last] - state.own_s[inside],
         state.rest_s[inside],
         state.tokens[last] - lengths,
         last,
     )
-    moved_s = state.times_s[inside]
-    there_s = state.totals_s(
+    moved_s = state.times.of(inside[:, None], slice(None))
+    there_s = state.table.ends_s(
         state.work_s + moved_s,
         np.maximum(state.longest_s, moved_s),
         state.tokens + lengths[:, None],
-        slice(None),
     )
     there_s[:, last] = UNFIT_S
     return np.maximum(here_s[:, None], there_s)

@@ -50,7 +50,8 @@ class LinearProgram:
     """
 
     def __init__(self) -> None:
-        self._solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        # The class's base: its callbacks take longer to make than a small programme to solve.
+        self._solver: Any = highspy.Highs.__base__()
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)
         self._solver.setOptionValue("random_seed", 0)

@@ -4,12 +4,10 @@ Pipelines of one class are alike. K micro-batches take a pipeline `fill + slope�
 numbers that minimise the longest one are found by filling all to a common level.
 """
 
+import heapq
 from collections.abc import Sequence
 
 __all__ = ["deal_microbatches", "share_microbatches"]
-
-_PRECISION = 1e-12
-"""Share of the level at which its bisection ends."""
 
 
 def deal_microbatches(
@@ -40,8 +38,8 @@ def share_microbatches(
 ) -> list[list[int]] | None:
     """Return the micro-batches of every pipeline of every class.
 
-    Minimises the longest `fill + slope·K`, exactly: the least level at which all micro-batches are
-    done is found by bisection. None if the pipelines' limits leave too few or too many.
+    Minimises the longest `fill + slope·K`, exactly: each goes where it ends first. None if the
+    pipelines' limits leave too few or too many.
 
     Args:
         fills_s: Seconds of each class that don't grow with K.
@@ -62,26 +60,33 @@ def share_microbatches(
             for fill, slope, limit, _ in kinds
         ]
 
+    # Up to a level at which fewer than one for each pipeline are left, then one after another.
     low, high = 0.0, max(fill + slope * (limit + 1) for fill, slope, limit, _ in kinds)
-    while high - low > _PRECISION * high:
+    counts, left = [least] * len(kinds), total - least * sum(repeats)
+    while left > sum(repeats):
         middle = (low + high) / 2
-        if sum(n * k for n, k in zip(repeats, done(middle), strict=True)) >= total:
+        tried = done(middle)
+        missing = total - sum(n * k for n, k in zip(repeats, tried, strict=True))
+        if missing <= 0:
             high = middle
         else:
-            low = middle
-    counts = done(high)
-    surplus = sum(n * k for n, k in zip(repeats, counts, strict=True)) - total
+            low, counts, left = middle, tried, missing
+    queue = [
+        (fill + slope * (k + 1), index)
+        for index, ((fill, slope, limit, _), k) in enumerate(zip(kinds, counts, strict=True))
+        if k < limit
+    ]
+    heapq.heapify(queue)
+    last = 0
+    while left > 0:
+        end_s, last = heapq.heappop(queue)
+        _, slope, limit, num_pipelines = kinds[last]
+        counts[last] += 1
+        left -= num_pipelines
+        if counts[last] < limit:
+            heapq.heappush(queue, (end_s + slope, last))
     shares = [[k] * n for k, n in zip(counts, repeats, strict=True)]
-    # At the level where the last micro-batches finish together, some too many are handed out: take
-    # one from as many of those that finish last.
-    finish = [fill + slope * k for (fill, slope, *_), k in zip(kinds, counts, strict=True)]
-    for index in sorted(range(len(kinds)), key=lambda kind: -finish[kind]):
-        if not surplus:
-            break
-        share = shares[index]
-        for position in range(len(share)):
-            if surplus and share[position] > least:
-                share[position] -= 1
-                surplus -= 1
-    assert not surplus, "more micro-batches finish together than pipelines can give back"
+    # Some pipelines of the class that came last get none of its last round.
+    for position in range(-left):
+        shares[last][position] -= 1
     return shares

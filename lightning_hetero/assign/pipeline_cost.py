@@ -24,6 +24,7 @@ __all__ = [
     "NEVER_RECOMPUTED",
     "UNFIT_S",
     "CostTable",
+    "KindTimes",
     "PipelineCost",
     "as_lengths",
     "microbatch_times_s",
@@ -150,12 +151,44 @@ class CostTable:
         """Return Eq. 1 of sequences [...] that have a pipeline to themselves, [..., D]."""
         return self.times_s(lengths) + self.lost_s(lengths)
 
+    def ends_s(
+        self,
+        work_s: FloatArray,
+        longest_s: FloatArray,
+        tokens: FloatArray,
+        pipelines: IntArray | slice | int = slice(None),
+    ) -> FloatArray:
+        """Return Eq. 2 with c of loads on the given pipelines, 0 without tokens.
+
+        It counts the fewest micro-batches that hold the tokens.
+        """
+        count = np.maximum(np.ceil(tokens / self.max_len[pipelines] - 1e-9), 1.0)
+        bubbles = self.num_bubbles[pipelines]
+        total_s = work_s + bubbles * longest_s + self.c[pipelines] * (bubbles + count)
+        result: FloatArray = np.where(tokens > 0.5, total_s, 0.0)
+        return result
+
     def lost_s(self, longest: IntArray) -> FloatArray:
         """Return what bubbles and one micro-batch's c cost beside the work, [..., D].
 
         It is the least that a pipeline loses whose longest sequence has `longest` tokens.
         """
         return self.num_bubbles * self.times_s(longest) + self.c * (self.num_bubbles + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindTimes:
+    """Seconds of B sequences on D pipelines of K kinds: B·K numbers for B·D."""
+
+    by_kind: FloatArray
+    """[B, K] from `CostTable.fitting_times_s`."""
+    kind_of: IntArray
+    """[D] kind of each pipeline."""
+
+    def of(self, sequences: IntArray, pipelines: IntArray | slice | int) -> FloatArray:
+        """Return the seconds of some sequences on some pipelines, broadcast against each other."""
+        found: FloatArray = self.by_kind[sequences, self.kind_of[pipelines]]
+        return found
 
 
 def as_lengths(lengths: ArrayLike) -> IntArray:

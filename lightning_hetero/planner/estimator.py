@@ -217,7 +217,7 @@ class Estimator(PipelineEstimator):
         """Return the exchange between the classes of pipelines."""
         ranks: dict[PipelineKey, list[tuple[int, ...]]] = {}
         for key, (_, nodes) in zip(keys, arrangement, strict=True):
-            ranks.setdefault(key, []).append(tuple([self._rank_of_node[n] for n in nodes]))
+            ranks.setdefault(key, []).append(tuple([self.rank_of_node[n] for n in nodes]))
         holders = [
             Holders(
                 layers=part.layers,

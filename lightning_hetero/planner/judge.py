@@ -5,16 +5,20 @@ last one's gradient passes them back, so with K micro-batches of w_s seconds an 
 least max_s(K·w_s + w_1 + ... + w_{s-1}), whatever is recomputed and whoever owns.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.arrangement import Arrangement, to_plan
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
 from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.memory_fit import settle_memory
 from lightning_hetero.planner.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
+from lightning_hetero.simulator.exchange import ExchangeTable, Holders
+from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all
 
 __all__ = ["Candidate", "Judge"]
 
@@ -67,6 +71,7 @@ class Judge:
         self._scores: dict[Candidate, float] = {}
         self._work: dict[tuple[PipelineKey, tuple[int, ...]], tuple[float, ...]] = {}
         self._fits: dict[tuple[PipelineKey, tuple[int, ...], int, int], bool] = {}
+        self._equal_times: dict[tuple[PipelineKey, tuple[int, ...], int], EqualTimes] = {}
         self.work_done = 0
         """Actions simulated so far; what budgets count."""
 
@@ -98,14 +103,74 @@ class Judge:
             self.work_done += per_stage * sum(map(len, candidate.layers))
             return least
         self.work_done += self.work_of(candidate)
-        found = self._fitting(candidate, below)
-        if found is None:
-            if below == float("inf"):
-                self._scores[candidate] = below
-            return float("inf")
-        score = self._weigh(found[1].iteration_time_s, candidate.arrangement)
+        if self._can_be_run(candidate):
+            time_s = self._run_s(candidate)
+        else:
+            found = self._fitting(candidate, below)
+            if found is None:
+                if below == float("inf"):
+                    self._scores[candidate] = below
+                return float("inf")
+            time_s = found[1].iteration_time_s
+        score = self._weigh(time_s, candidate.arrangement)
         self._scores[candidate] = score
         return score
+
+    def _can_be_run(self, candidate: Candidate) -> bool:
+        """Return whether `_run_s` knows its seconds: it fits, and no ring goes by the ranks."""
+        cost = self.estimator.cost
+        by_ranks = bool(cost.special_links) and not cost.layout.sharded
+        return not by_ranks and self._fits_as_it_is(candidate)
+
+    def _run_s(self, candidate: Candidate) -> float:
+        """Return what `simulate` says of a candidate that fits as it is, without its plan."""
+        cost, num_pipelines = self.estimator.cost, len(candidate.arrangement)
+        rows = zip(candidate.arrangement, candidate.layers, candidate.num_microbatches, strict=True)
+        alike = Counter(rows)
+        exchange = ExchangeTable(
+            [
+                Holders(
+                    layers=layers,
+                    tp_degrees=pipeline.tp_degrees,
+                    ranks=(tuple([self.estimator.rank_of_node[n] for n in pipeline.nodes]),)
+                    * number,
+                )
+                for (pipeline, layers, _), number in alike.items()
+            ],
+            cost,
+        )
+        compute = [self._times(*kind) for kind in alike]
+        pulled = exchange.pull_start_s([times.forward_s for times in compute])
+        blocking = cost.layout.blocking_messages
+        ends_s = [line.end_s for line in propagate_all(compute, pulled, blocking=blocking)]
+        backward_s = [times.backward_s for times in compute]
+        pushed_s = exchange.push_end_s(ends_s, backward_s, [True] * len(compute))
+        return max(
+            end + cost.update_s(shape, cost.num_owned_params(shape, num_pipelines))
+            for (pipeline, layers, _), row in zip(alike, pushed_s, strict=True)
+            for shape, end in zip(
+                self._shapes(self.estimator.key(pipeline), layers), row, strict=True
+            )
+        )
+
+    def _times(self, pipeline: PipelineNodes, layers: tuple[int, ...], count: int) -> EqualTimes:
+        """Return the seconds of all actions and messages of a pipeline, nothing recomputed."""
+        key = self.estimator.key(pipeline), layers, count
+        found = self._equal_times.get(key)
+        if found is None:
+            cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
+            pairs = [cost.compute_s(shape, microbatch) for shape in self._shapes(*key[:2])]
+            hops = list(
+                itertools.starmap(self.estimator.hop_s, itertools.pairwise(pipeline.stages))
+            )
+            found = self._equal_times[key] = EqualTimes(
+                forward_s=tuple([forward for forward, _ in pairs]),
+                backward_s=tuple([backward for _, backward in pairs]),
+                forward_message_s=tuple([there for there, _ in hops]),
+                backward_message_s=tuple([back for _, back in hops]),
+                num_microbatches=count,
+            )
+        return found
 
     def _fitting(
         self, candidate: Candidate, below: float

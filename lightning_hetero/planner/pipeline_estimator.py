@@ -116,7 +116,7 @@ class PipelineEstimator(StageTimes):
         if layers is None:
             return None
         pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
-        hops = [self._hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
+        hops = [self.hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
         times = EqualTimes(
             forward_s=tuple([forward for forward, _ in pairs]),
             backward_s=tuple([backward for _, backward in pairs]),
@@ -178,7 +178,7 @@ class PipelineEstimator(StageTimes):
             for stage, shape in enumerate(shapes)
         )
 
-    def _hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+    def hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         """Return seconds of a hidden state between two stages, and of its gradient back.
 
         Stages are (node, devices).
@@ -188,7 +188,7 @@ class PipelineEstimator(StageTimes):
         if found is None:
             stages = []
             for index, (node, tp_degree) in enumerate((one, other)):
-                first = self._rank_of_node[node]
+                first = self.rank_of_node[node]
                 ranks = tuple(range(first, first + tp_degree))
                 stages.append(StagePlan(ranks=ranks, layers=range(index, index + 1)))
             tokens = sum(self.workload.microbatch)

@@ -6,7 +6,7 @@ over its device's room by `over` bytes recomputes r = ⌈over / (K - R)⌉ layer
 doesn't do, or states and the buffers of a push alone are too large, n layers don't fit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -77,10 +77,11 @@ class RecomputeTables:
         self._cost = cost
         self._may_recompute = may_recompute
         self._tokens = sum(workload.microbatch)
+        self._num_microbatches = workload.num_microbatches
         self._num_layers = cost.model.num_layers
         self._known: dict[tuple[StageShape, MemoryUse], IntArray] = {}
         self._tables: dict[tuple[StageShape, bytes], StageTable] = {}
-        self._linear: dict[tuple[StageShape, int], tuple[FloatArray, FloatArray]] = {}
+        self._linear: dict[tuple[StageShape, bytes], tuple[FloatArray, FloatArray]] = {}
 
     def least(self, shape: StageShape, use: MemoryUse) -> IntArray:
         """Return the recomputed layers of stages of 0, 1, ... layers; -1 where they don't fit.
@@ -91,7 +92,7 @@ class RecomputeTables:
         """
         key = shape._replace(num_layers=1), use
         if key not in self._known:
-            self._known[key] = self._find(*key)
+            (self._known[key],) = self._find(*key, np.array([use.num_in_flight]))
         return self._known[key]
 
     def table(
@@ -109,6 +110,8 @@ class RecomputeTables:
             times_s: Their forward and backward seconds, nothing recomputed.
             inner_s: Forward seconds of their layers alone.
         """
+        if not shape.has_embedding and not shape.has_head:
+            self._learn(shape._replace(num_layers=1), use)
         again = self.least(shape, use)
         key = shape, again.tobytes()
         if key not in self._tables:
@@ -119,10 +122,19 @@ class RecomputeTables:
             self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again)
         return self._tables[key]
 
-    def _find(self, shape: StageShape, use: MemoryUse) -> IntArray:
+    def _learn(self, shape: StageShape, use: MemoryUse) -> None:
+        """Find `least` for all numbers in flight: stages in the middle differ in that alone."""
+        if (shape, use) in self._known:
+            return
+        most = max(use.num_in_flight, min(self._num_layers, self._num_microbatches))
+        for held, row in enumerate(self._find(shape, use, np.arange(1, most + 1)), 1):
+            self._known[shape, replace(use, num_in_flight=held)] = row
+
+    def _find(self, shape: StageShape, use: MemoryUse, in_flight: IntArray) -> IntArray:
+        """Return `least` for numbers of micro-batches in flight, [numbers, layers]."""
         cost, layout = self._cost, self._cost.layout
         sizes = np.arange(self._num_layers + 1)
-        held, passing = self._by_layers(shape, use.num_in_flight)
+        held, passing = self._by_layers(shape, in_flight)
         owned = held / use.num_pipelines if layout.sharded else held
         if use.owned_params is not None:
             owned = np.full_like(held, use.owned_params)
@@ -132,32 +144,38 @@ class RecomputeTables:
         kept, of_input = cost.layer_bytes(shape)
         saved = (kept - of_input) * self._tokens
         over = passing - room
-        in_flight = saved * use.num_in_flight
-        needed = np.ceil(np.maximum(over, 0.0) / in_flight * (1 - 1e-12)) if in_flight else over
+        of_layer = saved * in_flight[:, None]
+        needed = np.ceil(np.maximum(over, 0.0) / of_layer * (1 - 1e-12)) if saved else over
         # Where all layers are recomputed, the one that is has no room that another left.
-        all_of_them = over - sizes * in_flight + saved <= 0
+        all_of_them = over - sizes * of_layer + saved <= 0
         fits = (needed < sizes) | ((needed <= sizes) & all_of_them) | (over <= 0)
         if layout.sharded:
             fits &= push_buffer_bytes(held, owned, use.num_pipelines, layout.pushed_bytes) <= room
         if not self._may_recompute:
             fits &= over <= 0
         least = np.where(fits, np.minimum(np.maximum(needed, 0), sizes), -1)
-        least[0] = -1
+        least[:, 0] = -1
         return least.astype(np.int64)
 
-    def _by_layers(self, shape: StageShape, num_in_flight: int) -> tuple[FloatArray, FloatArray]:
-        """Return parameters and bytes of micro-batches, nothing recomputed, by layers."""
-        key = shape, num_in_flight
+    def _by_layers(self, shape: StageShape, in_flight: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Return parameters, by layers, and bytes of micro-batches, nothing recomputed.
+
+        The bytes are [numbers in flight, layers], linear in both.
+        """
+        key = shape, in_flight.tobytes()
         if key not in self._linear:
             cost, sizes = self._cost, np.arange(self._num_layers + 1, dtype=np.float64)
-            pairs = []
+            params, passing = [], []
             for count in (1, 2):
                 sized = shape._replace(num_layers=count)
-                terms = cost.passing_memory(sized, num_in_flight * self._tokens, self._tokens)
-                pairs.append((cost.num_stage_params(sized), terms.total))
-            (params, passing), (more_params, more_passing) = pairs
+                one, two = (
+                    cost.passing_memory(sized, held * self._tokens, self._tokens).total
+                    for held in (1, 2)
+                )
+                params.append(cost.num_stage_params(sized))
+                passing.append(one + (in_flight[:, None] - 1) * (two - one))
             self._linear[key] = (
-                params + (sizes - 1) * (more_params - params),
-                passing + (sizes - 1) * (more_passing - passing),
+                params[0] + (sizes - 1) * (params[1] - params[0]),
+                passing[0] + (sizes - 1) * (passing[1] - passing[0]),
             )
         return self._linear[key]

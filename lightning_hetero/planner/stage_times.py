@@ -29,7 +29,7 @@ class StageTimes:
         self.workload = workload
         self.classes = classify_nodes(cost.cluster)
         self.num_layers = cost.model.num_layers
-        self._rank_of_node = [cost.cluster.ranks_of(i)[0] for i in range(len(self.classes))]
+        self.rank_of_node = [cost.cluster.ranks_of(i)[0] for i in range(len(self.classes))]
         self._devices = [node.device for node in cost.cluster.nodes]
         self._largest: dict[str, int] = {}
         for entry in cost.cluster.nodes:
@@ -47,7 +47,7 @@ class StageTimes:
         self, node: int, tp_degree: int, num_layers: int, *, first: bool, last: bool
     ) -> StageShape:
         """Return the shape of a stage on a node."""
-        rank = self._rank_of_node[node]
+        rank = self.rank_of_node[node]
         return StageShape(
             device=self._devices[node],
             tp_degree=tp_degree,

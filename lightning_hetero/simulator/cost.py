@@ -92,6 +92,7 @@ class CostModel(ABC):
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._shapes: dict[tuple[tuple[int, ...], int, int, int], StageShape] = {}
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
+        self._last_shares: tuple[tuple[float, ...], float] = ((), 0.0)
         self._updates: dict[tuple[StageShape, float], float] = {}
         self._peaks: dict[tuple[StageShape, int, int, int, float | None], MemoryTerms] = {}
 
@@ -240,15 +241,21 @@ class CostModel(ABC):
         if plan.owner_shares is None or not self.layout.sharded:
             return self.num_owned_params(shape or self.shape_of(stage), plan.num_pipelines)
         shares = plan.owner_shares
-        return max(shares[rank] for rank in stage.ranks) * self.model.num_params / sum(shares)
+        return max(shares[rank] for rank in stage.ranks) * self._params_a_share(shares)
 
     def idle_bytes(self, plan: ParallelPlan, rank: int) -> float:
         """Return the bytes of what a rank without layers owns under a plan that says so."""
         assert plan.owner_shares is not None
-        owned = plan.owner_shares[rank] * self.model.num_params / sum(plan.owner_shares)
+        owned = plan.owner_shares[rank] * self._params_a_share(plan.owner_shares)
         layout, is_here = self.layout, rank not in plan.host_owners
         buffers = push_buffer_bytes(0.0, owned, plan.num_pipelines, layout.pushed_bytes)
         return owned * layout.device_kept_bytes * is_here + buffers
+
+    def _params_a_share(self, shares: tuple[float, ...]) -> float:
+        """Return the parameters that a share of 1 stands for; of the last plan it is known."""
+        if self._last_shares[0] is not shares:
+            self._last_shares = shares, self.model.num_params / sum(shares)
+        return self._last_shares[1]
 
     def num_owned_params(self, shape: StageShape, num_pipelines: int) -> float:
         """Return the parameters that one rank of a stage owns where holders share alike."""

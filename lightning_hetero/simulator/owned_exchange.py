@@ -6,11 +6,12 @@ pulls go the same ways back. A unit takes as long as the slower of its holder an
 rank owns of units that it doesn't hold it receives on top of its own stage's.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 from typing_extensions import override
 
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
@@ -84,6 +85,7 @@ class _OwnedExchange(ExchangeTable):
 
     def __init__(self, plan: ParallelPlan, cost: CostModel) -> None:
         self._plan = plan
+        self._rates: dict[int, tuple[FloatArray, FloatArray]] = {}
         super().__init__([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
 
     @override
@@ -91,10 +93,10 @@ class _OwnedExchange(ExchangeTable):
         plan, cost = self._plan, self._cost
         assert plan.owner_shares is not None
         self._units = _units(plan, self.segments)
-        self._owned = spread_ownership(self._units, plan.owner_shares)
-        for segment, unit, owned in zip(self.segments, self._units, self._owned, strict=True):
+        owned = spread_ownership(self._units, plan.owner_shares)
+        self._on_nodes = [_OnNodes(*pair, cost) for pair in zip(self._units, owned, strict=True)]
+        for segment, unit, on_nodes in zip(self.segments, self._units, self._on_nodes, strict=True):
             params = float(segment.params_per_unit)
-            on_nodes = _OnNodes(unit, owned, cost)
             pairs = [self._seconds(ranks, on_nodes, params) for ranks in unit.holders]
             push, pull = cost.layout.pushed_bytes, cost.layout.weight_bytes
             self.push_s.append([late + push * rate for late, rate in pairs])
@@ -122,13 +124,14 @@ class _OwnedExchange(ExchangeTable):
         """Return the seconds in which stages, and idle ranks, receive what they don't hold."""
         found = [[0.0] * pipeline.num_stages for pipeline in self._plan.pipelines]
         seconds: dict[int, float] = {}
-        for unit, owned in zip(self._units, self._owned, strict=True):
+        for unit, on_nodes in zip(self._units, self._on_nodes, strict=True):
             holding = {rank for ranks in unit.holders for rank in ranks}
-            for rank, share in owned.items():
+            for rank, share in on_nodes.owned.items():
                 if rank not in holding:
-                    rate = sum(1.0 / self._cost.link(ranks[0], rank)[0] for ranks in unit.holders)
+                    per_byte_s, _ = self._rates_from(self._cost.node_of_rank[rank])
                     size = share * unit.size * self._cost.layout.pushed_bytes
-                    seconds[rank] = seconds.get(rank, 0.0) + size * rate
+                    more_s = size * float(on_nodes.holders @ per_byte_s)
+                    seconds[rank] = seconds.get(rank, 0.0) + more_s
         idle = 0.0
         for rank, value in seconds.items():
             place = self._plan.place(rank)
@@ -143,44 +146,52 @@ class _OwnedExchange(ExchangeTable):
         self, ranks: Sequence[int], on_nodes: "_OnNodes", params: float
     ) -> tuple[float, float]:
         """Return latency, and seconds for each byte of a value, of one unit on one pipeline."""
-        cost, owned, holder = self._cost, on_nodes.owned, ranks[0]
-        here = cost.node_of_rank[holder]
-        shares, owners = dict(on_nodes.shares), Counter(on_nodes.owners)
+        node_of, owned = self._cost.node_of_rank, on_nodes.owned
+        per_byte_s, latency_s = self._rates_from(node_of[ranks[0]])
+        shares, owners = on_nodes.shares.copy(), on_nodes.owners.copy()
         for rank in ranks:
             if rank in owned:
-                shares[cost.node_of_rank[rank]] -= owned[rank]
-                owners[cost.node_of_rank[rank]] -= 1
-        others = {node: max(0.0, shares[node]) for node, count in owners.items() if count}
-        total = sum(others.values())
-        sent_s = late = 0.0
+                shares[node_of[rank]] -= owned[rank]
+                owners[node_of[rank]] -= 1
+        others = np.where(owners > 0, np.maximum(shares, 0.0), 0.0)
+        total = float(others.sum())
+        sent_s = received_s = late = 0.0
         if total:
             leaving = params * max(0.0, 1.0 - _own_part(owned, ranks)) / len(ranks)
-            for node, share in others.items():
-                bytes_per_s, latency_s = cost.link(holder, on_nodes.rank_on[node])
-                sent_s += leaving * share / total / bytes_per_s
-                late = max(late, latency_s)
-        received_s = 0.0
-        if mine := params * owned.get(holder, 0.0):
-            for node, count in on_nodes.holders.items():
-                if number := count - (node == here):
-                    bytes_per_s, latency_s = cost.link(on_nodes.rank_on[node], holder)
-                    received_s += number * mine / bytes_per_s
-                    late = max(late, latency_s)
+            sent_s = leaving * float(others @ per_byte_s) / total
+            late = float(latency_s[owners > 0].max())
+        if mine := params * owned.get(ranks[0], 0.0):
+            holders = on_nodes.holders.copy()
+            holders[node_of[ranks[0]]] -= 1
+            received_s = mine * float(holders @ per_byte_s)
+            late = max(late, float(latency_s[holders > 0].max(initial=0.0)))
         return late, max(sent_s, received_s)
+
+    def _rates_from(self, node: int) -> tuple[FloatArray, FloatArray]:
+        """Return seconds per byte, and of latency, of messages between a node and every node."""
+        if node not in self._rates:
+            cluster, special = self._cost.cluster, self._cost.special_links
+            links = np.empty((2, len(cluster.nodes)))
+            links.T[:] = 1 / cluster.inter_node_bytes_per_s, cluster.inter_node_latency_s
+            for other in {node, *(other for pair in special if node in pair for other in pair)}:
+                bytes_per_s, latency_s = cluster.link_between(node, other)
+                links[:, other] = 1 / bytes_per_s, latency_s
+            self._rates[node] = links[0], links[1]
+        return self._rates[node]
 
 
 class _OnNodes:
     """Who owns and who holds a unit, by node: links between the same nodes are alike."""
 
     def __init__(self, unit: OwnedUnit, owned: dict[int, float], cost: CostModel) -> None:
-        node_of = cost.node_of_rank
+        node_of, num_nodes = cost.node_of_rank, len(cost.cluster.nodes)
         self.owned = owned
-        self.shares: dict[int, float] = {}
-        for rank, share in owned.items():
-            self.shares[node_of[rank]] = self.shares.get(node_of[rank], 0.0) + share
-        self.owners = Counter(node_of[rank] for rank in owned)
+        owner_nodes = [node_of[rank] for rank in owned]
+        self.shares = np.bincount(owner_nodes, list(owned.values()), num_nodes)
+        """Share of the unit that each node's ranks own."""
+        self.owners = np.bincount(owner_nodes, minlength=num_nodes)
         """Ranks that own."""
-        self.holders = Counter(node_of[ranks[0]] for ranks in unit.holders)
+        self.holders = np.bincount(
+            [node_of[ranks[0]] for ranks in unit.holders], minlength=num_nodes
+        )
         """Pipelines whose first holder is there."""
-        self.rank_on = {node_of[ranks[0]]: ranks[0] for ranks in unit.holders}
-        self.rank_on |= {node_of[rank]: rank for rank in owned}

@@ -10,12 +10,14 @@ later: such rounds repeat until the cool-down and are skipped. What is left, for
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from lightning_hetero.simulator.propagate import Timeline
+from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 
-__all__ = ["EqualTimes", "propagate_equal", "steady_round_s"]
+__all__ = ["EqualTimes", "propagate_all", "propagate_equal", "steady_round_s"]
 
 _SAME = 1e-9
 """Share of a micro-batch's seconds by which rounds may differ that count as the same."""
@@ -83,6 +85,35 @@ def propagate_equal(
     return Timeline(end_s=tuple(rounds.free_s), busy_s=tuple(busy_s), events=())
 
 
+def propagate_all(
+    compute: Sequence[PipelineTimes | EqualTimes],
+    starts: Sequence[Sequence[float]],
+    *,
+    blocking: bool,
+    record: bool = False,
+) -> list[Timeline]:
+    """Run every pipeline, equal ones only once.
+
+    Args:
+        compute: Seconds of every action and message of each.
+        starts: When each of its stages may start its first forward.
+        blocking: Whether a message keeps both its ends from computing.
+        record: Whether to keep the events of those whose micro-batches are told apart.
+    """
+    timelines: list[Timeline] = []
+    known: dict[tuple[object, ...], Timeline] = {}
+    for times, start in zip(compute, starts, strict=True):
+        key = times, tuple(start)
+        if key not in known:
+            known[key] = (
+                propagate_equal(times, start, blocking=blocking)
+                if isinstance(times, EqualTimes)
+                else propagate(times, start, blocking=blocking, record=record)
+            )
+        timelines.append(known[key])
+    return timelines
+
+
 def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
     """Return by how much the pipeline's end grows with each of many micro-batches.
 
@@ -94,12 +125,18 @@ def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
     hops_s = np.array([0.0, *np.add(times.forward_message_s, times.backward_message_s), 0.0])
     done = np.cumsum([0.0, *work_s])
     passed = np.cumsum([0.0, *hops_s])
-    first, last = np.triu_indices(len(work_s))
+    first, last = _circles(len(work_s))
     # A blocking message also keeps the circle's outer stages from computing.
     outer = int(blocking)
     circles_s = done[last + 1] - done[first] + passed[last + 1 + outer] - passed[first + 1 - outer]
     links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
     return max(float((circles_s / (last - first + 1)).max()), *links_s)
+
+
+@lru_cache
+def _circles(num_stages: int) -> tuple[IntArray, IntArray]:
+    """Return the first and the last stage of every circle."""
+    return np.triu_indices(num_stages)
 
 
 class _Rounds:

@@ -15,8 +15,8 @@ from lightning_hetero.simulator.budgets import StageBudgets
 from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
-from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
-from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_equal
+from lightning_hetero.simulator.propagate import PipelineTimes, Timeline
+from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all
 
 __all__ = ["Event", "Simulation", "simulate", "split_batch"]
 
@@ -146,7 +146,7 @@ def simulate(
         else:
             compute.append(budget.lengthen(_compute_times(pipeline, row, cost, work)))
     pulled = exchange.pull_start_s([times.first_forward_s for times in compute])
-    timelines = _run_pipelines(
+    timelines = propagate_all(
         compute, pulled, blocking=cost.layout.blocking_messages, record=record_events
     )
     computed = [timeline.end_s for timeline in timelines]
@@ -166,7 +166,8 @@ def simulate(
         for rows in zip(pushed, steps, strict=True)
     ]
     ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-    busy = [tuple([s / ends.iteration_s for s in timeline.busy_s]) for timeline in timelines]
+    iteration_s = ends.iteration_s
+    busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
     memory = [
         tuple([budget.bound(index, terms) for index, terms in enumerate(row)])
         for budget, row in zip(
@@ -178,7 +179,7 @@ def simulate(
     every_memory = tuple([memory[kind] for kind in kind_of])
     every_busy = tuple([busy[kind] for kind in kind_of])
     return Simulation(
-        iteration_time_s=ends.iteration_s,
+        iteration_time_s=iteration_s,
         stage_busy=every_busy,
         stage_memory=every_memory,
         memory_bytes=_rank_memory(plan, cost, every_memory),
@@ -186,7 +187,7 @@ def simulate(
         stage_recompute_s=tuple([again[kind] for kind in kind_of]),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
-        bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / ends.iteration_s),
+        bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
         events=_events([timelines[kind] for kind in kind_of], ends.of(kind_of))
         if record_events
         else (),
@@ -309,28 +310,6 @@ def _equal_times(
     )
 
 
-def _run_pipelines(
-    compute: Sequence[PipelineTimes | EqualTimes],
-    starts: Sequence[Sequence[float]],
-    *,
-    blocking: bool,
-    record: bool,
-) -> list[Timeline]:
-    """Propagate every pipeline, equal ones only once."""
-    timelines: list[Timeline] = []
-    known: dict[tuple[object, ...], Timeline] = {}
-    for times, start in zip(compute, starts, strict=True):
-        key = times, tuple(start)
-        if key not in known:
-            known[key] = (
-                propagate_equal(times, start, blocking=blocking)
-                if isinstance(times, EqualTimes)
-                else propagate(times, start, blocking=blocking, record=record)
-            )
-        timelines.append(known[key])
-    return timelines
-
-
 def _stage_memory(
     num_pipelines: int,
     cost: CostModel,
@@ -355,7 +334,7 @@ def _rank_memory(
     plan: ParallelPlan, cost: CostModel, memory: Sequence[Sequence[MemoryTerms]]
 ) -> tuple[float, ...]:
     per_rank = [
-        0.0 if plan.owner_shares is None else cost.idle_bytes(plan, rank)
+        cost.idle_bytes(plan, rank) if plan.owner_shares and not plan.place(rank) else 0.0
         for rank in range(len(cost.node_of_rank))
     ]
     totals = {id(row): [terms.total for terms in row] for row in memory}

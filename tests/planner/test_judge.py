@@ -38,6 +38,9 @@ def test_scores_below_the_bar_are_exact_and_others_are_not_below_it(memory_share
     scores = [exact.score(candidate) for candidate in candidates]
     finite = sorted(score for score in scores if score < float("inf"))
     assert len(finite) > 2
+    for candidate, score in zip(candidates, scores, strict=True):
+        if score < float("inf"):
+            assert score == exact.plan(candidate)[1].iteration_time_s
     for bar in (finite[0], finite[1], finite[-1]):
         judge = new_judge(memory_share)
         for candidate, score in zip(candidates, scores, strict=True):

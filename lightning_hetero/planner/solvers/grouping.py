@@ -40,6 +40,8 @@ _COVER_PROGRAMS = 50
 """Linear programmes that a covering programme counts as."""
 _COVER_NODES = 2000
 """Nodes of its search, at which a covering programme is given up."""
+_MOST_DEALS = 1000
+"""Numbers of groups that are tried for a start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,9 @@ class _IntervalSearch:
         index = {tuple(row): i for i, row in enumerate(self.compositions.tolist())}
         position = np.searchsorted(self.ends, np.arange(len(self.compositions)), side="right")
         best: tuple[float, int] = (0.0, 0)
-        for num_groups in range(1, int(self.counts.sum()) + 1):
+        every = range(1, int(self.counts.sum()) + 1)
+        spread = np.unique(np.geomspace(1, every[-1], _MOST_DEALS).astype(int)).tolist()
+        for num_groups in every if len(every) <= _MOST_DEALS else spread:
             rows = [index.get(row) for row, _ in deal_evenly(self.counts.tolist(), num_groups)]
             if all(row is not None for row in rows):
                 weakest = max(position[row] for row in rows if row is not None)
