@@ -13,6 +13,7 @@ and slower devices have memory to spare. Both are starting points that the simul
 import itertools
 from collections.abc import Sequence
 from enum import StrEnum
+from operator import itemgetter
 from typing import NamedTuple, Self
 
 from lightning_hetero.core.cluster import Cluster
@@ -156,9 +157,9 @@ def map_groups(
     placed: list[list[int]] = [[-1] * len(group.devices) for group in groups]
     slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
     if order is MappingOrder.STAGES_TOGETHER:
-        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[1], slot[0]))
-    else:
-        slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[0], slot[1]))
+        slots.sort(key=itemgetter(1))
+    if len({degree for group in set(groups) for degree in group.tp_degrees}) > 1:
+        slots.sort(key=lambda slot: -groups[slot[0]].tp_degrees[slot[1]])
     for g, s in slots:
         tp_degree, device = groups[g].tp_degrees[s], groups[g].devices[s]
         candidates = nodes_of.get(device, [])

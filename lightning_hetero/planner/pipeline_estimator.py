@@ -58,6 +58,7 @@ class PipelineEstimator(StageTimes):
         self._pipelines: dict[tuple[PipelineKey, int, float | None], PipelineEstimate | None] = {}
         self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
         self._ends_of: dict[EqualTimes, list[float]] = {}
+        self._capacities: dict[tuple[StageShape, int, int], float] = {}
         self._steps: dict[tuple[StageTable, int, int, float | None], float] = {}
 
     def pipeline(
@@ -165,18 +166,16 @@ class PipelineEstimator(StageTimes):
         self, shapes: Sequence[StageShape], num_pipelines: int, most_microbatches: int
     ) -> float:
         """Return the parameters that all ranks of the stages together have room to own."""
-        tokens = sum(self.workload.microbatch)
-        return sum(
-            shape.tp_degree
-            * owned_capacity(
-                self.cost,
-                shape,
-                num_pipelines,
-                tokens * min(len(shapes) - stage, most_microbatches),
-                tokens,
-            )
-            for stage, shape in enumerate(shapes)
-        )
+        tokens, total = sum(self.workload.microbatch), 0.0
+        for stage, shape in enumerate(shapes):
+            held = min(len(shapes) - stage, most_microbatches)
+            key = shape, num_pipelines, held
+            if key not in self._capacities:
+                self._capacities[key] = owned_capacity(
+                    self.cost, shape, num_pipelines, tokens * held, tokens
+                )
+            total += shape.tp_degree * self._capacities[key]
+        return total
 
     def hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         """Return seconds of a hidden state between two stages, and of its gradient back.

@@ -6,7 +6,7 @@ over its device's room by `over` bytes recomputes r = ⌈over / (K - R)⌉ layer
 doesn't do, or states and the buffers of a push alone are too large, n layers don't fit.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,6 +79,7 @@ class RecomputeTables:
         self._tokens = sum(workload.microbatch)
         self._num_microbatches = workload.num_microbatches
         self._num_layers = cost.model.num_layers
+        self._of_middles: dict[tuple[StageShape, int, float | None], IntArray] = {}
         self._known: dict[tuple[StageShape, MemoryUse], IntArray] = {}
         self._tables: dict[tuple[StageShape, bytes], StageTable] = {}
         self._linear: dict[tuple[StageShape, bytes], tuple[FloatArray, FloatArray]] = {}
@@ -90,10 +91,15 @@ class RecomputeTables:
             shape: Where the stage runs and what stands at its ends; its layers don't matter.
             use: What else its memory depends on.
         """
-        key = shape._replace(num_layers=1), use
-        if key not in self._known:
-            (self._known[key],) = self._find(*key, np.array([use.num_in_flight]))
-        return self._known[key]
+        shape = shape._replace(num_layers=1)
+        rows = self._of_middles.get((shape, use.num_pipelines, use.owned_params))
+        if rows is not None and use.num_in_flight <= len(rows):
+            found: IntArray = rows[use.num_in_flight - 1]
+            return found
+        if (shape, use) not in self._known:
+            (found,) = self._find(shape, use, np.array([use.num_in_flight]))
+            self._known[shape, use] = found
+        return self._known[shape, use]
 
     def table(
         self,
@@ -110,8 +116,11 @@ class RecomputeTables:
             times_s: Their forward and backward seconds, nothing recomputed.
             inner_s: Forward seconds of their layers alone.
         """
-        if not shape.has_embedding and not shape.has_head:
-            self._learn(shape._replace(num_layers=1), use)
+        middle = shape._replace(num_layers=1), use.num_pipelines, use.owned_params
+        if not shape.has_embedding and not shape.has_head and middle not in self._of_middles:
+            # Stages in the middle of a pipeline differ in micro-batches in flight alone.
+            every = np.arange(1, min(self._num_layers, self._num_microbatches) + 1)
+            self._of_middles[middle] = self._find(middle[0], use, every)
         again = self.least(shape, use)
         key = shape, again.tobytes()
         if key not in self._tables:
@@ -121,14 +130,6 @@ class RecomputeTables:
             total = np.where(again < 0, np.inf, total)
             self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again)
         return self._tables[key]
-
-    def _learn(self, shape: StageShape, use: MemoryUse) -> None:
-        """Find `least` for all numbers in flight: stages in the middle differ in that alone."""
-        if (shape, use) in self._known:
-            return
-        most = max(use.num_in_flight, min(self._num_layers, self._num_microbatches))
-        for held, row in enumerate(self._find(shape, use, np.arange(1, most + 1)), 1):
-            self._known[shape, replace(use, num_in_flight=held)] = row
 
     def _find(self, shape: StageShape, use: MemoryUse, in_flight: IntArray) -> IntArray:
         """Return `least` for numbers of micro-batches in flight, [numbers, layers]."""

@@ -62,25 +62,27 @@ def propagate_equal(
     num_stages, count = len(start_s), times.num_microbatches
     rounds = _Rounds(times, start_s, blocking=blocking)
     unit = _SAME * (sum(times.forward_s) + sum(times.backward_s)) or 1.0
-    seen: dict[tuple[int, ...], tuple[int, float]] = {}
-    paces: set[int] = set()
-    index, last_s = 0, 0.0
+    seen: dict[tuple[int, int], tuple[int, list[float]]] = {}
+    index, last_s, pace = 0, 0.0, 0
     while index < count + num_stages - 1:
         rounds.run(index)
         index += 1
         if num_stages <= index < count and math.isfinite(rounds.free_s[0]):
-            # A round that isn't as long as an earlier one goes on unlike any.
-            pace, last_s = round((rounds.free_s[0] - last_s) / unit), rounds.free_s[0]
-            if pace not in paces:
-                paces.add(pace)
-                continue
-            shape = rounds.shape(unit)
-            before, base_s = seen.setdefault(shape, (index, rounds.free_s[0]))
-            if before < index:
+            # A round goes on like an earlier one only if it and the one before are as long.
+            paces = pace, round((rounds.free_s[0] - last_s) / unit)
+            (_, pace), last_s = paces, rounds.free_s[0]
+            state = rounds.state()
+            before, earlier = seen.get(paces, (index, state))
+            later_s = state[0] - earlier[0]
+            if before < index and all(
+                abs(now - then - later_s) <= unit for now, then in zip(state, earlier, strict=True)
+            ):
                 repeats = (count - index) // (index - before)
-                rounds.delay(repeats * (rounds.free_s[0] - base_s))
+                rounds.delay(repeats * later_s)
                 index += repeats * (index - before)
                 seen.clear()
+            else:
+                seen[paces] = index, state
     busy_s = [count * sum(pair) for pair in zip(times.forward_s, times.backward_s, strict=True)]
     return Timeline(end_s=tuple(rounds.free_s), busy_s=tuple(busy_s), events=())
 
@@ -193,11 +195,10 @@ class _Rounds:
                 free = end + hold_back
             free_s[stage] = free
 
-    def shape(self, unit: float) -> tuple[int, ...]:
-        """Return all times after the first stage's, in units: equal ones go on alike."""
-        base = self.free_s[0]
-        rows = (self.free_s, self.arrived_s[1:-1], self.forward_link_s, self.backward_link_s)
-        return tuple([round((value - base) / unit) for row in rows for value in row])
+    def state(self) -> list[float]:
+        """Return all times: rounds in which they differ by one number go on alike."""
+        links_s = (*self.forward_link_s, *self.backward_link_s)
+        return [*self.free_s, *self.arrived_s[1:-1], *links_s]
 
     def delay(self, seconds: float) -> None:
         """Let everything be so much later."""
