@@ -21,6 +21,8 @@ _INNER_SEARCHES = (
 )
 _PROVEN_GAP = 1e-6
 """Relative gap at which an integral solution counts as proven."""
+_Solver: Any = highspy.Highs.__base__
+"""HiGHS without the callbacks of `Highs`, which take longer to make than a small programme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,7 @@ class LinearProgram:
     """
 
     def __init__(self) -> None:
-        # The class's base: its callbacks take longer to make than a small programme to solve.
-        self._solver: Any = highspy.Highs.__base__()
+        self._solver = _Solver()
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)
         self._solver.setOptionValue("random_seed", 0)
