@@ -157,14 +157,14 @@ def happened(event: str, **fields: Any) -> Callable[[list[Event]], bool]:
 
 
 def started(world_size: int) -> Callable[[list[Event]], bool]:
-    """Return whether training has begun with so many nodes."""
+    """Return whether training has begun with `num_nodes` nodes."""
     return lambda events: any(
         item["event"] == "started" and len(item["nodes"]) == world_size for item in events
     )
 
 
 def steps(count: int) -> Callable[[list[Event]], bool]:
-    """Return whether so many steps were trained."""
+    """Return whether this number of steps was trained."""
     return lambda events: sum(item["event"] == "trained" for item in events) >= count
 
 

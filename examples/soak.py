@@ -61,7 +61,7 @@ class Watch:
         return time.monotonic() - self._trained_at_s < 1.0
 
     def wait_for_steps(self, count: int) -> None:
-        """Wait until so many steps were trained."""
+        """Wait until this number of steps was trained."""
         until = self.num_trained + count
         while self.num_trained < until:
             self.look()
@@ -88,7 +88,7 @@ class Watch:
 
 
 def play(watch: Watch, num_faults: int, random_: random.Random) -> list[Fault]:
-    """Train, and let faults happen until there were so many."""
+    """Train, and let faults happen up to a number of them."""
     nodes, happened = watch.nodes, Faults(watch.nodes)
     # The store holds something from the first fault on: what a run can fall back to.
     watch.wait_for_steps(3 * nodes.settings.every_n_train_steps)

@@ -34,7 +34,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """What a pipeline of each kind has for each run as its longest, [R, K]; negative for never."""
+    """Times of a pipeline of each kind with each run as its longest, [R, K]; negative for never."""
 
     slots: FloatArray
     """Seconds of a stage for its micro-batches."""

@@ -205,7 +205,7 @@ def fast_lower_bound_s(lengths: IntArray, times_s: FloatArray, table: CostTable)
 def _lower_bound_s(
     lengths: IntArray, times_s: FloatArray, table: CostTable, counts: IntArray
 ) -> float:
-    """Return `fast_lower_bound_s` for so many pipelines of each kind in the table."""
+    """Return `fast_lower_bound_s` for the number of pipelines of each kind in the table."""
     alone_s = np.where(times_s < UNFIT_S, table.alone_s(lengths), np.inf)
     single_s = float(alone_s.min(axis=1).max())
     shortest = int(lengths.min())

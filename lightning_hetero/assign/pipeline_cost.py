@@ -84,7 +84,7 @@ class PipelineCost:
             )
 
     def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
-        """Return how many times longer micro-batches of so many tokens take for recomputing."""
+        """Return how many times longer micro-batches of these tokens take for recomputing."""
         return stretch(tokens, self.kept_len, self.recompute_share)
 
     def schedule_s(self, microbatches_s: FloatArray) -> float:
@@ -232,6 +232,6 @@ def microbatch_times_s(
 def stretch(
     tokens: IntArray | FloatArray, kept_len: FloatArray | float, share: FloatArray | float
 ) -> FloatArray:
-    """Return how many times longer micro-batches of so many tokens take for recomputing."""
+    """Return how many times longer micro-batches of these tokens take for recomputing."""
     result: FloatArray = 1.0 + share * np.maximum(1.0 - kept_len / np.maximum(tokens, 1.0), 0.0)
     return result

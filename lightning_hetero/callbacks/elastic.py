@@ -134,7 +134,7 @@ class ElasticRestart(Callback):
         self._is_first_of_node = True
         self._is_excluded = False
         self._change: GenerationChange | None = None
-        """What happens before the next step."""
+        """The event before the next step."""
         self._guests = Guests()
 
     @override

@@ -62,7 +62,7 @@ __all__ = ["LayerwiseCheckpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Leaving:
-    """What `save_and_leave` asked for."""
+    """The request of `save_and_leave`."""
 
     nodes: Collection[str]
     then: Callable[[SavedCheckpoint], None]

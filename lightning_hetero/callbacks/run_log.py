@@ -74,7 +74,7 @@ class RunLog(Callback):
         self._stepped_at_s = time.monotonic()
         self._last_step = 0
         self._changed: dict[str, Any] | None = None
-        """What is to be noted of the ranks that were lost, or have come, since the last step."""
+        """The event to note of the ranks that were lost, or have come, since the last step."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, whichever rank this is."""

@@ -157,7 +157,7 @@ class RunMetrics(Callback):
 
 @dataclass
 class _Sums:
-    """What one rank adds up between two rows of the log."""
+    """The sums of one rank between two rows of the log."""
 
     num_iterations: float = 0.0
     wall_s: float = 0.0
@@ -167,12 +167,12 @@ class _Sums:
     num_tokens: float = 0.0
     flops: float = 0.0
     peak_flops_per_s: float = 0.0
-    """What the device could do; 0 where that isn't known."""
+    """The most that the device could do; 0 where that isn't known."""
     checkpoint_stall_s: float = math.nan
-    """What the last checkpoint took; nan if there was none."""
+    """The time of the last checkpoint; nan if there was none."""
     generation: float = 0.0
     idle_s: float = 0.0
-    """What changes of ranks have cost since this process, or the run, began."""
+    """The cost of changes of ranks since this process, or the run, began."""
     steps_again: float = 0.0
 
 

@@ -33,7 +33,7 @@ __all__ = ["LiveState", "NothingLive", "recover_from_survivors", "why_not"]
 
 @dataclass(frozen=True, kw_only=True)
 class LiveState:
-    """What a rank still has of a generation that has ended, at the end of an optimizer step."""
+    """A rank's state of a generation that has ended, as of the end of an optimizer step."""
 
     content: CheckpointContent
     """All rows that it keeps, as owner or standby, on the host; rank and size are of then."""

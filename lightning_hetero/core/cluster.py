@@ -171,7 +171,7 @@ class Cluster:
 
     @functools.cached_property
     def inter_node_curve(self) -> MessageCurve | None:
-        """What a message between nodes takes by its size; None if all reach their link's rate."""
+        """The time of a message between nodes by its size; None if all reach their link's rate."""
         points = tuple((item.message_bytes, item.bytes_per_s) for item in self.inter_node_rates)
         return MessageCurve(points) if points else None
 

@@ -22,7 +22,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """What one device can do."""
+    """The abilities of one device."""
 
     name: str
     """Name by which cluster files and profiles refer to it."""
@@ -53,7 +53,7 @@ class DeviceSpec:
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 12.5, 25, 50
-"""What copies between device and pinned host memory reach over 16 lanes, GB/s."""
+"""The rate of copies between device and pinned host memory over 16 lanes, GB/s."""
 
 
 def _device(
@@ -112,7 +112,7 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
 
 
 _SHORT_NAMES = {"A100": "A100-80GB", "V100": "V100-16GB"}
-"""What a name without its memory means where devices differ in memory alone."""
+"""The device meant by a name without its memory where devices differ in memory alone."""
 _DECORATION = frozenset({"nvidia", "geforce", "tesla", "graphics", "amd", "instinct", "oam"})
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
 """Words that drivers and shops put beside a name and that change nothing."""

@@ -1,4 +1,4 @@
-"""What a message takes by its size: small ones reach less of a link's rate."""
+"""The time of a message by its size: small ones reach less of a link's rate."""
 
 from bisect import bisect
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ __all__ = ["Neighbour", "SentPiece", "deal_pieces", "find_neighbour"]
 
 @dataclass(frozen=True, slots=True)
 class SentPiece:
-    """What one rank sends to another of a message's bytes: one of `count` equal pieces."""
+    """A piece of a message's bytes from one rank to another: one of `count` equal ones."""
 
     sender: int
     receiver: int
@@ -34,9 +34,9 @@ class Neighbour:
     """The stage before or after, as one rank sees it."""
 
     received: SentPiece
-    """What the rank receives from it."""
+    """The piece that the rank receives from it."""
     sent: tuple[SentPiece, ...]
-    """What the rank sends to it; nothing if others of its group do that."""
+    """The pieces that the rank sends to it; none if others of its group do that."""
 
 
 def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[SentPiece, ...]:

@@ -171,7 +171,7 @@ def _half_a_row_away(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[in
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRows:
-    """What is left of slices without some ranks."""
+    """The slices that are left without some ranks."""
 
     slices: dict[str, tuple[Slice, ...]]
     """The rows that a rank that is left keeps: their owner serves them."""

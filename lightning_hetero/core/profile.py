@@ -142,7 +142,7 @@ class DeviceProfile:
     inside_node: LinkTimes | None = None
     """Messages between two such devices of one node; None if they weren't measured."""
     spec: DeviceSpec | None = None
-    """What planners ask of the device besides times (memory, links), by the same name; None if only
+    """Facts of the device besides times (memory, links) for planners, by its name; None if only
     the table of known devices says it."""
 
     def __post_init__(self) -> None:
@@ -231,7 +231,7 @@ class Profile:
 
     @property
     def device_specs(self) -> tuple[DeviceSpec, ...]:
-        """What the profile says of devices that no table knows."""
+        """The profile's facts of devices that no table knows."""
         return tuple(device.spec for device in self.devices if device.spec is not None)
 
     def with_links(self, cluster: Cluster) -> Cluster:

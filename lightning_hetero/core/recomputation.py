@@ -40,7 +40,7 @@ Windows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """What one layer keeps on one rank between its forward and its backward."""
+    """The bytes that one layer keeps on one rank between its forward and its backward."""
 
     kept: float
     """Bytes per token of all that autograd saves."""
@@ -205,7 +205,7 @@ class _Stage:
                 self._around[m].append(window)
 
     def peak(self, kept: Sequence[int], *, around: int | None = None) -> float:
-        """Return the most that is held if micro-batches keep so many layers.
+        """Return the most that is held if micro-batches keep this number of layers.
 
         Args:
             kept: Layers that each micro-batch keeps.

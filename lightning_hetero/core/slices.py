@@ -107,7 +107,7 @@ class ParameterSpec:
 
     @property
     def cut(self) -> tuple[int, bool, int, bool, bool]:
-        """What decides how it is cut, whatever its name and the size of its rows."""
+        """All that decides how it is cut, whatever its name and the size of its rows."""
         is_whole = self.tp_dim is None
         return self.cut_length, is_whole, self.tp_blocks, self.tp_uneven, self.tp_partial
 
@@ -223,7 +223,7 @@ class SharedRows(NamedTuple):
 
     held: Interval
     pieces: tuple[Interval, ...]
-    """What each of them keeps, ascending, counted from the first row held."""
+    """The rows that each of them keeps, ascending, counted from the first row held."""
 
 
 class Lot:
@@ -240,7 +240,7 @@ class Lot:
 
     @cached_property
     def _kept(self) -> Sequence[Slice]:
-        """What each rank keeps, ascending: what owners and standbys have of the rows."""
+        """The rows that each rank keeps, ascending: those of owners and standbys."""
         if not self.has_standbys:
             return self._slices
         by_keeper = defaultdict(list)

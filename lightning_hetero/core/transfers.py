@@ -126,7 +126,7 @@ class Circle(NamedTuple):
 
 
 class UnitKind:
-    """What all units have in common whose parameters have the same owners, holders and rows.
+    """The common part of all units whose parameters have the same owners, holders and rows.
 
     Args:
         lots: Owners and holders of each parameter.
@@ -198,7 +198,7 @@ class Unit:
     """Parameters that travel together."""
 
     indices: tuple[int, ...]
-    """What `unit_of` says of them, ascending: one, or several that are small."""
+    """Indices by `unit_of`, ascending: one, or several where parameters are small."""
     specs: tuple[ParameterSpec, ...]
     kind: UnitKind
 
@@ -225,7 +225,7 @@ class Unit:
 
 
 class _Bundle(NamedTuple):
-    """What a unit is made of."""
+    """The parameters of a unit."""
 
     indices: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]

@@ -19,7 +19,7 @@ __all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory
 
 
 _FEW_RANKS = 6
-"""Up to so many ranks it costs little to try more."""
+"""Up to this number of ranks it costs little to try more ways."""
 _SHARE_DIGITS = 9
 _NEARLY = 1 - 1e-6
 """Of the room there is: shares are rounded."""

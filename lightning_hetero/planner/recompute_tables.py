@@ -20,7 +20,7 @@ __all__ = ["MemoryUse", "RecomputeTables", "StageTable"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a stage's memory depends on beside its layers."""
+    """All that a stage's memory depends on beside its layers."""
 
     num_pipelines: int
     """Pipelines of the plan."""
@@ -54,12 +54,12 @@ class StageTable:
         return not self.recomputed[1:].any()
 
     def pair_s(self, num_layers: int) -> tuple[float, float]:
-        """Return the seconds of forward and backward with so many layers."""
+        """Return the seconds of forward and backward with this number of layers."""
         forward = float(self.forward_s[num_layers])
         return forward, float(self.total_s[num_layers]) - forward
 
     def sized(self, num_layers: int) -> StageShape:
-        """Return the shape of the stage with so many layers."""
+        """Return the shape of the stage with this number of layers."""
         again = int(self.recomputed[num_layers])
         return self.shape._replace(num_layers=num_layers, recomputed_layers=again)
 

@@ -1,4 +1,4 @@
-"""What a search finds: ranked plans, and how good the best one is."""
+"""The result of a search: ranked plans, and how good the best one is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class PlanningResult:
 
     @property
     def score(self) -> float:
-        """What was minimised, of the best plan: seconds of an iteration, or their price."""
+        """The objective of the best plan: seconds of an iteration, or their price."""
         time_s, price = self.best.simulation.iteration_time_s, self.best.price_per_hour
         if self.objective is Objective.COST and price is not None:
             return price / 3600 * time_s

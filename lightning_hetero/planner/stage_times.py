@@ -1,4 +1,4 @@
-"""What stages of 0, 1, ... layers take on every node, as memory allows; cached by class of node."""
+"""Times of stages of 0, 1, ... layers on every node, as memory allows; cached by class of node."""
 
 import itertools
 from collections.abc import Sequence

@@ -201,7 +201,7 @@ def _max_stages(units: Sequence[int], num_layers: int) -> int:
 
 
 def _num_compositions(units: Sequence[int], longest: int) -> int:
-    """Return about how many compositions there are of so many units of each type."""
+    """Return about how many compositions there are of the units of each type."""
     within = math.prod((longest + i) / i for i in range(1, len(units) + 1))
     return int(min(within, math.prod(count + 1 for count in units)))
 

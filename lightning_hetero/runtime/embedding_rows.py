@@ -74,7 +74,7 @@ class EmbeddingRows:
 
 
 class _Check:
-    """What an embedding calls before its forward; a copy of the embedding is not checked."""
+    """Called by an embedding before its forward; a copy of the embedding is not checked."""
 
     def __init__(self, rows: EmbeddingRows, module: nn.Module) -> None:
         self._rows = rows

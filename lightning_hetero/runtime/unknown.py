@@ -268,7 +268,7 @@ def _short(func: Any) -> str:
 
 
 class _Traits(NamedTuple):
-    """What an operation does, as its schema says."""
+    """The effects of an operation, as its schema says."""
 
     needs_values: bool
     is_shaped_like: bool

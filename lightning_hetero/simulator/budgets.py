@@ -1,4 +1,4 @@
-"""What stages with a budget of activations recompute in a simulated iteration, as in a real one.
+"""Recomputation of stages with a budget of activations in a simulated iteration, as in a real one.
 
 Both take `core.recomputation.fewest_recomputed` for the answer, from the same tokens and schedule.
 """

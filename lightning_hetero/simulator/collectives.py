@@ -1,4 +1,4 @@
-"""What the collectives of an exchange take, from what one message takes: in a ring or pairwise.
+"""Times of the collectives of an exchange from those of one message: in a ring or pairwise.
 
 With a `MessageCurve` small messages reach less of a link's rate, as NCCL's do. Counted for n ranks
 and S bytes in all: ring and pairwise move S·(n-1)/n out of each rank and as much in. A ring pays
@@ -15,7 +15,7 @@ Seconds = Callable[[float], float]
 
 
 def ring_s(num_ranks: int, num_bytes: float, message_s: Seconds) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of so many bytes in all.
+    """Return the seconds of an all-gather or a reduce-scatter of these bytes in all.
 
     An all-reduce is one of each.
     """

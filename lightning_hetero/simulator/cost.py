@@ -125,7 +125,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def step_s(self, shape: StageShape, num_owned: float) -> float:
-        """Return the seconds in which a rank updates so many parameters."""
+        """Return the seconds in which a rank updates this number of parameters."""
 
     def device(self, name: str) -> DeviceSpec:
         """Return a device type of the cluster."""
@@ -295,7 +295,7 @@ class CostModel(ABC):
         *,
         owned_params: float | None = None,
     ) -> MemoryTerms:
-        """Return the peak of one rank that holds so many tokens' activations at once.
+        """Return the peak of one rank that holds the activations of these tokens at once.
 
         Args:
             shape: Its stage.

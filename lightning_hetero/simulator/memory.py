@@ -1,4 +1,4 @@
-"""What fills a device: the terms of a rank's peak, and how much of a device a plan may fill.
+"""The terms of a rank's peak of memory, and how much of a device a plan may fill.
 
 Planner, simulator, data module and the summary at the start of a run all count by these terms; a
 `CostModel` says how large each is (`stage_memory`). Pull and push wait until there are no
@@ -60,7 +60,7 @@ class MemoryTerms(NamedTuple):
 
     @property
     def states(self) -> float:
-        """What no micro-batch adds to."""
+        """The bytes that no micro-batch adds to."""
         return self.weights + self.gradients + self.owned
 
     def with_states(

@@ -1,4 +1,4 @@
-"""What running out of memory teaches about a device and a model, so that no plan does it again."""
+"""A correction learnt from running out of memory on a device, so that no plan does it again."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["MemoryCorrection", "OutOfMemory"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCorrection:
-    """What planners count with beside what they predict; the default changes nothing."""
+    """Corrections that planners add to their predictions; the default changes nothing."""
 
     activation_factor: float = 1.0
     """Bytes of activations, logits and messages over what is predicted of them, 1 or more."""
@@ -55,13 +55,13 @@ class OutOfMemory:
     predicted: MemoryTerms
     """The peak of its stage by the plan; states alone if nothing more was predicted."""
     live_bytes: int
-    """What was there."""
+    """Bytes that were in use."""
     requested_bytes: int
-    """What was asked for and didn't fit beside it; 0 if that isn't known."""
+    """Bytes that were asked for and didn't fit beside them; 0 if that isn't known."""
     state_bytes: int
-    """Weights, gradients and owned states of what was there."""
+    """Weights, gradients and owned states of those in use."""
     usable_bytes: float
-    """What the plan thought that it may use of the device."""
+    """Bytes of the device that the plan expected to be free to use."""
     in_flight: float = 1.0
     """Share of the plan's micro-batches in flight that was, above 0 to 1."""
 

@@ -54,13 +54,13 @@ class StageFacts(NamedTuple):
     device: str
     """The type of its devices, the slowest if they differ."""
     memory: MemoryTerms | None = None
-    """What each of its ranks needs, by terms."""
+    """The bytes that each of its ranks needs, by terms."""
     device_bytes: float | None = None
     """All memory of its device."""
     busy: float | None = None
     """Share of the iteration in which it computes, 0 to 1."""
     host_bytes: float = 0.0
-    """What each of its ranks keeps of its owned states on its host."""
+    """The bytes of its owned states that each of its ranks keeps on its host."""
 
     @property
     def used_bytes(self) -> float | None:

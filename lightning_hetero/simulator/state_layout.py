@@ -58,7 +58,7 @@ class StateLayout:
 
     @property
     def kept_bytes(self) -> int:
-        """What all keepers of a slice have, bytes per parameter."""
+        """The states that all keepers of a slice have, bytes per parameter."""
         return self.owned_bytes * self.num_keepers
 
     @property

@@ -277,7 +277,7 @@ class _Trainer:
         self.detector.reset()
         self.actions.append((step, f"found {len(devices)} devices, {len(links)} links"))
         self.policy.end()
-        # 31 rounds of disjoint pairs cover all links; a probe goes to and fro four times.
+        # 31 rounds of disjoint pairs cover all links; a probe goes there and back four times.
         seconds = 31 * 8 * max(probed.values())
         if self.known != Faults():
             self.policy.begin(healthy_s=self.healthy_s)

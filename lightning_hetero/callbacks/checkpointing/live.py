@@ -1,4 +1,4 @@
-"""What a rank holds on to after each step, so that others may be lost and no step with them.
+"""The state that a rank keeps after each step, so that others may be lost and no step with them.
 
 The slices change in the optimizer's step only, so they needn't be copied: it is enough to know that
 they are still those of the last step when a rank is lost. What else a checkpoint holds and an
@@ -64,7 +64,7 @@ _BUFFERS = NothingLive("training changes buffers of the module, which have no se
 
 @dataclass(frozen=True)
 class Found:
-    """What a fit begins with."""
+    """The state that a fit begins with."""
 
     recovered: Recovered | None
     """None where it begins anew."""
@@ -76,15 +76,15 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Noted:
-    """What was noted at the end of a step."""
+    """The state noted at the end of a step."""
 
     step: int
     versions: int
     """Of all that has to stay as it is."""
     metadata: dict[str, Any]
-    """What an iteration changes, under the names of a checkpoint's entries; or all of it."""
+    """Entries that an iteration changes, by their names in a checkpoint; or all of them."""
     counts: list[dict[str, Any]]
-    """What each counter of the loops said."""
+    """The state of each counter of the loops."""
     num_stepped: int
     random_state: RandomState
     is_whole: bool
@@ -98,7 +98,7 @@ class LiveSteps:
 
     def __init__(self) -> None:
         self.state: LiveState | NothingLive = _NO_STEP
-        """What can be gone on from: set by `keep`, until the next generation ends a step."""
+        """The step to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Where the tensors are that have to stay as they are."""

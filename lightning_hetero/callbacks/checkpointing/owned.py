@@ -1,4 +1,4 @@
-"""What one rank owns of a training run: slices of parameters, their optimizer state and averages.
+"""States that one rank owns of a run: slices of parameters, their optimizer state and averages.
 
 Under `HeteroStrategy` that are the rank's master slices; under single-device Lightning every
 parameter is one slice. What a rank keeps as a standby it gets back and doesn't save. Checkpoints
@@ -35,7 +35,7 @@ __all__ = ["OwnedSlice", "OwnedState"]
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedSlice:
-    """What this rank keeps of a parameter."""
+    """The slice that this rank keeps of a parameter."""
 
     spec: ParameterSpec
     kept: tuple[Interval, ...]

@@ -226,7 +226,7 @@ class Joined:
     """Name of this node."""
     node_of_rank: tuple[str, ...]
     leases: tuple[Lease, ...]
-    """What this rank holds for all; to be released in the end."""
+    """The copies that this rank holds for all; to be released in the end."""
 
 
 def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joined:

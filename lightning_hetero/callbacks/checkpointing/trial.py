@@ -42,7 +42,7 @@ _NUM_VALUES = 8
 
 @dataclass
 class _Tried:
-    """What this start of a run has recovered."""
+    """The checkpoint that this start of a run has recovered."""
 
     recovered: Recovered
     tiers: Sequence[Tier]
@@ -52,7 +52,7 @@ class _Tried:
 
 
 class Trial:
-    """What `LayerwiseCheckpoint` knows of steps; called by all ranks alike."""
+    """Facts that `LayerwiseCheckpoint` has of steps; called by all ranks alike."""
 
     def __init__(self) -> None:
         self._tried: _Tried | None = None

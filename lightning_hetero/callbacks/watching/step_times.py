@@ -1,4 +1,4 @@
-"""What one optimizer step takes on one rank, over all its batches: times, waits and work.
+"""Measures of one optimizer step on one rank, over all its batches: times, waits and work.
 
 A step is timed from the start to the end of its batches, so loading data, validation and
 checkpoints between batches don't count.

@@ -1,4 +1,4 @@
-"""What can be done about a straggler in a run: another plan in a hetero one, a restart in any."""
+"""Remedies for a straggler in a run: another plan in a hetero one, a restart in any."""
 
 import math
 import statistics
@@ -35,7 +35,7 @@ _EQUAL_DEVICES = 1.15
 
 
 class PlainRun:
-    """What a session asks of the run that it watches, under any strategy.
+    """The run that a session watches, under any strategy.
 
     Args:
         trainer: The run's.

@@ -1,1 +1,1 @@
-"""What a process knows of where it runs."""
+"""Facts of a process, files it keeps, and processes that answer it."""

@@ -13,7 +13,7 @@ __all__ = ["Unit", "parse_quantity", "unit_of_field"]
 
 
 class Unit(StrEnum):
-    """What a number counts, and how messages call it."""
+    """The unit of a number, as messages name it."""
 
     BYTES = "bytes"
     BYTES_PER_S = "bytes/s"

@@ -22,7 +22,7 @@ _MOST_TOKENS = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class _StageRoom:
-    """What one stage has room for with micro-batches of one length in flight."""
+    """The memory of one stage with micro-batches of one length in flight."""
 
     cost: CostModel
     shape: StageShape
@@ -74,7 +74,7 @@ class _StageRoom:
 
 
 class SequenceRoom:
-    """What a pipeline has room for.
+    """The room of a pipeline for sequences.
 
     Args:
         pipeline: Its stages recompute what `recomputed_layers` or `activation_budget_bytes` say.

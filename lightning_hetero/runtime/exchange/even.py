@@ -29,8 +29,8 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, 
 __all__ = ["EvenPieces", "GatheredUnit", "ScatteredUnit"]
 
 _ADDED_IN_TURN = 64
-"""Up to so many pipelines are summed one after another, as messages are. More are summed by one
-operation, whose order follows from their number."""
+"""Up to this number of pipelines are summed one after another, as messages are. More are summed by
+one operation, whose order follows from their number."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class GatheredUnit(_EvenUnit):
 
     @cached_property
     def _shared(self) -> list[Tensor]:
-        """What the circle shares of the compute weights."""
+        """The part of the compute weights that the circle shares."""
         return self.way.narrow(self._views[1], self.unit.specs)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What pull and push share: how a unit travels, the stream that packs, and waiting for messages.
+"""Parts that pull and push share: how a unit travels, the stream that packs, waiting for messages.
 
 All pieces of one unit travel together (see `core.transfers`), in the compute dtype, so a rank moves
 one stage's worth of bytes each way per iteration, as reduce-scatter and all-gather do (Hydraulis

@@ -1,4 +1,4 @@
-"""What goes from whom to whom in any unit of a kind, as parcels of one rank for another."""
+"""The parcels from one rank to another in any unit of a kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What goes from one rank to another in every exchange of a unit, or stays where it is."""
+    """A part that goes from one rank to another in every exchange of a unit, or stays."""
 
     source: int
     destination: int
@@ -46,7 +46,7 @@ class Parcel:
 
 
 class Parcels:
-    """What a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
+    """The parts that a rank sends, gets and keeps of any unit of a kind, in a pull or in a push.
 
     Args:
         unit: A unit of the kind.
@@ -83,7 +83,7 @@ class Parcels:
         self.kept = tuple(p for p in found if p.source == rank == p.destination)
         owned_here = (*self.arriving, *self.kept)
         self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
-        """What arrives and what is kept, in order of pipeline, then rank."""
+        """The parts that arrive or are kept, in order of pipeline, then rank."""
         contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
         self.has_whole_slices = len(contents) == 1 and all(
             part.is_whole_slice for parcel in self.summed for part in parcel.parts

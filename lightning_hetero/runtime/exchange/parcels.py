@@ -62,7 +62,7 @@ class _Unit:
     _receives: list[dist.Work] = field(default_factory=list, init=False)
     _sends: list[dist.Work] = field(default_factory=list, init=False)
     _kept: list[Tensor] = field(default_factory=list, init=False)
-    """What may not be freed while it is sent."""
+    """Tensors that may not be freed while they are sent."""
 
     @property
     def travels(self) -> bool:
@@ -227,7 +227,7 @@ class PushedParcels(_Unit):
 
     _buffers: dict[int, Tensor]
     _own: Mapping[int, list[Tensor]] = MappingProxyType({})
-    """What stays here of each gradient of which other rows have left, by parameter."""
+    """The part that stays here of each gradient of which other rows have left, by parameter."""
 
     @property
     def leaving(self) -> set[str]:

@@ -32,7 +32,7 @@ MOST_BY_MESSAGES = 8
 
 
 def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
-    """Return whether a unit of so many members goes by a collective where there is a group."""
+    """Return whether units of `num_members` go by a collective where there is a group."""
     if num_members == 1 or kind is ExchangeKind.MESSAGES:
         return False
     return kind is not ExchangeKind.AUTO or backend != "gloo" or num_members > MOST_BY_MESSAGES

@@ -57,12 +57,12 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a keeper has to do."""
+    """The task of a keeper."""
 
     command: list[str]
     """Starts a worker."""
     workers: list[dict[str, str]]
-    """What each worker's environment has besides this process's."""
+    """Variables of each worker's environment besides this process's."""
     address: str
     """Where the store is served."""
     port: int
@@ -146,7 +146,7 @@ class Worker:
 
 
 class _Outlook(enum.Enum):
-    """What the membership says of a run in which a worker has died."""
+    """The membership's word on a run in which a worker has died."""
 
     GOES_ON = enum.auto()
     """Others go on."""

@@ -98,7 +98,7 @@ class Generation:
 
 
 class SignsOfLife(Protocol):
-    """What a generation's heartbeat tells of its ranks; see `Heartbeat`."""
+    """News of a generation's ranks from its heartbeat; see `Heartbeat`."""
 
     def beats_of(self, global_rank: int) -> int:
         """Return how often a rank has beaten."""

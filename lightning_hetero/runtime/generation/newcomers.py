@@ -127,7 +127,7 @@ class Newcomer:
 
 
 class Door:
-    """What members see of newcomers; rank 0 looks and judges, all of them call.
+    """Newcomers as members see them; rank 0 looks and judges, all of them call.
 
     Args:
         store: The membership's.

@@ -1,4 +1,4 @@
-"""What a membership writes down, beside its generations, and under which names."""
+"""The records of a membership beside its generations, and their names."""
 
 import json
 

@@ -47,7 +47,7 @@ class Report:
     reads: tuple[str, ...] = ()
     """Parameters outside the layers that it used, if that was watched."""
     measured: MeasuredBytes | None = None
-    """What one of its layers keeps, if that was counted."""
+    """The bytes that one of its layers keeps, if they were counted."""
 
 
 class Reports:
@@ -67,7 +67,7 @@ class Reports:
         self.reads = {rank: item.reads for rank, item in enumerate(reports) if item.reads}
         """The outer parameters that ranks have used."""
         self.measured = [item.measured for item in reports if item.measured is not None]
-        """What ranks have counted of their layers."""
+        """The counts that ranks have made of their layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ __all__ = ["MeasuredBytes", "RecomputationChoice"]
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """What a rank has counted of one layer, for the ranks that will run such layers."""
+    """A rank's count of one layer, for the ranks that will run such layers."""
 
     tp_degree: int
     layer: LayerBytes
@@ -40,7 +40,7 @@ class RecomputationChoice:
 
     def __init__(self, options: LayerOptions) -> None:
         self.measured: MeasuredBytes | None = None
-        """What this rank has counted in this iteration, for its report."""
+        """This rank's counts of this iteration, for its report."""
         self._options = options
         self._known: dict[int, LayerBytes] = {}
 

@@ -56,7 +56,7 @@ class Communicators:
     timeout: timedelta = timedelta(minutes=5)
     """How long an operation may wait, also in groups made later."""
     connections: Connections = field(default_factory=Connections, repr=False, compare=False)
-    """What the groups have opened."""
+    """The connections that the groups have opened."""
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )

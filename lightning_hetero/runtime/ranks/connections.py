@@ -26,7 +26,7 @@ _Address = tuple[str, int]
 
 
 class Connections:
-    """What this process's groups have opened, on Linux; elsewhere nothing is known of it.
+    """Connections of this process's groups, on Linux; elsewhere nothing is known of them.
 
     Up to `meeting.MAX_EAGER_RANKS` ranks groups connect when they are made. Above that, two ranks
     connect when they first talk, which nobody sees. Such a connection is known by its ends: one of

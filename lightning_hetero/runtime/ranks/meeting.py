@@ -57,7 +57,7 @@ _OTHER_FILES = 256
 
 
 def allow_connections(count: int) -> None:
-    """Let this process open so many connections, and what else a run opens.
+    """Let this process open this number of connections, and what else a run opens.
 
     Raises:
         ConfigurationError: The system's hard limit doesn't allow it.

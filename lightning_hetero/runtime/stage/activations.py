@@ -58,7 +58,7 @@ __all__ = ["ActivationLink", "Handover", "HiddenForm"]
 HEADER_BYTES = 512
 """A header takes a multiple of them."""
 _LENGTHS = struct.Struct("<QQ")
-"""What each message begins with: the bytes of its header's content and of the whole message."""
+"""The start of each message: the bytes of its header's content and of the whole message."""
 LENGTHS_BYTES = _LENGTHS.size
 
 HiddenForm = tuple[tuple[int, ...], torch.dtype]
@@ -103,7 +103,7 @@ class _Posted:
 
     forms: tuple[Form, ...]
     piece: SentPiece
-    """What this rank receives of each."""
+    """This rank's part of each."""
     works: list[tuple[dist.Work, Tensor]]
     buffers: list[Tensor]
 

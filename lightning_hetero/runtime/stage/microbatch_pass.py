@@ -58,7 +58,7 @@ class MicrobatchPass:
     loss_watch: LossWatch
     """Watches the torch functions called after the layers, or outside of them all."""
     recomputation: Recomputation = field(default_factory=Recomputation)
-    """What it computes again in backward."""
+    """The layers whose activations it computes again in backward."""
     reads: ReadWatch | None = None
     """Follows what the stage uses of parameters outside the layers, while that isn't known yet."""
     lists: AppendedLists | None = None

@@ -33,7 +33,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What one micro-batch computes again on a stage."""
+    """The activations that one micro-batch computes again on a stage."""
 
     layers: Container[int] = ()
     """Indices of the layers that are computed again."""
