@@ -90,6 +90,7 @@ def trainer_of(
     every: int,
     heartbeat_s: float = 30.0,
     in_place: bool = True,
+    num_nodes: int = 1,
     **more: Any,
 ) -> Any:
     """Return a Trainer as a script would make it."""
@@ -104,19 +105,33 @@ def trainer_of(
     elastic = ElasticRestart(in_place=in_place, heartbeat_timeout=silence)
     callbacks = [checkpoint, elastic, RunLog(folder / "events.jsonl")]
     return L.Trainer(
-        strategy=strategy, devices=num_ranks, callbacks=[*callbacks, Record(folder)], **options
+        strategy=strategy,
+        devices=num_ranks,
+        num_nodes=num_nodes,
+        callbacks=[*callbacks, Record(folder)],
+        **options,
     )
 
 
-def train(folder: Path, **options: Any) -> None:
+def _toy() -> ToyModule:
+    return ToyModule(ToyOptions(num_layers=4))
+
+
+def train(
+    folder: Path,
+    *,
+    make_module: Callable[[], Any] = _toy,
+    num_rows: int = NUM_ROWS,
+    **options: Any,
+) -> None:
     """Be a worker."""
     trainer = trainer_of(folder, **options)
-    trainer.fit(ToyModule(ToyOptions(num_layers=4)), loader(BATCH))
+    trainer.fit(make_module(), loader(BATCH, num_rows))
 
 
-def loader(batch_size: int) -> StatefulDataLoader[Any]:
+def loader(batch_size: int, num_rows: int = NUM_ROWS) -> StatefulDataLoader[Any]:
     """Return a loader of so many samples a rank, in the same order for any number of ranks."""
-    return StatefulDataLoader(TokenRows(NUM_ROWS), batch_size=batch_size)
+    return StatefulDataLoader(TokenRows(num_rows), batch_size=batch_size)
 
 
 def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
@@ -129,7 +144,7 @@ def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
 
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(**quiet(max_steps=num_steps, callbacks=[Losses()]))
-    trainer.fit(ToyModule(ToyOptions(num_layers=4)), loader(BATCH * num_ranks))
+    trainer.fit(_toy(), loader(BATCH * num_ranks))
     return losses
 
 
@@ -172,6 +187,14 @@ def play(folder: Path, num_ranks: int, work: Callable[[], None]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
     keep_workers(folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True)
+
+
+def play_second(folder: Path, name: str, port: int, work: Callable[[], None]) -> None:
+    """Be the second node of two of one worker each, which reach the store at a port."""
+    log_to(folder)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "1"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    keep_workers(folder, [name], work, port, serves=False)
 
 
 def play_newcomer(folder: Path, name: str, work: Callable[[], None]) -> None:
@@ -231,6 +254,19 @@ class Node:
         arguments = (self.folder, name, self._newcomer)
         self.newcomers[name] = fork_server().Process(target=play_newcomer, args=arguments)
         self.newcomers[name].start()
+
+    def add_second(self, name: str, port: int) -> None:
+        """Start the second node of two of one worker each; it reaches the store at a port."""
+        arguments = (self.folder, name, port, self._newcomer)
+        self.newcomers[name] = fork_server().Process(target=play_second, args=arguments)
+        self.newcomers[name].start()
+
+    def wait_for_store(self) -> int:
+        """Return the port of the store once it is known."""
+        while not (path := self.folder / "port").exists() or not path.read_text():
+            assert self.process.exitcode is None, self.log()
+            time.sleep(0.01)
+        return int((self.folder / "port").read_text())
 
     def let_go_on_to(self, step: int) -> None:
         """Stop before the step after this one."""

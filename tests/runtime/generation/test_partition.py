@@ -2,14 +2,17 @@
 
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation.membership import Generation, Membership
+from tests.callbacks.in_place import BATCH, playing, undisturbed
 
 PATIENCE_S = 60.0
 
@@ -34,9 +37,15 @@ class Proxy:
     def _accept(self) -> None:
         while True:
             client, _ = self._listener.accept()
-            server = socket.create_connection(("127.0.0.1", self._server_port))
+            server = self._connect()
             for source, sink in ((client, server), (server, client)):
                 threading.Thread(target=self._hand_on, args=(source, sink), daemon=True).start()
+
+    def _connect(self) -> socket.socket:
+        while True:
+            with suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", self._server_port))
+            time.sleep(0.05)  # The server starts.
 
     def _hand_on(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
@@ -82,3 +91,39 @@ def test_of_two_sides_only_the_one_with_the_store_forms_a_generation(num_cut_off
     assert {str(item) for item in going_on} == {str(near[0].generation)}
     assert all(item.generation == first[0] for item in far), "they are in no later generation"
     assert all(near[0].reason_of(item.number) is None for item in near), "nobody gave these up"
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_processes_of_two_sides_never_both_train(tmp_path: Path) -> None:
+    """The side with the store goes on alone; the other one ends once it hears of it."""
+    near, far, first, last = 0, "far", 2, 60
+    options = {"num_steps": last, "every": 100, "heartbeat_s": 8.0, "redundancy": 1}
+    with playing(tmp_path / "run", 1, num_nodes=2, **options) as node:
+        node.let_go_on_to(first)
+        proxy = Proxy(node.wait_for_store())
+        node.add_second(far, proxy.port)
+        for name in (near, far):
+            node.wait_for_step(name, first)
+        proxy.cut()
+
+        def begun() -> list[float]:
+            return [item["at_s"] for item in node.records(near) if item.get("size") == 1]
+
+        alone = node.go_on_until(lambda: bool(begun()), first=first + 1, last=last - 10)
+        node.let_go_on_to(alone + 3)
+        node.wait_for_step(near, alone + 3)
+        proxy.heal()
+        while Path(f"/proc/{node.pid_of(far)}").exists():
+            time.sleep(0.05)
+        node.let_go_on_to(last)
+        assert node.wait_for_end() == 0, node.log()
+        losses = {item["step"]: item["loss"] for item in node.records(near) if "step" in item}
+        assert list(losses.values()) == pytest.approx(undisturbed(2, last), rel=1e-5)
+        rows = [item["rows"] for item in node.records(near) if item.get("step") == last]
+        assert [len(set(item)) for item in rows] == [2 * BATCH]
+        trained_far = [item["at_s"] for item in node.records(far) if "step" in item]
+        assert max(trained_far) < begun()[0]
+        text = (node.folder / "log").read_text()
+    assert "ranks go on in place, without ranks [1]" in text

@@ -1,0 +1,80 @@
+"""What faults cost a run that goes on for minutes: ours in place, torchft, torchrun's restarts.
+
+Four workers of one toy on gloo; every 30 s one of them, in turn, is killed, and another one takes
+its place at once: a newcomer with ours (`redundancy=1`), a new replica group of one process with
+torchft, all four with torchrun. Each sample takes 25 ms, as on a device of its own, so that two
+cores can play four. All workers are forks of processes that have imported torch. torchft has its
+DDP, its Lighthouse with our heartbeat's limit, and else its defaults.
+
+* seconds without training: pauses between two ends of steps above three usual ones, without a usual
+  one. A step that is trained again, or with fewer workers, is none.
+* steps lost: trained again from a checkpoint; with torchft, attempts that weren't committed, whose
+  samples nobody trains again.
+* goodput: samples that the weights at the end have learnt from, a second. Where a replica is away,
+  torchft's steps have fewer samples; ours have all.
+
+`--minutes` says for how long each of the three is watched: 10 by default, so half an hour in all.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+from tests.benchmarks import faulty_runs
+from tests.benchmarks.faulty_runs import Faulty, Outcome, watch
+from tests.benchmarks.harness import Row
+from tests.benchmarks.torchft_environment import python_with_torchft
+
+FAULT_EVERY_S = 30.0
+MINUTES = 10.0
+
+
+def run(minutes: float = MINUTES) -> list[Row]:
+    python, version = python_with_torchft()
+    ours = _watch(faulty_runs.in_place, minutes)
+    rows = _rows(ours, _watch(partial(faulty_runs.torchft, python), minutes), f"torchft {version}")
+    return rows + _rows(ours, _watch(faulty_runs.torchrun, minutes), "torchrun's restarts")
+
+
+def _watch(start: Callable[[], AbstractContextManager[Faulty]], minutes: float) -> Outcome:
+    with start() as faulty:
+        return watch(faulty, seconds=60.0 * minutes, every_s=FAULT_EVERY_S)
+
+
+def _rows(ours: Outcome, peer: Outcome, name: str) -> list[Row]:
+    """Return ours against a peer's."""
+    return [
+        _row("seconds without training", ours, peer, name, lambda outcome: outcome.idle_s),
+        _row("steps lost", ours, peer, name, lambda outcome: float(outcome.lost_steps)),
+        _row(
+            "goodput, samples a second",
+            ours,
+            peer,
+            f"{name}; of the usual pace {ours.share:.1%}, the peer {peer.share:.1%}",
+            lambda outcome: outcome.samples_per_s,
+            is_gain=True,
+        ),
+    ]
+
+
+def _row(
+    what: str,
+    ours: Outcome,
+    peer: Outcome,
+    note: str,
+    figure: Callable[[Outcome], float],
+    *,
+    is_gain: bool = False,
+) -> Row:
+    own, other = figure(ours), figure(peer)
+    return Row(
+        name=f"{what}, {ours.num_faults} faults, one every {FAULT_EVERY_S:.0f} s",
+        ours=own,
+        peer=other,
+        unit=what.split()[0] if not is_gain else "1/s",
+        target=1.0,
+        better="higher" if is_gain else "lower",
+        kind="measured",
+        value=own / other if other else float(own > 0),
+        note=note,
+    )

@@ -1,0 +1,44 @@
+"""The toy of the runs with faults: each sample takes a device's time, which no CPU has to give.
+
+Four workers share two cores here. So a step's work is a pause of so long for each sample, as if
+each worker had a device of its own, and what is compared are recoveries, not loops in Python.
+"""
+
+import time
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.toy import ToyModule, ToyOptions
+
+__all__ = ["BATCH", "NUM_ROWS", "PacedLoss", "PacedToy"]
+
+NUM_ROWS = 24_000
+"""Of an epoch, of which several make the longest run."""
+BATCH = 4
+"""Samples of a worker in a step."""
+_SECONDS_A_ROW = 0.025
+
+
+class PacedToy(ToyModule):
+    """A toy whose training step takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyOptions(num_layers=4))
+
+    def loss(self, batch: Any) -> Tensor:
+        """Return the loss of a batch, after a while."""
+        time.sleep(_SECONDS_A_ROW * len(batch[0]))
+        return super().loss(batch)
+
+
+class PacedLoss(nn.Module):
+    """The same for loops that call a module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = PacedToy()
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the loss of a batch."""
+        return self.toy.loss(batch)
