@@ -228,7 +228,9 @@ class LayerwiseCheckpoint(Checkpoint):
                 fetched_s=fetched_s,
             )
             finished = last_finished(self.places, self._transport, run=self._start.run)
-            report_recovery(trainer, found, finished, times, self._transport, self.node_of_rank)
+            run_of(trainer).restart_s = report_recovery(
+                trainer, found, finished, times, self._transport, self.node_of_rank
+            )
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
         if is_first:

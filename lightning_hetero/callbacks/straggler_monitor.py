@@ -108,7 +108,7 @@ class StragglerMonitor(Callback):
         self._session = StragglerSession(
             run,
             Ranks(group),
-            self.config,
+            self._config_of(known.restart_s),
             report=partial(self._report, trainer),
             say=rank_zero_info,
         )
@@ -160,6 +160,12 @@ class StragglerMonitor(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(scalars, step=trainer.global_step)
+
+    def _config_of(self, restart_s: float | None) -> WatchConfig:
+        """Return what to watch with, given what a restart has taken."""
+        if restart_s is None:
+            return self.config
+        return replace(self.config, policy=replace(self.config.policy, restart_cost_s=restart_s))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

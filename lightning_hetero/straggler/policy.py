@@ -73,7 +73,8 @@ class PolicyConfig:
     swap_cost_s: float = 5.0
     """First guess for S3 and its undoing, seconds: a new plan's tables, buffers and first pull."""
     restart_cost_s: float = 300.0
-    """First guess for S4, seconds: checkpoint, new processes, loading."""
+    """First guess for S4, seconds: checkpoint, new processes, loading. Once the run has restarted,
+    or gone on in place, what that took counts instead."""
     allowed: tuple[Mitigation, ...] = _LADDER
     """Steps that may be taken."""
     dry_run: bool = False

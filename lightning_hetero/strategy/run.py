@@ -85,6 +85,9 @@ class Run:
         """Who saves slices."""
         self.restarters: list[RestartsRun] = []
         """Who can restart the run without some of its machines."""
+        self.restart_s: float | None = None
+        """Seconds from the last step before the newest restart, or change of ranks in place, to the
+        state being back; None before any."""
 
     @property
     def control(self) -> dist.ProcessGroup | None:

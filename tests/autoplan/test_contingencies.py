@@ -13,8 +13,10 @@ from lightning_hetero.autoplan.contingencies import Contingencies, losses_to_pla
 from lightning_hetero.autoplan.data_facts import BatchSizes, DataFacts
 from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
+from lightning_hetero.autoplan.request import PlanRequest
 from lightning_hetero.core.cluster import Cluster, Link, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES
+from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.planner.contingency import PlanningTask, ProposalTask
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat
@@ -81,6 +83,23 @@ DESCRIBED = AutoPlan(
     )
 )
 DATA = DataFacts(lengths=np.array([8, 12, 40, 64] * 4), tokens_per_step=256)
+
+
+def test_of_a_described_cluster_what_is_left_counts_but_it_knows_no_newcomers() -> None:
+    cluster = Cluster(
+        nodes=tuple(Node(device=name, count=2) for name in ("A100-80GB", "T4", "L4")),
+        links=(Link(nodes=(0, 2), bytes_per_s=1e9), Link(nodes=(1, 1), bytes_per_s=2e9)),
+    )
+    left = cluster.without({0, 2, 3})
+    assert [(node.device, node.count) for node in left.nodes] == [("A100-80GB", 1), ("L4", 2)]
+    assert left.links == (Link(nodes=(0, 1), bytes_per_s=1e9),)
+    assert cluster.without(()) == cluster
+    with pytest.raises(ClusterError, match="no nodes"):
+        cluster.without(range(6))
+    request = PlanRequest.of(DESCRIBED, num_stages=None, num_candidate_plans=1)
+    assert request.for_survivors(3, (0, 2, 3)) == request
+    with pytest.warns(UserWarning, match="doesn't name the devices of newcomers"):
+        assert request.for_survivors(3, None).plan == AutoPlan()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint
+from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonitor
 from lightning_hetero.callbacks import guests
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
@@ -22,6 +22,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 )
 from lightning_hetero.checkpoint.survivors import LiveState
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.processes import Processes
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -228,7 +229,9 @@ def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
 ) -> None:
     def fit(sees: Sees, name: str) -> Sees:
         L.seed_everything(5, verbose=False)
-        saving = LayerwiseCheckpoint(tmp_path / name, every_n_train_steps=1, shared_memory=False)
+        saving = LayerwiseCheckpoint(
+            local_dir=tmp_path / name, every_n_train_steps=1, shared_memory=False
+        )
         trainer = L.Trainer(
             strategy=HeteroStrategy(num_stages=1),
             devices=1,
@@ -239,6 +242,11 @@ def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
         rows = TokenRows(32)
         loader = StatefulDataLoader(rows, batch_size=4, shuffle=True)
         trainer.fit(Model(ToyOptions(num_layers=1)), loader, StatefulDataLoader(TokenRows(4)))
+        # A straggler's mitigation counts with what the restart took.
+        restart_s = trainer.strategy.run.restart_s
+        config = StragglerMonitor()._config_of(restart_s).policy
+        assert config.restart_cost_s == (restart_s or PolicyConfig().restart_cost_s)
+        assert (restart_s is not None) == (sees.done[0][1] > 1)
         return sees
 
     undisturbed, first = fit(Sees(), "a"), Sees(stop_at)

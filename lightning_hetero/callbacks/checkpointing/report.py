@@ -54,8 +54,12 @@ def report_recovery(
     times: StartTimes,
     transport: Transport,
     node_of_rank: Sequence[str],
-) -> None:
-    """Print and note it on rank 0, once the state is loaded; collective."""
+) -> float | None:
+    """Print and note it on rank 0, once the state is loaded; collective.
+
+    Returns:
+        The seconds since the last step that was finished; None where nobody knows of one.
+    """
     recovered = found.recovered
     assert recovered is not None
     seconds = {
@@ -91,6 +95,7 @@ def report_recovery(
         is_live=found.is_live,
         why_not_live=found.why_not_live,
     )
+    return None if finished is None else sum(seconds.values())
 
 
 def report_complete(places: Places, step: int) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
-from lightning_hetero.runtime.generation import newcomers
+from lightning_hetero.runtime.generation import entering, newcomers
 from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
 from lightning_hetero.runtime.generation.membership import Generation, Member, Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
 from lightning_hetero.strategy.generations import _End, _Generations
+from tests.processes import free_port
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
 PATIENT_S, SHORT_S = 20.0, 0.1
@@ -108,6 +109,20 @@ def test_a_generation_that_forms_since_a_rank_was_lost_takes_in_who_waits() -> N
     formed = form_next([members[0], members[2]])
     assert [item.number for item in formed[0].members] == [0, 2, 3]
     assert coming.wait() == formed[0]
+
+
+def test_where_those_who_are_left_go_on_from_their_slices_who_waits_comes_one_later() -> None:
+    """Also if some of them had stopped to let it in: the first of all decides, for all."""
+    store, members = run_of(3)
+    coming = Coming(store)
+    see(members[0])
+    members[0].tell_gone(1, "SIGKILL")
+    left = [members[0], members[2]]
+    assert newcomers.call(store, 1, anybody=False) == []
+    assert [item.number for item in form_next(left)[0].members] == [0, 2]
+    assert coming.result is None
+    assert [item.number for item in form_next(left)[0].members] == [0, 2, 3]
+    assert isinstance(coming.wait(), Generation)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +227,22 @@ def test_a_newcomer_is_told_why_nobody_lets_it_in() -> None:
     members[0].tell_end()
     with pytest.raises(PeerError, match="trained to its end"):
         Newcomer(store, FACTS).wait_for_call(20.0)
+    store, members = run_of(2)
+    for member in members:
+        member.tell_gone(member.number, "SIGKILL")
+    with pytest.raises(
+        PeerError, match=r"Nobody is left of the run: it has failed, or was started"
+    ):
+        Newcomer(store, FACTS).wait_for_call(20.0)
+
+
+def test_a_newcomer_whose_store_goes_is_told_so_at_once() -> None:
+    class Goes(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("connection reset")
+
+    with pytest.raises(PeerError, match="store is gone, so the run has ended, or lost its first"):
+        Newcomer(Goes(), FACTS).wait_for_call(1000.0)
 
 
 @contextmanager
@@ -228,6 +259,19 @@ def test_a_wrong_address_says_what_to_give() -> None:
             pytest.raises(ConfigurationError, match=r"must be host:port of the run's store"),
         ):
             join_membership(FACTS, start_timeout=timedelta(seconds=5))
+
+
+def test_where_nobody_serves_a_store_one_is_told_so_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entering, "_REFUSED_S", 0.2)
+    with (
+        told_to_join(f"127.0.0.1:{free_port()}"),
+        pytest.raises(
+            PeerError, match=r"Nobody serves a store at .*: the run has ended, or hasn't"
+        ),
+    ):
+        join_membership(FACTS, start_timeout=timedelta(hours=1))
 
 
 def test_where_no_run_is_one_is_told_so_in_time() -> None:
