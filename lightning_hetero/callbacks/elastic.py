@@ -89,9 +89,10 @@ class ElasticRestart(Callback):
             `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost;
             where rows are gone with both their keepers, a step was half made, or the end of an
             epoch has followed the last one, from the newest checkpoint, and the log says why. A
-            validation in mid-epoch that was due is done (again) by those who go on. Ranks that leave on a notice, or newcomers, cost no step: all save before
-            them. What can't be done so (no checkpoint yet, the store's node lost or told to go, a
-            fault that comes back) ends the processes, as without it.
+            validation in mid-epoch that was due is done (again) by those who go on. Ranks that
+            leave on a notice, or newcomers, cost no step: all save before them. What can't be done
+            so (no checkpoint yet, the store's node lost or told to go, a fault that comes back)
+            ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost; dead processes are noticed at once.
 
