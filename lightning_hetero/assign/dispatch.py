@@ -15,7 +15,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.dispatch_bound import dispatch_lower_bound_s
-from lightning_hetero.assign.dispatch_greedy import Placement, place_greedily, place_in_rounds
+from lightning_hetero.assign.dispatch_greedy import (
+    Placement,
+    fill_to_target,
+    place_greedily,
+    place_in_rounds,
+)
 from lightning_hetero.assign.dispatch_moves import improve_dispatch
 from lightning_hetero.assign.pipeline_cost import (
     UNFIT_S,
@@ -32,9 +37,11 @@ __all__ = ["Dispatch", "check_fit", "dispatch", "fast_lower_bound_s"]
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
 _MAX_GREEDY_STEPS = 4000  # Most sequences placed one by one, 25 to 50 µs each.
+_NUM_BULK_TARGETS = 8
+_MAX_BULK_STEPS = 4000  # Most targets x pipelines, with two targets at least.
 _MAX_CELLS = 2e7  # Most rows x sequences x pipelines: about 0.15 s on one core.
 _MAX_IMPROVE_CELLS = 2e6  # Most rows x sequences x pipelines improved.
-_IMPROVE_BUDGET = 30_000_000  # Moves and swaps looked at: about a second.
+_IMPROVE_BUDGET = 10_000_000  # Moves and swaps looked at: about a third of a second.
 _NUM_IMPROVED = 8
 _NUM_TARGETS = 24
 _NUM_PRICE_STEPS = 40
@@ -67,9 +74,11 @@ def dispatch(
 ) -> Dispatch:
     """Return the best dispatch found; the same one for the same arguments.
 
-    It is never worse than longest-first (LPT), which is one of the trials. Where `num_trials`
+    It is never worse than longest-first (LPT), which is one of the trials, up to 4,000 sequences;
+    of more, many are placed in a step (`place_in_rounds`, `fill_to_target`). Where `num_trials`
     orders would take more than a fraction of a second (thousands of sequences on hundreds of
-    pipelines), fewer are tried. With `tight_bound` the bound comes from linear programmes where
+    pipelines), fewer are tried. Budgets count steps, so that the same arguments give the same
+    answer on every machine. With `tight_bound` the bound comes from linear programmes where
     these take about 20 ms: with few kinds of pipelines, on lengths that aren't spread widely.
 
     Raises:
@@ -88,7 +97,7 @@ def dispatch(
     times = KindTimes(by_kind=kind_times_s, kind_of=kind_of)
     cells = len(sizes) * len(pipelines)
     if len(sizes) > _MAX_GREEDY_STEPS:
-        placement = place_in_rounds(sizes, times, table)
+        placement = _placed_in_bulk(sizes, times, table, bound_s)
     else:
         num_rows = max(1, min(num_trials, int(_MAX_CELLS / cells)))
         orders = _orders(sizes, num_rows, seed)
@@ -127,6 +136,21 @@ def _placed_in_orders(
         placement = place_greedily(sizes, times_s, table, orders, np.zeros(num_rows))
         placement = _with_targets(sizes, times_s, table, placement, bound_s)
     return placement
+
+
+def _placed_in_bulk(
+    sizes: IntArray, times: KindTimes, table: CostTable, bound_s: float
+) -> Placement:
+    """Place very many sequences: in rounds, or to the least of some targets that can be met."""
+    best = place_in_rounds(sizes, times, table)
+    for _ in range(max(2, min(_NUM_BULK_TARGETS, _MAX_BULK_STEPS // len(table.c)))):
+        target_s = (bound_s + float(best.latencies_s[0])) / 2
+        filled = fill_to_target(sizes, times, table, target_s)
+        if filled is None:
+            bound_s = target_s
+        else:
+            best = filled
+    return best
 
 
 def _tight_bound_s(

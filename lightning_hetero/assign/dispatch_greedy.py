@@ -1,17 +1,20 @@
 """Place sequences one after another on the pipeline that then ends first (Hydraulis Algorithm 1).
 
 `place_greedily` tries many orders at once. Where there are so many sequences that a step for each
-takes too long, `place_in_rounds` places many in a step, longest first.
+takes too long, `place_in_rounds` and `fill_to_target` place many in a step, longest first.
 """
 
+import bisect
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable, KindTimes
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["Placement", "place_greedily", "place_in_rounds"]
+__all__ = ["Placement", "fill_to_target", "place_greedily", "place_in_rounds"]
 
 _ROUND_SHARE = 8
 """A round gives sequences to one of so many pipelines."""
@@ -126,4 +129,84 @@ def place_in_rounds(lengths: IntArray, times: KindTimes, table: CostTable) -> Pl
         tokens[chosen] += lengths[members]
         done += len(chosen)
     latency_s = table.ends_s(work_s, longest_s, tokens)[tokens > 0].max()
+    return Placement(pipeline_of=pipeline_of[None], latencies_s=np.array([latency_s]))
+
+
+class _Taking(NamedTuple):
+    """A pipeline that takes all sequences of an order up to one."""
+
+    table: CostTable
+    pipeline: int
+    work_s: float
+    """Of what it has, less that of all sequences that come before."""
+    longest_s: float
+    """The longest of all that it has and takes."""
+    tokens: float
+    """As `work_s`."""
+    done_s: FloatArray
+    """Seconds on this pipeline up to each sequence."""
+    done_tokens: IntArray
+    """Tokens up to each sequence."""
+
+    def load(self, last: int) -> tuple[float, float]:
+        """Return its seconds and tokens up to a sequence."""
+        return self.work_s + self.done_s[last], self.tokens + self.done_tokens[last]
+
+    def end_s(self, last: int) -> float:
+        """Return when it then ends."""
+        work_s, tokens = self.load(last)
+        table, index = self.table, self.pipeline
+        bubbles, count = table.num_bubbles[index], math.ceil(tokens / table.max_len[index] - 1e-9)
+        return float(work_s + bubbles * self.longest_s + table.c[index] * (bubbles + count))
+
+
+def fill_to_target(
+    lengths: IntArray, times: KindTimes, table: CostTable, target_s: float
+) -> Placement | None:
+    """Place sequences longest first on the least roomy pipeline that still ends by a target.
+
+    A pipeline gets as many at once as it has time for, so D pipelines take a few times D steps,
+    whatever the number of sequences. None if there is one for which no pipeline has time.
+
+    Args:
+        lengths: [B].
+        times: Seconds of every sequence.
+        table: The D pipelines.
+        target_s: Latency by which all pipelines end.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    by_kind = times.by_kind[order]
+    # The last row is what was done before the first sequence.
+    done_s = np.zeros((len(lengths) + 1, by_kind.shape[1]))
+    np.cumsum(np.where(by_kind < UNFIT_S, by_kind, 0.0), axis=0, out=done_s[:-1])
+    done_tokens = np.append(np.cumsum(lengths[order]), 0)
+    by_room = np.argsort(np.argsort(table.max_len, kind="stable"), kind="stable")
+    work_s, longest_s, tokens = (np.zeros(len(table.c)) for _ in range(3))
+    pipeline_of = np.empty(len(lengths), dtype=np.int64)
+    first = 0
+    while first < len(lengths):
+        time_s = by_kind[first, times.kind_of]
+        longest = np.maximum(longest_s, time_s)
+        ends_s = table.ends_s(work_s + time_s, longest, tokens + lengths[order[first]])
+        chosen = int(np.where(ends_s <= target_s, by_room, len(by_room)).argmin())
+        if ends_s[chosen] > target_s:
+            return None
+        kind = times.kind_of[chosen]
+        before = first - 1 if first else len(lengths)
+        taking = _Taking(
+            table=table,
+            pipeline=chosen,
+            work_s=work_s[chosen] - done_s[before, kind],
+            longest_s=longest[chosen],
+            tokens=tokens[chosen] - done_tokens[before],
+            done_s=done_s[:, kind],
+            done_tokens=done_tokens,
+        )
+        every = range(len(lengths))
+        stop = bisect.bisect_right(every, target_s, first + 1, key=taking.end_s)
+        pipeline_of[order[first:stop]] = chosen
+        work_s[chosen], tokens[chosen] = taking.load(stop - 1)
+        longest_s[chosen] = longest[chosen]
+        first = stop
+    latency_s = table.ends_s(work_s, longest_s, tokens).max()
     return Placement(pipeline_of=pipeline_of[None], latencies_s=np.array([latency_s]))

@@ -97,6 +97,30 @@ def test_improving_never_makes_a_dispatch_worse(case) -> None:
     assert after_s == pytest.approx(latencies_s(lengths, pipelines, pipeline_of[None])[0])
 
 
+def test_very_many_sequences_are_placed_in_few_steps_and_no_later_than_one_by_one(monkeypatch):
+    num_steps = []
+    ends_s = CostTable.ends_s
+    monkeypatch.setattr(
+        CostTable, "ends_s", lambda *arguments: num_steps.append(1) or ends_s(*arguments)
+    )
+    lengths = np.exp(np.random.default_rng(0).normal(6.5, 1.1, 6000)).astype(int).clip(1, 32_000)
+    kinds = [
+        cost(max_len=32_000, num_stages=2),
+        cost(b=2e-5, max_len=16_000, num_stages=4),
+        cost(b=4e-5, max_len=8_000, num_stages=1),
+    ]
+    pipelines = [kinds[index % 3] for index in range(48)]
+    result = dispatch(lengths, pipelines)
+    assert len(num_steps) < len(lengths)
+    assert result.latency_s == pytest.approx(
+        latencies_s(lengths, pipelines, [result.pipeline_of])[0]
+    )
+    table, order = CostTable.of(pipelines), np.argsort(-lengths, kind="stable")[None]
+    times_s = table.fitting_times_s(lengths)
+    longest_first = place_greedily(lengths, times_s, table, order, np.zeros(1))
+    assert result.lower_bound_s <= result.latency_s <= longest_first.latencies_s[0]
+
+
 def test_the_same_seed_gives_the_same_dispatch() -> None:
     lengths = np.random.default_rng(0).integers(100, 6000, 60)
     pipelines = [cost(), cost(), cost(b=2e-5, num_stages=4), cost(b=3e-5, max_len=7000)]
