@@ -157,7 +157,7 @@ def happened(event: str, **fields: Any) -> Callable[[list[Event]], bool]:
 
 
 def started(world_size: int) -> Callable[[list[Event]], bool]:
-    """Return whether training has begun with `num_nodes` nodes."""
+    """Return whether training has begun with `world_size` nodes."""
     return lambda events: any(
         item["event"] == "started" and len(item["nodes"]) == world_size for item in events
     )
