@@ -107,7 +107,8 @@ class ToyModule(L.LightningModule):
         if self.options.optimizer == "sgd":
             optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         else:
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS)
+            is_fused = self.options.optimizer == "fused adamw"
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS, fused=is_fused)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

@@ -110,21 +110,32 @@ class MemoryWatch:
         return replace(self._start, plan=self._engine.plan)
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Note in the first error of memory what has happened, and keep what it teaches."""
+    def explaining(self, *, trains: bool) -> Iterator[None]:
+        """Explain an error of memory of an iteration; others are given to `explain`."""
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error) and not self._has_explained:
-                self._has_explained = True
-                # The user must see this error whatever becomes of its explanation.
-                try:
-                    error.add_note(self._explain(error))
-                except Exception as problem:
-                    error.add_note(f"What filled the device can't be told: {problem!r}")
+            self.explain(error, in_flight=self._share_in_flight() if trains else 1.0)
             raise
 
-    def _explain(self, error: Exception) -> str:
+    def explain(self, error: BaseException, *, in_flight: float = 1.0) -> None:
+        """Note in the first error of memory what has happened, and keep what it teaches.
+
+        Args:
+            error: Any that ends the run.
+            in_flight: Share of the most micro-batches that this rank holds at once. What fails
+                between iterations, or in evaluation, has the room of all of them.
+        """
+        if self._has_explained or not is_out_of_memory(error):
+            return
+        self._has_explained = True
+        # The user must see this error whatever becomes of its explanation.
+        try:
+            error.add_note(self._explain(error, in_flight))
+        except Exception as problem:
+            error.add_note(f"What filled the device can't be told: {problem!r}")
+
+    def _explain(self, error: BaseException, in_flight: float) -> str:
         engine, live = self._engine, _Live.of(self._engine, self._optimizers())
         place, rank = engine.place, engine.comms.global_rank
         total, requested = self._live_bytes(error)
@@ -146,7 +157,7 @@ class MemoryWatch:
                 requested_bytes=requested,
                 state_bytes=live.states,
                 usable_bytes=facts.usable_bytes,
-                in_flight=self._share_in_flight(),
+                in_flight=in_flight,
             )
             lines += self._keep(failure.correct(start.known_correction), start.known_correction)
         return "\n".join(lines)
@@ -160,7 +171,7 @@ class MemoryWatch:
         most = max(1, min(num_stages - place.stage_index, count))
         return min(1.0, (engine.plans.running.num_in_flight + 1) / most)
 
-    def _live_bytes(self, error: Exception) -> tuple[int, int]:
+    def _live_bytes(self, error: BaseException) -> tuple[int, int]:
         """Return the bytes that were there, and those asked for in vain."""
         requested, device = requested_bytes(error), self._engine.device
         played = self._start.facts.emulation.live_bytes

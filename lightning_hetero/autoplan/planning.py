@@ -35,7 +35,13 @@ from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
-from lightning_hetero.simulator import bound_line, fitting_lines, prediction_lines
+from lightning_hetero.simulator import (
+    bound_line,
+    fitting_lines,
+    host_bytes,
+    host_lines,
+    prediction_lines,
+)
 
 __all__ = ["make_plan"]
 
@@ -216,6 +222,7 @@ def _propose(task: ProposalTask, contingencies: Contingencies, data: DataFacts) 
         f"iteration time  {found.static_s:.4g} s under this plan{dynamic if several else ''}, "
         "before exchange and optimizer step",
         f"throughput      {data.tokens_per_step / found.dynamic_s:,.0f} tokens/s",
+        *host_lines(host_bytes(found.plans[0], basis.cost())),
         bound_line(f"faster than {found.bound_s:.4g} s", gap, plans="mix of pipelines"),
     ]
     return AutoPlanned(plan=found.plans[0], candidates=found, basis=basis, summary="\n".join(lines))

@@ -47,15 +47,10 @@ def check_room_for_standbys(
         specs: The parameters, as tensor parallelism cuts them.
 
     Raises:
-        ConfigurationError: On every rank; activations aside. Or slices live on hosts.
+        ConfigurationError: On every rank; activations aside.
     """
     if not config.standbys:
         return
-    if any(config.owned_device.is_on_host(plans.first, r) for r in range(facts.comms.world_size)):
-        raise ConfigurationError(
-            "redundancy=1 together with slices in host memory (owned_device, host_owners) has "
-            "never been tried, so nobody knows whether both copies would stay equal. Leave one out."
-        )
     slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
     room = [usable_bytes(seat.device.memory_bytes) for seat in facts.detect_seats()]
     for plan in (plans.first, *plans.candidates):

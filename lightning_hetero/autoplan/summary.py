@@ -25,6 +25,7 @@ from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import (
     MemoryCorrection,
     MemoryTerms,
+    MicroBatchShape,
     RooflineCost,
     StageFacts,
     devices_line,
@@ -116,9 +117,10 @@ class StartUp:
     @property
     def known_correction(self) -> MemoryCorrection:
         """Lessons of earlier runs out of memory that the prediction counts with."""
-        if self._planned is None or self._planned.basis is None:
+        is_planned = self._planned is not None or self._longest_microbatches is not None
+        if not is_planned or self.auto is None or self.auto.basis is None:
             return MemoryCorrection()
-        return MemoryCorrection(activation_factor=self._planned.basis.states.activation_factor)
+        return MemoryCorrection(activation_factor=self.auto.basis.states.activation_factor)
 
     @property
     def _planned(self) -> AutoPlanned | None:
@@ -197,6 +199,8 @@ class StartUp:
             assert auto.basis is not None
             return simulated_facts(self.plan, auto.basis.cost(), auto.simulation), [auto.summary]
         lines = [] if auto is None else [auto.summary]
+        if (longest := self._longest_microbatches) is not None:
+            return self._filled_facts(longest), [*lines, _longest_line(longest)]
         if auto is None or auto.basis is None:
             unknown = self._unknown()
             if unknown is None:
@@ -205,6 +209,22 @@ class StartUp:
             lines.append(f"iteration time  not predicted: {unknown}")
         lines.append("memory          weights, gradients and Adam's states, without activations")
         return self._counted_facts(), lines
+
+    @property
+    def _longest_microbatches(self) -> list[MicroBatchShape] | None:
+        """What pipelines take at most of assigned data, under a plan that was proposed for it."""
+        candidates = None if self.auto is None else self.auto.candidates
+        return None if candidates is None else candidates.longest_microbatches(self.plan)
+
+    def _filled_facts(self, longest: Sequence[MicroBatchShape]) -> list[list[StageFacts]]:
+        """Return what stages need if all micro-batches are as long as they may be."""
+        assert self.auto is not None
+        assert self.auto.basis is not None
+        cost = self.auto.basis.cost()
+        pairs = zip(longest, self.plan.pipelines, strict=True)
+        work = [[microbatch] * pipeline.num_stages for microbatch, pipeline in pairs]
+        found = simulated_facts(self.plan, cost, simulate(self.plan, cost, work))
+        return [[item._replace(busy=None) for item in row] for row in found]
 
     def _unknown(self) -> str | None:
         """Return what is missing for a prediction by data sheets, None if nothing is."""
@@ -237,6 +257,13 @@ class StartUp:
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines
+
+
+def _longest_line(longest: Sequence[MicroBatchShape]) -> str:
+    """Return how long the micro-batches are that the memory column counts with."""
+    tokens = sorted({sum(microbatch) for microbatch in longest})
+    least = f"{tokens[0]:,} to " if len(tokens) > 1 else ""
+    return f"memory          as micro-batches of up to {least}{tokens[-1]:,} tokens fill it"
 
 
 def state_memory(

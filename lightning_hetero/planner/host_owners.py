@@ -1,17 +1,19 @@
 """Let hosts own where a model fits on no devices, and only for the stages that must.
 
 The search runs once more as if all ranks kept what they own in their hosts' memory. Of its plans
-those ranks do so whose devices have no room for it.
+those ranks do so whose devices have no room for it; of plans for samples of different lengths,
+which share their owners, those that have none under any of them.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
 
-__all__ = ["cost_on_hosts", "with_host_owners"]
+__all__ = ["check_hosts", "cost_on_hosts", "with_host_owners"]
 
 _USABLE = 0.9
 """Of a host's memory: the rest is its own, and the data's."""
@@ -50,13 +52,18 @@ def with_host_owners(
     ]
     found = replace(plan, host_owners=tuple(sorted(owners)))
     simulation = simulate(found, cost, batches)
-    _check_hosts(simulation, cost)
+    check_hosts(simulation.host_bytes, cost)
     return found, simulation
 
 
-def _check_hosts(simulation: Simulation, cost: CostModel) -> None:
+def check_hosts(host_bytes: Sequence[float], cost: CostModel) -> None:
+    """Refuse what ranks would keep on their hosts, by global rank, if there is no room for it.
+
+    Raises:
+        PlanningError: A host has too little memory.
+    """
     needed: Counter[int] = Counter()
-    for rank, num_bytes in enumerate(simulation.host_bytes):
+    for rank, num_bytes in enumerate(host_bytes):
         needed[cost.node_of_rank[rank]] += round(num_bytes)
     for index, num_bytes in needed.items():
         node = cost.cluster.nodes[index]

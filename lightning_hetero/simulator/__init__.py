@@ -3,6 +3,7 @@
 from lightning_hetero.simulator.cost import CostModel, StageShape
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, usable_bytes
 from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
+from lightning_hetero.simulator.owned_exchange import host_bytes
 from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost, choose_cost
 from lightning_hetero.simulator.report import (
@@ -12,6 +13,7 @@ from lightning_hetero.simulator.report import (
     bound_line,
     devices_line,
     fitting_lines,
+    host_lines,
     memory_tables,
     plan_table,
     prediction_lines,
@@ -41,6 +43,8 @@ __all__ = [
     "choose_cost",
     "devices_line",
     "fitting_lines",
+    "host_bytes",
+    "host_lines",
     "memory_tables",
     "plan_table",
     "plot_timeline",

@@ -92,7 +92,9 @@ class StageBudgets:
             num_microbatches=len(self._microbatches),
         )
         windows = held_at_backward(schedule)
-        counts = fewest_recomputed(budget_bytes, layer, num_layers, self._tokens, windows)
+        # A run compares its budget with what it counts of a layer, without the correction.
+        room = budget_bytes * cost.layout.activation_factor
+        counts = fewest_recomputed(room, layer, num_layers, self._tokens, windows)
         self.peak_bytes[index] = peak_activation_bytes(
             layer, num_layers, self._tokens, counts, windows
         )

@@ -22,6 +22,7 @@ __all__ = [
     "bound_line",
     "devices_line",
     "fitting_lines",
+    "host_lines",
     "list_indices",
     "memory_tables",
     "memory_terms",
@@ -218,14 +219,15 @@ def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
 
 def fitting_lines(plan: ParallelPlan, simulation: Simulation) -> list[str]:
     """Return what it takes to make a plan fit: recomputation, states on hosts; [] if nothing."""
-    return [*_recomputation_lines(plan, simulation), *_host_lines(simulation)]
+    return [*_recomputation_lines(plan, simulation), *host_lines(simulation.host_bytes)]
 
 
-def _host_lines(simulation: Simulation) -> list[str]:
-    ranks = [rank for rank, num_bytes in enumerate(simulation.host_bytes) if num_bytes]
+def host_lines(host_bytes: Sequence[float]) -> list[str]:
+    """Return who keeps how much on its host, by the bytes of each rank; [] if nobody does."""
+    ranks = [rank for rank, num_bytes in enumerate(host_bytes) if num_bytes]
     if not ranks:
         return []
-    total = sum(simulation.host_bytes) / _GIB
+    total = sum(host_bytes) / _GIB
     return [
         f"host memory     ranks {_ranges(ranks)} keep {total:,.1f} GiB of masters and optimizer "
         "states on their hosts, and step there"

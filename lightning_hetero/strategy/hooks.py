@@ -6,7 +6,7 @@ are needed here are listed in the docstring of `lightning_hetero.strategy`.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -235,7 +235,7 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        with self._processes.watching(), self._explaining_memory():
+        with self._iterating(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
@@ -257,18 +257,20 @@ class HookedStrategy(ParallelStrategy):
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
         assert self._steps is not None
-        with self._processes.watching():
+        with self._iterating(trains=False):
             return self._steps.evaluate(*args, of_pipeline=of_pipeline)
+
+    @contextmanager
+    def _iterating(self, *, trains: bool) -> Iterator[None]:
+        """Tell the others if this rank fails, and what fills its device if its memory runs out."""
+        assert self.memory is not None
+        with self._processes.watching(), self.memory.explaining(trains=trains):
+            yield
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum where the slices are; ranks reduce on their devices."""
         total: Tensor = self.reduce(own.to(self.root_device), reduce_op="sum")
         return total.to(own.device)
-
-    def _explaining_memory(self) -> AbstractContextManager[None]:
-        """Say what fills the device if its memory runs out."""
-        assert self.memory is not None
-        return self.memory.explaining()
 
     def _deposit_gradients(self) -> None:
         self._slices.deposit_gradients(1.0 / self._trainer.accumulate_grad_batches)
@@ -277,7 +279,7 @@ class HookedStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._explaining_memory(), self._slices.optimizer_step():
+        with self._slices.optimizer_step():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
@@ -352,6 +354,8 @@ class HookedStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if self.memory is not None:
+            self.memory.explain(exception)
         self._processes.fail(exception)
 
     def await_recovery(self) -> None:

@@ -38,6 +38,7 @@ class Job:
     options: tuple[tuple[str, Any], ...] = ()
     clip: float | None = None
     """Norm to which gradients are clipped."""
+    optimizer: str = "adamw"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Found:
 
 class _Module(ToyModule):
     def __init__(self, job: Job) -> None:
-        super().__init__(ToyOptions(width=8))
+        super().__init__(ToyOptions(width=8, optimizer=job.optimizer))
         self._job = job
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -83,11 +83,19 @@ def test_gradients_that_are_not_finite_are_told_of_an_iteration_later(processes)
     check(processes, replace(job, options=skipping), skips=True)
 
 
-@pytest.mark.parametrize("exchange", ["messages", "collectives"])
-def test_slices_on_the_host_are_stepped_there(processes, exchange: str, tmp_path: Path):
-    options = (("owned_device", "cpu"), ("exchange", exchange))
-    changing = Job(plans=(EQUAL, STAGES), options=options, clip=0.3)
-    resuming = Job(plans=(EQUAL,), options=options, folder=str(tmp_path))
+@pytest.mark.parametrize(("exchange", "redundancy"), [("messages", 0), ("collectives", 1)])
+def test_slices_on_the_host_are_stepped_there(
+    processes, exchange: str, redundancy: int, tmp_path: Path
+):
+    """Standbys, too, which are compared with their slices after each step."""
+    options = (
+        ("owned_device", "cpu"),
+        ("exchange", exchange),
+        ("redundancy", redundancy),
+        ("standby_check_steps", 1),
+    )
+    changing = Job(plans=(EQUAL, STAGES), options=options, clip=0.3, optimizer="fused adamw")
+    resuming = Job(plans=(EQUAL,), options=options, folder=str(tmp_path), optimizer="fused adamw")
     for job in (changing, resuming):
         assert [item.owned_on for item in check(processes, job)] == [{"cpu"}] * 2
 

@@ -9,6 +9,7 @@ import torch
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.autoplan import AutoPlan
+from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.testing import CappedMemory, EmulatedDevices
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
@@ -84,3 +85,37 @@ def train_capped(
     trainer = L.Trainer(**quiet(devices=2, strategy=strategy, max_steps=2, callbacks=callbacks))
     trainer.fit(module, loader(24, 6))
     return CappedOutcome(losses=module.losses, plan=plans[0])
+
+
+class Growing(ToyModule):
+    """Asks for much memory at once, on rank 1: in a callback's hook or in validation."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(ToyOptions(num_layers=2))
+        self.where = where
+
+    def grow(self, where: str) -> None:
+        if (where, self.global_rank) == (self.where, 1):
+            torch.ones(2**22)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.grow("hook")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.grow("validation")
+        super().validation_step(batch, batch_idx)
+
+
+def fail_in(rank: int, where: str, cache: str) -> str:
+    """Return the error, with its notes, of a run whose memory ends outside of training steps."""
+    os.environ["LIGHTNING_HETERO_CACHE"] = cache
+    torch.manual_seed(5)
+    callbacks = [EmulatedDevices((1.0, 1.0), memory_bytes=2**30), CappedMemory((2**40, 8e6))]
+    options = quiet(devices=2, max_epochs=1, callbacks=callbacks, num_sanity_val_steps=0)
+    trainer = L.Trainer(strategy=HeteroStrategy(AutoPlan(microbatch_sizes=(1,))), **options)
+    try:
+        trainer.fit(Growing(where), loader(8, 4), loader(8, 4))
+    except (RuntimeError, HeteroError) as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return "trained"

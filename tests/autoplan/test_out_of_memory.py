@@ -12,7 +12,7 @@ from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
 from lightning_hetero.simulator import MemoryCorrection
 from tests.autoplan import restarted
-from tests.autoplan.autoplan_runs import train_capped
+from tests.autoplan.autoplan_runs import fail_in, train_capped
 from tests.processes import ProcessFailed, ProcessPool, free_port
 from tests.scripts import run_python
 
@@ -37,6 +37,19 @@ def test_every_rank_is_told_which_stage_was_full_and_the_next_start_avoids_that(
     again = pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
     assert len(again[0].plan["pipelines"]) == 1, "rank 1 can't hold the whole model"
     assert len(again[0].losses) == 2
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("where", ["hook", "validation"])
+def test_an_error_outside_of_training_steps_says_and_teaches_as_much(
+    pool: ProcessPool, tmp_path: Path, where: str
+) -> None:
+    for text in pool.run(fail_in, 2, where, str(tmp_path)):
+        assert "Tried to allocate 16777216 bytes" in text
+        assert text.count("Stage 0 of pipeline 1 (rank 1, cpu") == 1
+        assert "\nactivations " in text
+    (path,) = tmp_path.glob("memory-*.json")
+    assert json.loads(path.read_text())["usable_bytes"] < 8e6
 
 
 @pytest.mark.dist

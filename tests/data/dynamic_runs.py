@@ -15,12 +15,14 @@ from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.models.loss import packed_cross_entropy
 from lightning_hetero.straggler import move_ranks
-from lightning_hetero.testing import EmulatedDevices
+from lightning_hetero.testing import CappedMemory, EmulatedDevices
 from tests.data.rows import Rows, lengths_of
 from tests.runtime.runs import SEED, Case, PackedModule
 from tests.toy import quiet
 
 LENGTHS = [length + 1 for length in lengths_of(40, longest=30)]
+LONGER = 8
+"""How many times as long samples are that one device has no room for."""
 SHORT = 16
 """Most tokens of a micro-batch on a single rank."""
 
@@ -42,8 +44,8 @@ class Outcome:
 class Module(PackedModule):
     """The reference model, which also validates and looks at the batches it is given."""
 
-    def __init__(self) -> None:
-        super().__init__(Case(model="packed", num_layers=3))
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(Case(model="packed", num_layers=num_layers))
         self.plans: list[Any] = []
         self.val_losses: list[float] = []
         self.longest = 0
@@ -143,29 +145,49 @@ def train(
 
 
 def train_automatically(
-    rank: int, slowdowns: tuple[float, ...], cache: str
+    rank: int, slowdowns: tuple[float, ...], memory_bytes: int, cache: str
 ) -> tuple[Outcome, AutoPlanned]:
-    """Train under whatever plans are proposed for emulated devices."""
+    """Train long samples under whatever plans are proposed for devices with so much memory.
+
+    A cap leaves a quarter more, for what operations of small layers need for a moment.
+    """
     os.environ["LIGHTNING_HETERO_CACHE"] = cache
     strategy = HeteroStrategy(
-        AutoPlan(tp_degrees=(1, 2)), num_candidate_plans=4, whole_after_run=True
+        AutoPlan(tp_degrees=(1,)), num_candidate_plans=4, whole_after_run=True
     )
     options = {"devices": len(slowdowns), "strategy": strategy}
-    outcome = fit([EmulatedDevices(slowdowns)], options)
+    callbacks = [
+        EmulatedDevices(slowdowns, memory_bytes=memory_bytes),
+        CappedMemory((1.25 * memory_bytes,) * len(slowdowns)),
+    ]
+    outcome = fit(callbacks, options, times=LONGER)
     assert strategy.auto_planned is not None
     return outcome, strategy.auto_planned
 
 
-def fit(callbacks: list[L.Callback], options: dict[str, Any], resume: str | None = None) -> Outcome:
+def train_long_alone(rank: int) -> Outcome:
+    """Train the same long samples on a single device."""
+    return fit([], {"devices": 1}, times=LONGER)
+
+
+def fit(
+    callbacks: list[L.Callback],
+    options: dict[str, Any],
+    resume: str | None = None,
+    *,
+    times: int = 1,
+) -> Outcome:
+    """Train two epochs of samples that are so many times as long."""
     L.seed_everything(SEED, verbose=False)
-    module = Module()
+    module = Module(3 if times == 1 else 6)
+    lengths = [times * length for length in LENGTHS]
     data = HeteroDataModule(
-        Rows(LENGTHS),
-        Rows(LENGTHS[:20]),
-        tokens_per_step=60,
-        context_length=31,
-        lengths=LENGTHS,
-        val_lengths=LENGTHS[:20],
+        Rows(lengths),
+        Rows(lengths[:20]),
+        tokens_per_step=60 * times,
+        context_length=31 * times,
+        lengths=lengths,
+        val_lengths=lengths[:20],
         seed=2,
         ahead=AheadOptions(num_producers=2, num_ahead=2, patience_s=300.0),
     )

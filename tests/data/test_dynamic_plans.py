@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from lightning_hetero.data.order import EpochOrder
-from tests.data.dynamic_runs import LENGTHS, SHORT, Outcome, train, train_automatically
+from tests.data.dynamic_runs import (
+    LENGTHS,
+    LONGER,
+    SHORT,
+    Outcome,
+    train,
+    train_automatically,
+    train_long_alone,
+)
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 
@@ -22,6 +30,9 @@ TWO = [
     plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3))),
     plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3))),
 ]
+
+MEMORY_BYTES = 2_200_000
+"""Of a device: less than half of what training takes where there is no limit, 4.8 MB."""
 
 
 def assert_same_training(found: Outcome, expected: Outcome) -> None:
@@ -60,15 +71,18 @@ def test_a_plan_for_each_iteration_trains_as_one_device_does_and_resumes_on_othe
     assert_same_training(resumed[0], single)
 
 
-def test_plans_proposed_from_the_datas_lengths_train_as_one_device_does(
+def test_plans_proposed_from_the_datas_lengths_train_within_memory_as_one_device_does(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    (single,) = pool.run(train, 1, [], 1)
-    ranks = pool.run(train_automatically, 2, (4.0, 1.0), str(tmp_path))
+    (single,) = pool.run(train_long_alone, 1)
+    ranks = pool.run(train_automatically, 2, (4.0, 1.0), MEMORY_BYTES, str(tmp_path))
     outcome, planned = ranks[0]
     assert planned.candidates is not None
     assert planned.plan == planned.candidates.plans[0]
-    assert f"60 tokens an iteration in samples of up to {max(LENGTHS)}" in planned.summary
+    longest = LONGER * max(LENGTHS)
+    assert f"{60 * LONGER} tokens an iteration in samples of up to {longest}" in planned.summary
+    assert any(stage.activation_budget_bytes for _, _, stage in planned.plan.iter_stages())
+    assert min(cost.kept_len for cost in planned.candidates.costs[0]) < longest
     assert all(other.candidates == planned.candidates for _, other in ranks)
     proposed = [plan.to_dict() for plan in planned.candidates.plans]
     assert all(plan in proposed for plan in outcome.plans)

@@ -31,6 +31,7 @@ TP_PLAN = {
     "head": "colwise_gather_output",
 }
 """Given where a plan has tensor-parallel stages."""
+OWNERS = ("even", "holders", "parameter", "memory", "shares")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,10 @@ class Recipe:
     redundancy: int = 0
     resumed_redundancy: int = 0
     """That of the new run."""
+    owners: str = "auto"
+    """The strategy's `ownership`; or unequal shares, by the plan."""
+    unequal_sizes: bool = False
+    """Whether micro-batches of the first pipeline hold more samples than others'."""
 
     def __str__(self) -> str:
         usual = asdict(Recipe())
@@ -162,6 +167,8 @@ def draw(seed: int) -> Recipe:
     drawn = {name: generator.choice(_CHOICES[name]) for name in names}
     for name in ("redundancy", "resumed_redundancy"):
         drawn[name] = int(generator.random() < 0.25)
+    drawn["owners"] = generator.choice(("auto", "auto", *OWNERS))
+    drawn["unequal_sizes"] = generator.random() < 0.25
     return _made_possible(replace(Recipe(seed=seed, plan=plan), **drawn))
 
 
@@ -178,7 +185,7 @@ def _made_possible(recipe: Recipe) -> Recipe:
     if recipe.dropout:
         # The oracle takes one micro-batch a batch, so all must count alike.
         changes |= {"accumulate": 1, "reduction": "mean", "buffer": "nothing", "metric": "nothing"}
-        changes |= {"later_plan": None, "resumed_plan": None}
+        changes |= {"later_plan": None, "resumed_plan": None, "unequal_sizes": False}
         changes |= {"num_microbatches": min(recipe.num_microbatches, 2)}
         # A log keeps the last batch's number, which there is the last micro-batch's.
         changes |= {"collected": "nothing"} if recipe.collected == "logged hook" else {}

@@ -79,7 +79,8 @@ def run_on_plan(rank: int, recipe: Recipe, folder: str) -> Outcome:
 
     def trainer_options(recipe: Recipe) -> dict[str, Any]:
         strategy = HeteroStrategy(
-            plan=_recomputing(_plan(recipe.plan, world_size), recipe),
+            plan=_spending_memory(_plan(recipe.plan, world_size), recipe, world_size),
+            ownership="auto" if recipe.owners == "shares" else recipe.owners,
             redundancy=recipe.redundancy,
             standby_check_steps=1,
             num_microbatches=recipe.num_microbatches,
@@ -112,14 +113,17 @@ def _plan(name: str, world_size: int) -> ParallelPlan:
     return ParallelPlan.from_dict(plan)
 
 
-def _recomputing(plan: ParallelPlan, recipe: Recipe) -> ParallelPlan:
-    """Return the plan with one recomputed layer in every stage, if the recipe asks for that."""
-    if recipe.recompute != "first layers":
-        return plan
+def _spending_memory(plan: ParallelPlan, recipe: Recipe, world_size: int) -> ParallelPlan:
+    """Return the plan with what a recipe says of recomputation, owners and micro-batches' sizes."""
     data = plan.to_dict()
     for pipeline in data["pipelines"]:
-        for stage in pipeline["stages"]:
-            stage["recomputed_layers"] = 1
+        if recipe.recompute == "first layers":
+            for stage in pipeline["stages"]:
+                stage["recomputed_layers"] = 1
+    if recipe.unequal_sizes:
+        data["pipelines"][0]["microbatch_size"] = 3
+    if recipe.owners == "shares":
+        data["owner_shares"] = list(range(1, world_size + 1))
     return ParallelPlan.from_dict(data)
 
 

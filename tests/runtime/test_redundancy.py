@@ -126,12 +126,6 @@ def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool) -> N
             "Rank 1 has 0.000126 GiB to use, but weights, gradients and states take",
         ),
         (Case(plan=TWO, world_size=2), (None, None), (0, 1), "Ranks don't run the same"),
-        (
-            Case(plan=TWO | {"host_owners": [1]}, world_size=2),
-            (None, None),
-            (1, 1),
-            "together with slices in host memory",
-        ),
     ],
 )
 def test_what_could_not_be_kept_twice_is_refused_on_every_rank(

@@ -7,12 +7,14 @@
    it stands.
 4. Candidates, and any plan given besides, are tried on iterations drawn from the data. The one that
    is best without changing comes first; then those that shorten the mean most.
+
+Where no plan holds the longest sample beside the states, hosts own (`planner.host_owners`).
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,6 +26,7 @@ from lightning_hetero.core.errors import AssignmentError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.arrangement import Group, MappingOrder, map_groups, num_units, to_plan
 from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.host_owners import check_hosts, cost_on_hosts
 from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
 from lightning_hetero.planner.proposing.proposal import (
     Proposal,
@@ -33,10 +36,10 @@ from lightning_hetero.planner.proposing.proposal import (
     draw_iteration,
     propose,
 )
-from lightning_hetero.planner.proposing.sequence_room import with_budgets
+from lightning_hetero.planner.proposing.sequence_room import SequenceRoom, with_budgets
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from lightning_hetero.planner.workload import Workload
-from lightning_hetero.simulator import CostModel
+from lightning_hetero.simulator import CostModel, devices_line, host_bytes
 
 __all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
 
@@ -73,6 +76,15 @@ class CandidatePlans:
     """The same where each iteration runs the best of all."""
     bound_s: float
     """Mean seconds that no mix of the pipelines considered can beat."""
+    tokens_per_step: int
+    """Tokens of an iteration."""
+
+    def longest_microbatches(self, plan: ParallelPlan) -> list[tuple[int, ...]] | None:
+        """Return the longest micro-batch of each pipeline of a plan; None if it is no candidate."""
+        if plan not in self.plans:
+            return None
+        costs = self.costs[self.plans.index(plan)]
+        return [(min(cost.max_len, self.tokens_per_step),) for cost in costs]
 
 
 def propose_plans(
@@ -93,9 +105,37 @@ def propose_plans(
         given: Plans that are tried, too.
 
     Raises:
-        PlanningError: No plan holds the longest sample.
+        PlanningError: No plan holds the longest sample, with states on devices or on hosts.
     """
-    return _CandidateSearch(as_lengths(lengths), cost, tokens_per_step, options).run(given)
+
+    def search(cost: CostModel) -> CandidatePlans:
+        return _CandidateSearch(as_lengths(lengths), cost, tokens_per_step, options).run(given)
+
+    try:
+        return search(cost)
+    except PlanningError:
+        relaxed = cost_on_hosts(cost)
+        if relaxed is None:
+            raise
+    return _with_host_owners(search(relaxed), cost)
+
+
+def _with_host_owners(found: CandidatePlans, cost: CostModel) -> CandidatePlans:
+    """Let those ranks own on their hosts that would hold shorter samples otherwise.
+
+    Raises:
+        PlanningError: A host has too little memory.
+    """
+    owners = {
+        rank
+        for plan, costs in zip(found.plans, found.costs, strict=True)
+        for pipeline, item in zip(plan.pipelines, costs, strict=True)
+        for rank in SequenceRoom(pipeline, cost, plan.num_pipelines).ranks_without(item.max_len)
+    }
+    plans = tuple(replace(plan, host_owners=tuple(sorted(owners))) for plan in found.plans)
+    for plan in plans:
+        check_hosts(host_bytes(plan, cost), cost)
+    return replace(found, plans=plans)
 
 
 class _CandidateSearch:
@@ -109,20 +149,37 @@ class _CandidateSearch:
         self.lengths = lengths
         self.longest = int(lengths.max())
         self.cost = cost
-        # Layers are balanced for micro-batches of one typical sample.
-        typical = Workload(sequence_length=typical_length(lengths), global_batch_size=_MAX_STAGES)
-        self.estimator = Estimator(cost, typical, equal_microbatches=False)
         self.tokens = tokens_per_step
         self.options = options or CandidateOptions()
         self.num_devices = cost.cluster.num_devices
+        self._balance_for(typical_length(lengths))
+
+    def _balance_for(self, length: int) -> None:
+        """Balance layers for micro-batches of one sample of so many tokens."""
+        work = Workload(sequence_length=length, global_batch_size=_MAX_STAGES)
+        self.estimator = Estimator(self.cost, work, equal_microbatches=False)
 
     def run(self, given: Sequence[ParallelPlan]) -> CandidatePlans:
         found = {plan: costs for plan in given if (costs := self._costs(plan)) is not None}
-        schemes: dict[Group, Scheme] = {}
-        for group in self._groups():
-            scheme = self._scheme(group)
-            if scheme is not None:
-                schemes[group] = scheme
+        schemes = self._find(found)
+        if not any(map(self._holds_longest, found.values())):
+            self._balance_for(self.longest)  # Slower for most, but with room.
+            schemes |= self._find(found)
+        if not any(map(self._holds_longest, found.values())):
+            most = max((scheme.cost.max_len for scheme in schemes.values()), default=0)
+            raise PlanningError(
+                f"No plan on {devices_line(self.cost.cluster)} holds the longest sample of "
+                f"{self.longest:,} tokens; pipelines hold {most:,} at most beside the states of "
+                f"{self.cost.model.name}. Cut samples shorter (context_length), allow more tensor "
+                "parallelism, or say how much host_memory_bytes every node has for states."
+            )
+        return self._choose(found, tuple(schemes.values()))
+
+    def _find(self, found: dict[ParallelPlan, tuple[PipelineCost, ...]]) -> dict[Group, Scheme]:
+        """Add the plans that are proposed and their costs; returns the schemes there are."""
+        schemes = {
+            group: scheme for group in self._groups() if (scheme := self._scheme(group)) is not None
+        }
         for proposal in self._proposals(tuple(schemes.values())):
             groups = [
                 group for group, n in zip(schemes, proposal.counts, strict=True) for _ in range(n)
@@ -131,12 +188,7 @@ class _CandidateSearch:
             costs = None if plan is None else self._costs(plan)
             if plan is not None and costs is not None:
                 found[plan] = costs
-        if not any(self._holds_longest(costs) for costs in found.values()):
-            raise PlanningError(
-                f"No plan on {self.num_devices} holds the longest sample of {self.longest} tokens. "
-                "Cut samples shorter (context_length), or allow more tensor parallelism."
-            )
-        return self._choose(found, tuple(schemes.values()))
+        return schemes
 
     def _proposals(self, schemes: Sequence[Scheme]) -> Sequence[Proposal]:
         if not any(scheme.cost.max_len >= self.longest for scheme in schemes):
@@ -242,6 +294,7 @@ class _CandidateSearch:
             static_s=float(values[order[0]].mean()),
             dynamic_s=float(dynamic_s.mean()),
             bound_s=float(np.minimum(bounds_s, dynamic_s).mean()),
+            tokens_per_step=self.tokens,
         )
 
     def _seconds(self, costs: tuple[PipelineCost, ...], lengths: IntArray) -> float:

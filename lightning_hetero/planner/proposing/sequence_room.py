@@ -28,7 +28,8 @@ class _StageRoom:
     shape: StageShape
     num_pipelines: int
     num_in_flight: int
-    budget_bytes: int | None
+    budget_bytes: float | None
+    """Times the factor by which activations are corrected, as all bytes here."""
 
     @property
     def usable_bytes(self) -> float:
@@ -84,13 +85,16 @@ class SequenceRoom:
 
     def __init__(self, pipeline: PipelinePlan, cost: CostModel, num_pipelines: int) -> None:
         self.pipeline = pipeline
+        factor = cost.layout.activation_factor
         self._stages = [
             _StageRoom(
                 cost=cost,
                 shape=cost.shape_of(stage),
                 num_pipelines=num_pipelines,
                 num_in_flight=pipeline.num_stages - index,
-                budget_bytes=stage.activation_budget_bytes,
+                budget_bytes=None
+                if stage.activation_budget_bytes is None
+                else stage.activation_budget_bytes * factor,
             )
             for index, stage in enumerate(pipeline.stages)
         ]
@@ -111,6 +115,11 @@ class SequenceRoom:
             f"{stage.usable_bytes / 2**30:.1f} GiB, which leaves room for less than "
             f"{_MULTIPLE} tokens. Use more stages or more tensor parallelism."
         )
+
+    def ranks_without(self, tokens: int) -> list[int]:
+        """Return the ranks of stages that don't hold micro-batches of so many tokens."""
+        stages = zip(self.pipeline.stages, self._stages, strict=True)
+        return [rank for plan, stage in stages if not stage.holds(tokens) for rank in plan.ranks]
 
     def kept_len(self) -> int:
         """Return the most tokens, up to `max_len`, of which no budget recomputes any."""
@@ -134,6 +143,7 @@ class SequenceRoom:
                 for stage in self._stages
             )
 
+        longest = -(-longest // _MULTIPLE) * _MULTIPLE  # As `max_len` counts.
         if all(stage.holds(longest) for stage in self._stages):
             return self.pipeline
         tokens = longest if can_hold(longest) else _most(can_hold)
@@ -160,7 +170,8 @@ def with_budgets(plan: ParallelPlan, cost: CostModel, longest: int) -> ParallelP
 def _with_budget(stage: StagePlan, room: _StageRoom, tokens: int) -> StagePlan:
     if room.holds(tokens):
         return stage
-    return replace(stage, activation_budget_bytes=int(room.left_for_layers(tokens)))
+    budget_bytes = room.left_for_layers(tokens) / room.cost.layout.activation_factor
+    return replace(stage, activation_budget_bytes=int(budget_bytes))
 
 
 def _most(fits: Callable[[int], bool]) -> int:
