@@ -14,6 +14,7 @@ DDP, its Lighthouse with our heartbeat's limit, and else its defaults.
   torchft's steps have fewer samples; ours have all.
 
 `--minutes` says for how long each of the three is watched: 10 by default, so half an hour in all.
+`--only torchft` and `--only torchrun` watch ours and that peer.
 """
 
 from collections.abc import Callable
@@ -29,11 +30,17 @@ FAULT_EVERY_S = 30.0
 MINUTES = 10.0
 
 
-def run(minutes: float = MINUTES) -> list[Row]:
-    python, version = python_with_torchft()
+def run(minutes: float = MINUTES, only: str = "") -> list[Row]:
+    """Watch ours and both peers, or the one whose name holds a text."""
+    rows: list[Row] = []
     ours = _watch(faulty_runs.in_place, minutes)
-    rows = _rows(ours, _watch(partial(faulty_runs.torchft, python), minutes), f"torchft {version}")
-    return rows + _rows(ours, _watch(faulty_runs.torchrun, minutes), "torchrun's restarts")
+    if only in "torchft":
+        python, version = python_with_torchft()
+        peer = _watch(partial(faulty_runs.torchft, python), minutes)
+        rows += _rows(ours, peer, f"torchft {version}")
+    if only in "torchrun":
+        rows += _rows(ours, _watch(faulty_runs.torchrun, minutes), "torchrun's restarts")
+    return rows
 
 
 def _watch(start: Callable[[], AbstractContextManager[Faulty]], minutes: float) -> Outcome:

@@ -255,7 +255,7 @@ class PushedParcels(_Unit):
 
     def sum(self) -> dict[str, Tensor]:
         """Return the sums of what this rank keeps, in order of pipeline, then rank."""
-        if self.parcels.has_whole_slices and not self._is_kept_twice:
+        if self.parcels.has_whole_slices:
             return self._sum_whole_slices()
         totals: dict[str, Tensor] = {}
         for parcel in self.parcels.summed:
@@ -268,7 +268,7 @@ class PushedParcels(_Unit):
         """Whether another rank must get the same sums, bit for bit.
 
         Then this rank's gradients are rounded as those that travel are, and all are added to zeros,
-        since 0 + -0 is 0.
+        or zero to the first, since 0 + -0 is 0.
         """
         return self.unit.kind.has_standbys
 
@@ -280,6 +280,8 @@ class PushedParcels(_Unit):
         totals = [
             piece if piece.dtype is dtype else piece.to(dtype) for piece, (_, dtype, _) in pieces
         ]
+        if self._is_kept_twice:
+            totals = list(torch._foreach_add(totals, 0.0))
         for parcel in others:
             torch._foreach_add_(totals, [*self._pieces(parcel)])
         named = zip(self._summed, totals, strict=True)
