@@ -19,6 +19,8 @@ _INNER_SEARCHES = (
     "mip_heuristic_run_root_reduced_cost",
     "mip_allow_restart",
 )
+_FEW_VARIABLES = 100
+"""Programmes of so few are solved before they could be made smaller."""
 _PROVEN_GAP = 1e-6
 """Relative gap at which an integral solution counts as proven."""
 _Solver: Any = highspy.Highs.__base__
@@ -123,6 +125,8 @@ class LinearProgram:
         self._solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         self._solver.setOptionValue("mip_rel_gap", gap)
         self._solver.setOptionValue("objective_target", enough)
+        if not self._is_integral and self._solver.getNumCol() <= _FEW_VARIABLES:
+            self._solver.setOptionValue("presolve", "off")
         if max_nodes is not None:
             self._solver.setOptionValue("mip_max_nodes", max_nodes)
             # Searches within the search cost more than all the nodes of a short one.

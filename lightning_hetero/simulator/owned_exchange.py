@@ -97,7 +97,11 @@ class _OwnedExchange(ExchangeTable):
         self._on_nodes = [_OnNodes(*pair, cost) for pair in zip(self._units, owned, strict=True)]
         for segment, unit, on_nodes in zip(self.segments, self._units, self._on_nodes, strict=True):
             params = float(segment.params_per_unit)
-            pairs = [self._seconds(ranks, on_nodes, params) for ranks in unit.holders]
+            # Ranks of the same nodes that own as much are alike.
+            kinds = [on_nodes.kind(ranks) for ranks in unit.holders]
+            firsts = dict(zip(kinds, unit.holders, strict=True))
+            known = {kind: self._seconds(firsts[kind], on_nodes, params) for kind in firsts}
+            pairs = [known[kind] for kind in kinds]
             push, pull = cost.layout.pushed_bytes, cost.layout.weight_bytes
             self.push_s.append([late + push * rate for late, rate in pairs])
             self.pull_s.append([late + pull * rate for late, rate in pairs])
@@ -186,6 +190,7 @@ class _OnNodes:
     def __init__(self, unit: OwnedUnit, owned: dict[int, float], cost: CostModel) -> None:
         node_of, num_nodes = cost.node_of_rank, len(cost.cluster.nodes)
         self.owned = owned
+        self._node_of = node_of
         owner_nodes = [node_of[rank] for rank in owned]
         self.shares = np.bincount(owner_nodes, list(owned.values()), num_nodes)
         """Share of the unit that each node's ranks own."""
@@ -195,3 +200,7 @@ class _OnNodes:
             [node_of[ranks[0]] for ranks in unit.holders], minlength=num_nodes
         )
         """Pipelines whose first holder is there."""
+
+    def kind(self, ranks: Sequence[int]) -> tuple[tuple[int, float | None], ...]:
+        """Return the node of each rank and what it owns."""
+        return tuple([(self._node_of[rank], self.owned.get(rank)) for rank in ranks])
