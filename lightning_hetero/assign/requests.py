@@ -14,7 +14,7 @@ from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import AssignmentError, BatchError
 from lightning_hetero.core.process.answering import answer_questions
 
-__all__ = ["AssignmentRequest", "plan_text", "read_text", "serve"]
+__all__ = ["AssignmentRequest", "plan_text", "read_assignment", "serve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def plan_text(request: AssignmentRequest) -> str:
     return json.dumps({"checksum": request.checksum, **found})
 
 
-def read_text(text: str, request: AssignmentRequest) -> Assignment:
+def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
     """Return the assignment of a text.
 
     Raises:

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from lightning_hetero.assign import requests
-from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_text
+from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_assignment
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process.answering import AnsweringProcess
@@ -169,7 +169,7 @@ class AheadPlanner:
             while self._producer.complaints:
                 warnings.warn(self._producer.complaints.popleft(), stacklevel=2)
         self._store.retire(key, self._world_size)
-        return read_text(text.removeprefix(_UNAIDED), request)
+        return read_assignment(text.removeprefix(_UNAIDED), request)
 
     def forget(self, key: str) -> None:
         """Give up an iteration that was requested; each rank either takes or forgets it."""

@@ -51,7 +51,7 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.generation.entering import JOIN, is_newcomer, split_address
-from lightning_hetero.runtime.generation.keeper import KEPT, Assignment, become_keeper
+from lightning_hetero.runtime.generation.keeper import KEPT, KeeperTask, become_keeper
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.strategy.run import OutlivesRanks
@@ -173,7 +173,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         is_first = environment.global_rank() == 0 and environment.node_rank() == 0
         become_keeper(
-            Assignment(
+            KeeperTask(
                 command=[sys.executable, *sys.orig_argv[1:]],
                 workers=workers,
                 address=address,

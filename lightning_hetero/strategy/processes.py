@@ -47,7 +47,7 @@ from lightning_hetero.runtime.ranks.meeting import (
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 from lightning_hetero.strategy.devices import check_queues
-from lightning_hetero.strategy.trainable import facts_of
+from lightning_hetero.strategy.trainable import module_facts
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -124,7 +124,7 @@ class Processes:
         """
         self._environment = environment
         if self._silence is not None and self._membership is None:
-            self._become_member(package_versions() | facts_of(module))
+            self._become_member(package_versions() | module_facts(module))
         if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
             # From the first moment in which this rank may wait for another.

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["check_parameter_hooks", "check_trainable", "facts_of"]
+__all__ = ["check_parameter_hooks", "check_trainable", "module_facts"]
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
@@ -72,7 +72,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
-def facts_of(module: pl.LightningModule | None) -> dict[str, str]:
+def module_facts(module: pl.LightningModule | None) -> dict[str, str]:
     """Return what all processes must have in common to train a module, before it is set up."""
     if module is None:
         return {}

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from lightning_hetero.assign import requests
-from lightning_hetero.assign.requests import plan_text, read_text
+from lightning_hetero.assign.requests import plan_text, read_assignment
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
@@ -28,7 +28,7 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
     wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
     assert [process.ask(item) for item in wanted] == [plan_text(item) for item in wanted]
     with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
-        read_text(process.ask(request(999)), request(999))
+        read_assignment(process.ask(request(999)), request(999))
     process.kill()
     with pytest.raises((OSError, EOFError)):
         process.ask(wanted[0])

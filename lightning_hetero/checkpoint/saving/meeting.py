@@ -18,12 +18,12 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.parts import BLOCK_BYTES
 from lightning_hetero.checkpoint.saving.replicas import exchange_parts, place_replicas
 from lightning_hetero.checkpoint.saving.snapshot import Snapshot
-from lightning_hetero.checkpoint.saving.storing import LastingCopies, OwnTiers, Part, Uploads
+from lightning_hetero.checkpoint.saving.storing import LastingCopies, OwnPart, OwnTiers, Uploads
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import Rounds, Transport
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["Job", "Meeting", "WriterOptions"]
+__all__ = ["Meeting", "SaveTask", "WriterOptions"]
 
 _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
@@ -46,7 +46,7 @@ class WriterOptions:
 
 
 @dataclass
-class Job:
+class SaveTask:
     """One checkpoint of this rank on its way."""
 
     content: CheckpointContent
@@ -115,7 +115,7 @@ class Meeting:
         self._earlier: dict[CheckpointId, _Outcome] = {}
         """Checkpoints that may still be in own tiers, and what became of them."""
 
-    def write(self, job: Job) -> None:
+    def write(self, task: SaveTask) -> None:
         """Write one checkpoint.
 
         Raises:
@@ -123,11 +123,11 @@ class Meeting:
                 have all parts; on all ranks.
             PeerError: Another rank is gone.
         """
-        self.lasting.begin(job.content.id)
+        self.lasting.begin(task.content.id)
         try:
             if self._lost_peer is not None:
                 raise self._lost_peer
-            self._write(job)
+            self._write(task)
         except Exception as error:
             if not isinstance(error, CheckpointError):
                 self._lost_peer = error
@@ -135,11 +135,11 @@ class Meeting:
                 self._judge(self.lasting.waited_s)
             if self._rank == 0:
                 _log.warning("%s", error)
-            if job.needs_upload and not job.uploaded.done():
-                job.uploaded.set_exception(error)
+            if task.needs_upload and not task.uploaded.done():
+                task.uploaded.set_exception(error)
             raise
         finally:
-            self._release(job)
+            self._release(task)
 
     def finish(self) -> bool:
         """Wait for all uploads, then look whether a lasting tier has the newest checkpoint."""
@@ -164,20 +164,20 @@ class Meeting:
 
     # -- one checkpoint ---------------------------------------------------------------------------
 
-    def _write(self, job: Job) -> None:
-        id_ = job.content.id
-        writing = self._submit(self._write_own, job)
+    def _write(self, task: SaveTask) -> None:
+        id_ = task.content.id
+        writing = self._submit(self._write_own, task)
         statuses = self._rounds.finish(writing, self._storing, self._describe)
         self._learn(statuses)
         part = None if "error" in statuses[self._rank] else writing.result()
-        copied = self._copy_to_peers(part, job.leaving, statuses)
+        copied = self._copy_to_peers(part, task.leaving, statuses)
         is_complete = copied and all(status["written"] for status in statuses)
         sound = [k for k in _sound_kinds(statuses) if copied or k is not self._own.kinds[-1]]
         if TierKind.DISK in sound:
             self.lasting.reach(id_)
         why = self.lasting.reasons
-        uploads_itself = self.uploads.offer(part, job.uploaded, statuses)
-        job.needs_upload = uploads_itself
+        uploads_itself = self.uploads.offer(part, task.uploaded, statuses)
+        task.needs_upload = uploads_itself
         busy = _busy_in(statuses) | {id_}
         superseded = self._supersede(id_, busy, _Outcome(is_complete, frozenset(sound)))
 
@@ -185,7 +185,7 @@ class Meeting:
             if self._is_first_of_node:
                 self._own.settle(id_, sound, busy=busy, superseded=superseded)
             if part is not None and uploads_itself:
-                self.uploads.upload(part, job.uploaded, self._storing.progress)
+                self.uploads.upload(part, task.uploaded, self._storing.progress)
 
         statuses = self._rounds.finish(self._submit(settle), self._storing, self._describe)
         self._learn(statuses)
@@ -195,14 +195,14 @@ class Meeting:
         if not is_complete and (self._own.tiers or not is_lasting):
             raise CheckpointError(f"The nodes' own tiers don't have all parts of {id_}. {why}")
 
-    def _write_own(self, job: Job) -> Part:
-        if job.snapshot is None:
+    def _write_own(self, task: SaveTask) -> OwnPart:
+        if task.snapshot is None:
             raise CheckpointError(
-                f"storage hadn't let go of what was saved before {job.content.id}."
+                f"storage hadn't let go of what was saved before {task.content.id}."
             )
-        return self._own.write(job.snapshot, job.metadata)
+        return self._own.write(task.snapshot, task.metadata)
 
-    def _describe(self, part: Part | None) -> dict[str, Any]:
+    def _describe(self, part: OwnPart | None) -> dict[str, Any]:
         """Return what the other ranks must know."""
         return {
             "has": self._own.kinds,
@@ -224,7 +224,7 @@ class Meeting:
             self.uploads.settle_later(uploaded)
 
     def _copy_to_peers(
-        self, part: Part | None, leaving: Collection[str], statuses: _Statuses
+        self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses
     ) -> bool:
         """Exchange copies with other nodes; return whether every rank got what it should."""
         if self._options.replicas == 1 and not leaving:
@@ -298,23 +298,23 @@ class Meeting:
 
     # -- storage ----------------------------------------------------------------------------------
 
-    def _submit(self, job: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
+    def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
         """Let the storing thread do something, unless that hangs in what was given up."""
         if self._stored is None or self._stored.done():
-            self._stored = self._storing.submit(job, *args, **kwargs)
+            self._stored = self._storing.submit(work, *args, **kwargs)
             return self._stored
         failed: Future[_T] = Future()
         failed.set_exception(CheckpointError("storage hangs."))
         return failed
 
-    def _release(self, job: Job) -> None:
+    def _release(self, task: SaveTask) -> None:
         """Free the memory, after a write that hangs, because that still reads it."""
-        if job.snapshot is None:
+        if task.snapshot is None:
             return
         if self._stored is None or self._stored.done():
-            job.snapshot.release()
+            task.snapshot.release()
         else:
-            self._storing.submit(job.snapshot.release)
+            self._storing.submit(task.snapshot.release)
 
 
 def _sound_kinds(statuses: _Statuses) -> list[TierKind]:

@@ -35,7 +35,7 @@ from lightning_hetero.core.errors import CheckpointError
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["LastingCopies", "OwnTiers", "Part", "Uploads"]
+__all__ = ["LastingCopies", "OwnPart", "OwnTiers", "Uploads"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def _write_files(
 
 
 @dataclass(frozen=True)
-class Part:
+class OwnPart:
     """This rank's part once it is encoded."""
 
     bodies: Sequence[FileBody]
@@ -90,7 +90,7 @@ class OwnTiers:
         self._block_bytes = block_bytes
         self._progress = progress
 
-    def write(self, snapshot: Snapshot, metadata: Mapping[str, bytes]) -> Part:
+    def write(self, snapshot: Snapshot, metadata: Mapping[str, bytes]) -> OwnPart:
         """Write a part into all tiers that take it.
 
         Raises:
@@ -122,7 +122,7 @@ class OwnTiers:
                         tier.store, [manifest_name(content.id, content.global_rank), *names]
                     )
         manifest = manifest or make_manifest(content, bodies, slices)
-        return Part(bodies, manifest, stores, errors)
+        return OwnPart(bodies, manifest, stores, errors)
 
     def settle(
         self,
@@ -182,7 +182,7 @@ class Uploads:
         self.keeper = None if tier is None else TierKeeper(tier, range(world_size), thread.progress)
         self._thread = thread
         self._running: list[CheckpointId] = []
-        self._deferred: tuple[Part, Future[bool]] | None = None
+        self._deferred: tuple[OwnPart, Future[bool]] | None = None
         self._done: deque[CheckpointId] = deque(maxlen=_NUM_REMEMBERED)
         self._error = ""
 
@@ -208,7 +208,7 @@ class Uploads:
         return max((id_ for id_ in map(CheckpointId.parse, common) if id_), default=None)
 
     def offer(
-        self, part: Part | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
+        self, part: OwnPart | None, uploaded: "Future[bool]", statuses: Sequence[Mapping[str, Any]]
     ) -> bool:
         """Start the upload of a part, keep it for later, or skip it: all ranks the same.
 
@@ -241,18 +241,18 @@ class Uploads:
             self._running.append(deferred[0].manifest.id)
             self._thread.submit(self._upload_stored, *deferred)
 
-    def _upload_stored(self, part: Part, uploaded: "Future[bool]") -> None:
+    def _upload_stored(self, part: OwnPart, uploaded: "Future[bool]") -> None:
         self._copy(part, self._thread.progress)
         # First, because whoever waits for the result may look for what runs.
         self._running.remove(part.manifest.id)
         self._resolve(uploaded)
 
-    def upload(self, part: Part, uploaded: "Future[bool]", progress: Progress) -> None:
+    def upload(self, part: OwnPart, uploaded: "Future[bool]", progress: Progress) -> None:
         """Copy a part to the remote tier; `uploaded` says how that went."""
         self._copy(part, progress)
         self._resolve(uploaded)
 
-    def _copy(self, part: Part, progress: Progress) -> None:
+    def _copy(self, part: OwnPart, progress: Progress) -> None:
         assert self.tier is not None
         tier, id_ = self.tier, part.manifest.id
         try:

@@ -26,7 +26,7 @@ from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Patience
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.saving.encoding import metadata_files
-from lightning_hetero.checkpoint.saving.meeting import Job, Meeting, WriterOptions
+from lightning_hetero.checkpoint.saving.meeting import Meeting, SaveTask, WriterOptions
 from lightning_hetero.checkpoint.saving.snapshot import HostBuffer, Snapshot
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.checkpoint.transport import SoloTransport, Transport
@@ -133,14 +133,14 @@ class CheckpointWriter:
         start_s = time.perf_counter()
         metadata = metadata_files(content)
         snapshot = self._take(content)
-        job = Job(content, snapshot, metadata, frozenset(leaving))
-        self._last = self._thread.submit(self._meeting.write, job)
+        task = SaveTask(content, snapshot, metadata, frozenset(leaving))
+        self._last = self._thread.submit(self._meeting.write, task)
         return SavedCheckpoint(
             id=content.id,
             snapshot=snapshot,
             stall_s=time.perf_counter() - start_s,
             _local=self._last,
-            _remote=job.uploaded,
+            _remote=task.uploaded,
         )
 
     def _take(self, content: CheckpointContent) -> Snapshot | None:
@@ -157,7 +157,7 @@ class CheckpointWriter:
             return None
 
     def _wait_for(self, future: "Future[Any]") -> None:
-        """Return when the ranks are done with a job, whatever it came to."""
+        """Return when the ranks are done with a save, whatever it came to."""
         Patience(self._meeting.progress, self._stall_s).wait_for(future)
 
     def upload_newest(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.core.reading.quantities import Unit, parse_quantity, unit_of_field
+from lightning_hetero.core.reading.quantities import MeasureUnit, parse_quantity, unit_of_field
 from lightning_hetero.core.reading.text import show
 
 __all__ = ["build", "parse_range"]
@@ -178,7 +178,7 @@ def _float(value: Any, where: str, name: str) -> float:
         number = float(value)
     if not math.isfinite(number):
         raise _wrong(where, value, "a finite number")
-    if unit is Unit.BYTES_PER_S and 0 < number < _SLOWEST_LINK and not _has_unit(value):
+    if unit is MeasureUnit.BYTES_PER_S and 0 < number < _SLOWEST_LINK and not _has_unit(value):
         warnings.warn(
             f"`{where}` is {show(value)}, in bytes/s. Write '{number:g} GB/s' or "
             f"'{number:g} Gbit/s' if that is meant.",

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from decimal import Decimal
 from enum import StrEnum
 
-__all__ = ["Unit", "parse_quantity", "unit_of_field"]
+__all__ = ["MeasureUnit", "parse_quantity", "unit_of_field"]
 
 
-class Unit(StrEnum):
+class MeasureUnit(StrEnum):
     """The unit of a number, as messages name it."""
 
     BYTES = "bytes"
@@ -41,17 +41,17 @@ def _sizes() -> dict[str, float]:
 
 
 _BYTES = _sizes()
-_FACTORS: Mapping[Unit, Mapping[str, float]] = {
-    Unit.BYTES: _BYTES,
-    Unit.BYTES_PER_S: {
+_FACTORS: Mapping[MeasureUnit, Mapping[str, float]] = {
+    MeasureUnit.BYTES: _BYTES,
+    MeasureUnit.BYTES_PER_S: {
         f"{name}{per}": factor for name, factor in _BYTES.items() for per in ("/s", "ps")
     },
-    Unit.FLOPS_PER_S: {
+    MeasureUnit.FLOPS_PER_S: {
         f"{prefix}{name}": factor
         for prefix, factor in _DECIMAL.items()
         for name in ("FLOP/s", "FLOPs", "FLOPS", "flop/s", "flops")
     },
-    Unit.SECONDS: {
+    MeasureUnit.SECONDS: {
         "s": 1,
         "ms": 1e-3,
         "us": 1e-6,
@@ -63,28 +63,28 @@ _FACTORS: Mapping[Unit, Mapping[str, float]] = {
     },
 }
 _EXAMPLES = {
-    Unit.BYTES: "80 GiB",
-    Unit.BYTES_PER_S: "12.5 GB/s' or '400 Gbit/s",
-    Unit.FLOPS_PER_S: "312 TFLOP/s",
-    Unit.SECONDS: "20 us",
+    MeasureUnit.BYTES: "80 GiB",
+    MeasureUnit.BYTES_PER_S: "12.5 GB/s' or '400 Gbit/s",
+    MeasureUnit.FLOPS_PER_S: "312 TFLOP/s",
+    MeasureUnit.SECONDS: "20 us",
 }
 _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,4})?)\s*([^\d\s.]\S*)?\s*")
 
 
-def unit_of_field(name: str) -> Unit | None:
+def unit_of_field(name: str) -> MeasureUnit | None:
     """Return the unit that a field's name ends in, None if it counts something else."""
     for ending, unit in (
-        ("bytes_per_s", Unit.BYTES_PER_S),
-        ("flops_per_s", Unit.FLOPS_PER_S),
-        ("_bytes", Unit.BYTES),
-        ("_s", Unit.SECONDS),
+        ("bytes_per_s", MeasureUnit.BYTES_PER_S),
+        ("flops_per_s", MeasureUnit.FLOPS_PER_S),
+        ("_bytes", MeasureUnit.BYTES),
+        ("_s", MeasureUnit.SECONDS),
     ):
         if name.endswith(ending):
             return unit
     return None
 
 
-def parse_quantity(text: str, unit: Unit | None) -> float:
+def parse_quantity(text: str, unit: MeasureUnit | None) -> float:
     """Return the number that a text says, in `unit`; ValueError says what to write instead."""
     found = _TEXT.fullmatch(text)
     wanted = "a number" if unit is None else f"a number of {unit}, such as '{_EXAMPLES[unit]}'"

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEPT",
-    "Assignment",
     "Keeper",
+    "KeeperTask",
     "Worker",
     "be_kept",
     "become_keeper",
@@ -44,7 +44,7 @@ __all__ = [
 
 KEPT = "LIGHTNING_HETERO_KEPT"
 """Set in a worker's environment: where to tell its keeper which member of which store it is."""
-_ASSIGNMENT = "LIGHTNING_HETERO_KEEPER"
+_TASK = "LIGHTNING_HETERO_KEEPER"
 _LOOK_S = 0.2
 """How often it looks into the store."""
 _HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -56,7 +56,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class KeeperTask:
     """The task of a keeper."""
 
     command: list[str]
@@ -72,12 +72,12 @@ class Assignment:
     """Where Python finds modules."""
 
 
-def become_keeper(assignment: Assignment) -> NoReturn:
+def become_keeper(task: KeeperTask) -> NoReturn:
     """Replace this process by a keeper, which has the same process id and nothing else of it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    code = f"import sys; sys.path[:] = {assignment.path!r}; from {__name__} import main; main()"
-    environment = os.environ | {_ASSIGNMENT: json.dumps(asdict(assignment))}
+    code = f"import sys; sys.path[:] = {task.path!r}; from {__name__} import main; main()"
+    environment = os.environ | {_TASK: json.dumps(asdict(task))}
     os.execve(sys.executable, [sys.executable, "-c", code], environment)
 
 
@@ -296,18 +296,16 @@ def be_kept() -> None:
 def main() -> None:
     """Be a keeper."""
     block_signals()
-    assignment = Assignment(**json.loads(os.environ.pop(_ASSIGNMENT)))
+    task = KeeperTask(**json.loads(os.environ.pop(_TASK)))
 
     def start(own: dict[str, str], environment: dict[str, str], descriptor: int) -> int:
         pid = os.fork()
         if pid == 0:
             be_kept()
             os.set_inheritable(descriptor, True)
-            os.execve(assignment.command[0], assignment.command, os.environ | own | environment)
+            os.execve(task.command[0], task.command, os.environ | own | environment)
         return pid
 
-    workers = [Worker(partial(start, own)) for own in assignment.workers]
-    keeper = Keeper(
-        workers, address=assignment.address, port=assignment.port, serves=assignment.serves
-    )
+    workers = [Worker(partial(start, own)) for own in task.workers]
+    keeper = Keeper(workers, address=task.address, port=task.port, serves=task.serves)
     os._exit(keeper.run())

@@ -16,7 +16,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.reading import parse_quantity, show, unit_of_field
-from lightning_hetero.core.reading.quantities import Unit
+from lightning_hetero.core.reading.quantities import MeasureUnit
 
 CLUSTER = {
     "nodes": [{"device": "A100-80GB", "count": 4, "price_per_hour": 2.5}],
@@ -266,18 +266,18 @@ def test_layers_may_be_written_in_any_way(layers):
 @pytest.mark.parametrize(
     ("text", "unit", "number"),
     [
-        ("80 GiB", Unit.BYTES, 80 * 2**30),
-        ("80GB", Unit.BYTES, 80e9),
-        ("8e9", Unit.BYTES, 8e9),
-        ("512 MiB", Unit.BYTES, 2**29),
-        ("400 Gbit/s", Unit.BYTES_PER_S, 50e9),
-        ("400 Gb/s", Unit.BYTES_PER_S, 50e9),
-        ("400Gbps", Unit.BYTES_PER_S, 50e9),
-        ("12.5 GB/s", Unit.BYTES_PER_S, 12.5e9),
-        ("1 MiB/s", Unit.BYTES_PER_S, 2**20),
-        ("312 TFLOP/s", Unit.FLOPS_PER_S, 312e12),
-        ("20 us", Unit.SECONDS, 20e-6),
-        ("20 µs", Unit.SECONDS, 20e-6),
+        ("80 GiB", MeasureUnit.BYTES, 80 * 2**30),
+        ("80GB", MeasureUnit.BYTES, 80e9),
+        ("8e9", MeasureUnit.BYTES, 8e9),
+        ("512 MiB", MeasureUnit.BYTES, 2**29),
+        ("400 Gbit/s", MeasureUnit.BYTES_PER_S, 50e9),
+        ("400 Gb/s", MeasureUnit.BYTES_PER_S, 50e9),
+        ("400Gbps", MeasureUnit.BYTES_PER_S, 50e9),
+        ("12.5 GB/s", MeasureUnit.BYTES_PER_S, 12.5e9),
+        ("1 MiB/s", MeasureUnit.BYTES_PER_S, 2**20),
+        ("312 TFLOP/s", MeasureUnit.FLOPS_PER_S, 312e12),
+        ("20 us", MeasureUnit.SECONDS, 20e-6),
+        ("20 µs", MeasureUnit.SECONDS, 20e-6),
         ("-3", None, -3),
     ],
 )
@@ -290,20 +290,20 @@ def test_quantities_mean_what_they_say(text, unit, number):
 )
 def test_what_is_no_quantity_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="80 GiB"):
-        parse_quantity(text, Unit.BYTES)
+        parse_quantity(text, MeasureUnit.BYTES)
 
 
 @given(text=st.text(max_size=20))
 def test_any_text_is_a_quantity_or_a_value_error(text):
     with contextlib.suppress(ValueError):
-        assert math.isfinite(parse_quantity(text, Unit.BYTES)) or "e" in text.lower()
+        assert math.isfinite(parse_quantity(text, MeasureUnit.BYTES)) or "e" in text.lower()
 
 
 def test_units_follow_from_names():
-    assert unit_of_field("memory_bytes") is Unit.BYTES
-    assert unit_of_field("inter_node_bytes_per_s") is Unit.BYTES_PER_S
-    assert unit_of_field("peak_flops_per_s") is Unit.FLOPS_PER_S
-    assert unit_of_field("latency_s") is Unit.SECONDS
+    assert unit_of_field("memory_bytes") is MeasureUnit.BYTES
+    assert unit_of_field("inter_node_bytes_per_s") is MeasureUnit.BYTES_PER_S
+    assert unit_of_field("peak_flops_per_s") is MeasureUnit.FLOPS_PER_S
+    assert unit_of_field("latency_s") is MeasureUnit.SECONDS
     assert unit_of_field("count") is None
 
 
