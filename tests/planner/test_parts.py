@@ -1,4 +1,4 @@
-"""The search never loses to a part of itself: fewer devices, equal shares."""
+"""The search never loses to a part of itself: fewer devices or degrees, equal shares."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,7 +11,9 @@ from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.planner.allowances import smaller_allowances
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.starting_points import propose_arrangements
 from lightning_hetero.simulator import RooflineCost
+from tests.benchmarks.search_laws import TOLERANCE, Task, slower_by
 from tests.simulator.sailor import ROOT, SailorCost, load_profile, sailor_cluster
 
 BERT = ModelSpec.load("bert-large")
@@ -132,6 +134,30 @@ def test_a_node_that_does_not_help_is_left_out(nodes, more, model, workload, byt
         iteration_s(some, sizes, workload, bytes_per_s) for some in (nodes, [*nodes, more])
     )
     assert all_of_them <= fewer * 1.005
+
+
+def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
+    # Seconds were estimated too low where recomputing makes room for others' states.
+    task = Task(
+        nodes=(("V100-16GB", 4), ("A10-24GB", 2), ("A100-80GB", 4), ("T4", 4)),
+        model="llama-7b",
+        workload=Workload(sequence_length=8192, global_batch_size=64),
+        bytes_per_s=1.25e9,
+    )
+    slower = slower_by(task, "recomputation")
+    assert slower is not None
+    assert slower <= TOLERANCE
+
+
+def test_whatever_is_proposed_with_one_degree_is_proposed_with_several():
+    # So many devices that groupings aren't enumerated.
+    nodes = [Node(device=name, count=8) for name in DEVICES for _ in range(2)]
+    workload = Workload(sequence_length=512, global_batch_size=64)
+    cost = RooflineCost(Cluster(nodes=tuple(nodes)), BERT)
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    several = set(propose_arrangements(estimator, [8] * 6, (1, 2, 4, 8)))
+    for degree in (1, 4):
+        assert set(propose_arrangements(estimator, [8] * 6, (degree,))) <= several
 
 
 def sailor_plan(model_name, fast, slow, workload, **options):
