@@ -26,6 +26,9 @@ _IMPROVED_IF_CHEAP = 10
 """Plans that are improved where all of them take no more actions than one of them may."""
 _ACTIONS = 100_000
 _ACTIONS_EQUAL = 50_000
+_MOST_BUDGETS = 5
+_WORTH_GOING_ON = 0.002
+"""A budget that gained so large a share is followed by another."""
 
 
 def improve_best(
@@ -55,8 +58,18 @@ def improve_best(
         chosen = _worth_improving(open_to_it, judge)[: max(most, _IMPROVED_IF_CHEAP)]
         for number, candidate in enumerate(chosen):
             if number < most or judge.work_done < limit:
-                found.append(improve(candidate, judge, estimator, budget=budget))
+                found.append(_improve_on(candidate, judge, estimator, budget))
     return sorted(dict.fromkeys(found), key=judge.score)
+
+
+def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator, budget: int) -> Candidate:
+    """Return the candidate improved for as many budgets as gain something."""
+    best = candidate
+    for _ in range(_MOST_BUDGETS):
+        score, best = judge.score(best), improve(best, judge, estimator, budget=budget)
+        if judge.score(best) > score * (1 - _WORTH_GOING_ON):
+            break
+    return best
 
 
 def _worth_improving(candidates: Sequence[Candidate], judge: Judge) -> list[Candidate]:

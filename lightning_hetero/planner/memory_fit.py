@@ -142,24 +142,37 @@ def settle_memory(
     ]
     copies = Counter(stage for row in stages for stage in row)
     by_holders = {stage: stage.least_recomputed() for stage in copies}
-    by_memory = _recompute_for_owners(copies, cost, sum(idle.values()))
     found = []
     if None not in by_holders.values():
         found.append(_with_memory(plan, stages, by_holders, None))
-    if by_memory is not None and (not found or _load_s(by_memory) < _load_s(by_holders)):
-        choices: list[dict[_Stage, int | None]] = [by_memory]
-        if len(plan.ranks) <= _FEW_RANKS:
-            # Room that recomputing makes lets ranks own what they hold: worth it on slow links.
-            choices.append({stage: stage.shape.num_layers for stage in copies})
-            choices += [
-                {**by_memory, stage: stage.shape.num_layers - 1}
-                for stage in copies
-                if (by_memory[stage] or 0) < stage.shape.num_layers - 1
-            ]
-        for recomputed in choices:
-            for shares in _owner_shares(plan, stages, recomputed, idle):
-                found.append(_with_memory(plan, stages, recomputed, shares))
-    return found
+    # Ranks without layers help or cost messages: without them it is as if they weren't there.
+    for others in (idle, {}) if idle else (idle,):
+        by_memory = _recompute_for_owners(copies, cost, sum(others.values()))
+        if by_memory is not None and (
+            None in by_holders.values() or _load_s(by_memory) < _load_s(by_holders)
+        ):
+            for recomputed in _recomputations(plan, by_memory):
+                for shares in _owner_shares(plan, stages, recomputed, others):
+                    found.append(_with_memory(plan, stages, recomputed, shares))
+    return list(dict.fromkeys(found))
+
+
+def _recomputations(
+    plan: ParallelPlan, least: Mapping[_Stage, int | None]
+) -> list[Mapping[_Stage, int | None]]:
+    """Return what stages may recompute: as little as fits, on few ranks also more.
+
+    Room that recomputing makes lets ranks own what they hold: worth it on slow links.
+    """
+    if len(plan.ranks) > _FEW_RANKS:
+        return [least]
+    every = {stage: stage.shape.num_layers for stage in least}
+    almost = [
+        {**least, stage: stage.shape.num_layers - 1}
+        for stage in least
+        if (least[stage] or 0) < stage.shape.num_layers - 1
+    ]
+    return [least, every, *almost]
 
 
 def _own_microbatch(pipeline: PipelinePlan, usual: MicroBatchShape) -> MicroBatchShape:
