@@ -11,7 +11,7 @@ and slower devices have memory to spare. Both are starting points that the simul
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from operator import itemgetter
 from typing import NamedTuple, Self
@@ -150,16 +150,58 @@ def map_groups(
 
     `counts` are the devices of each node that may be used.
     """
-    free = list(counts)
     nodes_of: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         nodes_of.setdefault(node.device, []).append(index)
-    placed: list[list[int]] = [[-1] * len(group.devices) for group in groups]
     slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
     if order is MappingOrder.STAGES_TOGETHER:
         slots.sort(key=itemgetter(1))
-    if len({degree for group in set(groups) for degree in group.tp_degrees}) > 1:
+    degrees = {degree for group in set(groups) for degree in group.tp_degrees}
+    if len(degrees) == 1:
+        placed = _fill_nodes(groups, slots, nodes_of, [n // max(degrees) for n in counts])
+    else:
         slots.sort(key=lambda slot: -groups[slot[0]].tp_degrees[slot[1]])
+        is_near = order is MappingOrder.PIPELINES_TOGETHER
+        placed = _fill_widest_first(groups, slots, nodes_of, list(counts), is_near=is_near)
+    if placed is None:
+        return None
+    return tuple(
+        PipelineNodes(group.tp_degrees, tuple(nodes))
+        for group, nodes in zip(groups, placed, strict=True)
+    )
+
+
+def _fill_nodes(
+    groups: Sequence[Group],
+    slots: Sequence[tuple[int, int]],
+    nodes_of: Mapping[str, Sequence[int]],
+    units: Sequence[int],
+) -> list[list[int]] | None:
+    """Return the node of every stage if all stages take a unit: one node after the other."""
+    free = {
+        device: itertools.chain.from_iterable([node] * units[node] for node in nodes)
+        for device, nodes in nodes_of.items()
+    }
+    placed = [[-1] * len(group.devices) for group in groups]
+    for g, s in slots:
+        device = groups[g].devices[s]
+        node = next(free[device], None) if device in free else None
+        if node is None:
+            return None
+        placed[g][s] = node
+    return placed
+
+
+def _fill_widest_first(
+    groups: Sequence[Group],
+    slots: Sequence[tuple[int, int]],
+    nodes_of: Mapping[str, list[int]],
+    free: list[int],
+    *,
+    is_near: bool,
+) -> list[list[int]] | None:
+    """Return the node of every stage; `is_near` prefers that of the stage before."""
+    placed = [[-1] * len(group.devices) for group in groups]
     for g, s in slots:
         tp_degree, device = groups[g].tp_degrees[s], groups[g].devices[s]
         candidates = nodes_of.get(device, [])
@@ -167,7 +209,7 @@ def map_groups(
         # Nodes are filled one after the other; a full one is dropped from the front for good.
         while candidates and free[candidates[0]] < 1:
             candidates.pop(0)
-        if order is MappingOrder.PIPELINES_TOGETHER and before in candidates[:8]:
+        if is_near and before in candidates[:8]:
             candidates = [before, *candidates]
         for chosen in candidates:
             if free[chosen] >= tp_degree:
@@ -176,7 +218,4 @@ def map_groups(
             return None
         free[chosen] -= tp_degree
         placed[g][s] = chosen
-    return tuple(
-        PipelineNodes(group.tp_degrees, tuple(nodes))
-        for group, nodes in zip(groups, placed, strict=True)
-    )
+    return placed

@@ -228,13 +228,13 @@ class DeviceTypes:
         self, tp_degrees: Sequence[int], compositions: Sequence[Sequence[int]]
     ) -> list[Group]:
         """Return the same where each type has its own degree."""
-        groups = []
-        for row in compositions:
+        rows, known = list(map(tuple, compositions)), {}
+        for row in set(rows):
             kinds = zip(tp_degrees, self.names, row, strict=True)
             stages = [(degree, name) for degree, name, count in kinds for _ in range(count)]
             degrees, devices = zip(*stages, strict=True)
-            groups.append(Group(degrees, devices))
-        return groups
+            known[row] = Group(degrees, devices)
+        return [known[row] for row in rows]
 
     def mixed_degrees(self, tp_degrees: Sequence[int]) -> list[tuple[int, ...]]:
         """Return a few choices of a degree for each type, not all the same, the likeliest first.
