@@ -39,8 +39,10 @@ class Guests:
             newest: The last checkpoint that was started.
         """
         strategy = run_of(trainer).strategy
-        membership = None if strategy is None else strategy.processes.membership
-        waits = membership is not None and trainer.is_global_zero and membership.look_for_guests()
+        waits = False
+        if strategy is not None and trainer.is_global_zero and strategy.processes.membership:
+            call = strategy.engine.boundary.first_call
+            waits = strategy.processes.membership.look_for_guests(call)
         self._are_held_back = waits and not self._are_held_back and is_epoch_ending(trainer)
         return waits and not self._are_held_back and self._can_be_saved_for(newest)
 

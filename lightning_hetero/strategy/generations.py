@@ -33,6 +33,7 @@ import gc
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,10 +51,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.generation.entering import JOIN, is_newcomer, split_address
+from lightning_hetero.runtime.generation.entering import (
+    JOIN,
+    find_layer_call_of_run,
+    is_newcomer,
+    split_address,
+)
 from lightning_hetero.runtime.generation.keeper import KEPT, KeeperTask, become_keeper
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
+from lightning_hetero.runtime.setup.layout import find_layers
+from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
@@ -135,6 +143,8 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 self._be_kept()
             _set_num_threads_if_needed(num_processes=self.num_processes)
             if trainer.state.fn == TrainerFn.FITTING:
+                if is_newcomer():
+                    _rehearse(self._strategy, args[0])
                 return _Generations(self._strategy, trainer, rule.heartbeat_timeout).fit(work)
             return work()
         if self.cluster_environment.creates_processes_externally:
@@ -181,6 +191,31 @@ class HeteroLauncher(_SubprocessScriptLauncher):
                 serves=is_first and not agent_serves and not joins,
             )
         )
+
+
+def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
+    """Compile a layer and load its kernels, before anybody waits for this newcomer."""
+    call = find_layer_call_of_run(strategy._processes._start_timeout)
+    options = strategy._options
+    _, layers = find_layers(module, options.layers)
+    if not call or not layers:
+        return
+    layer, start_s = layers[0], time.monotonic()
+    own = vars(layer).get("forward")
+    try:
+        if options.config.layer_options.compile_layers:
+            layer.forward = options.config.layer_options.wrap_layer(0, layer.forward)
+        dtype = strategy.precision_plugin.compute_dtype
+        rehearse(layer, call, device=strategy.root_device, dtype=dtype)
+    except Exception as error:
+        # Its first step will show whether it can train; it is only slower.
+        _log.warning("This newcomer's layers couldn't be called before it is let in: %r", error)
+    else:
+        _log.info("Called a layer in %.2f s before joining.", time.monotonic() - start_s)
+    finally:
+        vars(layer).pop("forward", None)
+        if own is not None:
+            layer.forward = own
 
 
 def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:

@@ -32,6 +32,8 @@ from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.runtime.generation.entering import JOIN
 from lightning_hetero.runtime.generation.keeper import Keeper, Worker, be_kept, block_signals
+from lightning_hetero.runtime.stage.rehearsal import rehearse
+from lightning_hetero.strategy import generations
 from tests.processes import fork_server, free_port, use_default_start_method
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -198,8 +200,14 @@ def play_second(folder: Path, name: str, port: int, work: Callable[[], None]) ->
 
 
 def play_newcomer(folder: Path, name: str, work: Callable[[], None]) -> None:
-    """Be a node of one worker that joins a run."""
+    """Be a node of one worker that joins a run, and note that it has called a layer before."""
     log_to(folder)
+
+    def note(*given: Any, **more: Any) -> None:
+        rehearse(*given, **more)
+        (folder / f"rehearsed-{name}").touch()
+
+    generations.rehearse = note
     port = int((folder / "port").read_text())
     os.environ |= {JOIN: f"127.0.0.1:{port}", "NODE_RANK": "1"}
     keep_workers(folder, [name], work, port, serves=False)

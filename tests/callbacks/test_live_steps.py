@@ -285,10 +285,17 @@ def test_nothing_is_kept_where_newcomers_come() -> None:
     assert steps._watched == steps._trackers == []
 
 
+def strategy_with(membership: Any) -> Any:
+    boundary = SimpleNamespace(first_call=None)
+    return SimpleNamespace(
+        processes=SimpleNamespace(membership=membership), engine=SimpleNamespace(boundary=boundary)
+    )
+
+
 def test_newcomers_are_held_back_where_their_save_would_lack_something(monkeypatch: Any) -> None:
     waits, due = [True], [False]
-    membership = SimpleNamespace(look_for_guests=lambda: waits[0])
-    strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
+    membership = SimpleNamespace(look_for_guests=lambda _: waits[0])
+    strategy = strategy_with(membership)
     monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
     monkeypatch.setattr(guests, "is_epoch_ending", lambda _: due[0])
     seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)
@@ -304,8 +311,8 @@ def test_a_save_for_newcomers_that_failed_is_not_repeated_at_each_step(monkeypat
     def fails(_: float) -> None:
         raise CheckpointError("full")
 
-    membership = SimpleNamespace(look_for_guests=lambda: True)
-    strategy = SimpleNamespace(processes=SimpleNamespace(membership=membership))
+    membership = SimpleNamespace(look_for_guests=lambda _: True)
+    strategy = strategy_with(membership)
     monkeypatch.setattr(guests, "run_of", lambda _: SimpleNamespace(strategy=strategy))
     monkeypatch.setattr(guests, "is_epoch_ending", lambda _: False)
     seen, trainer = guests.Guests(), SimpleNamespace(is_global_zero=True)

@@ -15,10 +15,16 @@ from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import machine_namespace, name_membership
 from lightning_hetero.runtime.generation.keeper import tell_keeper
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
+from lightning_hetero.runtime.generation.newcomers import (
+    Door,
+    Newcomer,
+    begin_numbers,
+    find_layer_call,
+)
 
 __all__ = [
     "JOIN",
+    "find_layer_call_of_run",
     "find_node",
     "is_newcomer",
     "join_membership",
@@ -104,6 +110,16 @@ def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Me
     # From now on it is a process like the others, whatever its script does after this fit.
     del os.environ[JOIN]
     return membership
+
+
+def find_layer_call_of_run(start_timeout: timedelta) -> str:
+    """Return what a layer's call looks like in the run that `JOIN` names; empty if nobody says.
+
+    Raises:
+        ConfigurationError, PeerError: See `join_membership`.
+    """
+    server, prefix = _connect(os.environ[JOIN], start_timeout)
+    return find_layer_call(PrefixStore(prefix, server))
 
 
 def _connect(address: str, start_timeout: timedelta) -> tuple[Store, str]:

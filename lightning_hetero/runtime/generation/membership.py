@@ -50,6 +50,7 @@ __all__ = [
     "Generation",
     "Member",
     "Membership",
+    "SignsOfLife",
     "silence_of",
 ]
 
@@ -330,9 +331,9 @@ class Membership:
 
     # -- who comes ------------------------------------------------------------------------------
 
-    def look_for_guests(self) -> bool:
-        """Judge newcomers, and return whether some wait to be let in; by rank 0, at every step."""
-        return self._door is not None and self._door.look(self._news_heard)
+    def look_for_guests(self, layer_call: str | None = None) -> bool:
+        """Judge newcomers, and return whether some wait; by rank 0, at every step; see `Door`."""
+        return self._door is not None and self._door.look(self._news_heard, layer_call)
 
     # -- who is gone ----------------------------------------------------------------------------
 

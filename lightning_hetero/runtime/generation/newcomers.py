@@ -1,7 +1,8 @@
 """How a process comes to a run that trains, and how the run sees it before it lets it in.
 
-1. The *newcomer* has done what it can do alone: it has imported everything and made its module. It
-   draws a member's number, writes down what it runs, and *knocks* again and again.
+1. The *newcomer* has done what it can do alone: it has imported everything, made its module, and
+   called a layer as the run does, so that it is compiled (`stage.rehearsal`). It draws a member's
+   number, writes down what it runs, and *knocks* again and again.
 2. Rank 0 looks at it between two steps. One that runs something else is *refused*, with what to do,
    and nobody else notices. One that has knocked between two looks, so lives, is a *guest*.
 3. Ranks agree with an iteration's row that guests wait, and all stop after the same step. Who comes
@@ -41,6 +42,7 @@ __all__ = [
     "begin_numbers",
     "call",
     "call_key",
+    "find_layer_call",
     "has_only_knocked",
     "knocks_of",
     "note_entered",
@@ -49,7 +51,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-_NUMBERS, _FIRST, _GUESTS = "numbers", "first newcomer", "guests"
+_NUMBERS, _FIRST, _GUESTS, _CALL = "numbers", "first newcomer", "guests", "layer call"
 _KNOCK_S = 0.05
 _MOST_SILENT_S = 30.0
 """After which one that doesn't knock any more is forgotten."""
@@ -141,15 +143,20 @@ class Door:
         self._waiting: dict[int, Silence] = {}
         self._heard: dict[int, int] = {}
         self._news = -1
+        self._has_told_call = False
 
-    def look(self, num_news: int) -> bool:
+    def look(self, num_news: int, layer_call: str | None = None) -> bool:
         """Judge those who knock, and return whether guests wait to be called.
 
         No call of the store while there are no news and nobody waits.
 
         Args:
             num_news: Grows with each news in the membership.
+            layer_call: What a layer's call looks like, once it is known, for newcomers to rehearse.
         """
+        if layer_call and not self._has_told_call:
+            self._has_told_call = True
+            self._store.set(_CALL, layer_call)
         if num_news == self._news and not self._waiting:
             return False
         self._news = num_news
@@ -235,6 +242,11 @@ def begin_numbers(store: Store, num_first: int) -> None:
     """Count the members of the first start, whose numbers are their ranks."""
     store.set(_FIRST, str(num_first))
     store.add(_NUMBERS, num_first)
+
+
+def find_layer_call(store: Store) -> str:
+    """Return what a layer's call looks like, as members have told; empty before they have."""
+    return store.get(_CALL).decode() if store.check([_CALL]) else ""
 
 
 def num_first(store: Store) -> int:

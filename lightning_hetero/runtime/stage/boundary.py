@@ -25,6 +25,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything, seed_of
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
+from lightning_hetero.runtime.stage.rehearsal import describe_call
 from lightning_hetero.runtime.stage.side_tensors import LayerLeavings
 from lightning_hetero.runtime.stage.skipped_layer import SkippedLayer
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
@@ -64,6 +65,8 @@ class StageBoundary:
         self._group = group
         self._changes_input = False
         """Whether the first layer was seen to change its input in place."""
+        self.first_call: str | None = None
+        """What the first call of a layer in training looked like; see `rehearsal`."""
         self._compiled = {
             index: layer._compiled_call_impl
             for index, layer in enumerate(self._layers)
@@ -231,6 +234,8 @@ class StageBoundary:
 
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer for the first time."""
+        if self.first_call is None and current.with_gradients:
+            self.first_call = describe_call(call)
         hidden = current.hidden_arguments.get(call.index)
         return current.recomputation.run(call, self._layers[call.index], hidden)
 

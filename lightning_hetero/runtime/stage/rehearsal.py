@@ -1,0 +1,87 @@
+"""Call a layer once before anybody waits for it: that compiles it and loads its kernels.
+
+A process that joins a run hasn't seen a batch. So those who train say what a layer's call looks
+like, shapes and types without values, and the newcomer makes one like it of zeros, forward and
+backward, before it is let in. Layers share their code, so one of them stands for all.
+
+Under tensor parallelism, or where a step's shapes vary, the first real call may compile once more.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.stage.layer_calls import LayerCall
+
+__all__ = ["describe_call", "rehearse"]
+
+
+def describe_call(call: LayerCall) -> str:
+    """Return what a call looks like, as `rehearse` takes it; empty where that can't be said."""
+    plain = call.without_caches()
+    try:
+        return json.dumps([_form_of(plain.args), _form_of(plain.kwargs)])
+    except TypeError:
+        return ""
+
+
+def rehearse(
+    layer: nn.Module, description: str, *, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Call a layer forward and backward with zeros, its weights included; nothing of it changes.
+
+    Args:
+        layer: The layer; its weights may be on meta.
+        description: What its call looks like (`describe_call`).
+        device: Where to compute.
+        dtype: Of the weights.
+    """
+    args, kwargs = (_made_of(form, device) for form in json.loads(description))
+    zeros: dict[str, Tensor] = {}
+    for name, parameter in layer.named_parameters():
+        zeros[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device))
+    for name, buffer in layer.named_buffers():
+        zeros[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    with preserved_random_state(), torch.enable_grad():
+        output = torch.func.functional_call(layer, zeros, args, kwargs)
+        total = sum(
+            item.sum() for item in tree_leaves(output) if isinstance(item, Tensor) and item.grad_fn
+        )
+        if isinstance(total, Tensor):
+            total.backward()  # type: ignore[no-untyped-call]
+
+
+def _form_of(value: Any) -> Any:
+    """Return the form of an argument, of lists and what JSON has words for.
+
+    Raises:
+        TypeError: It is of a kind that can't be made anew.
+    """
+    if isinstance(value, Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        return ["tensor", list(value.shape), name, value.requires_grad]
+    if isinstance(value, dict):
+        return ["dict", {str(key): _form_of(item) for key, item in value.items()}]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_form_of(item) for item in value]]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["value", value]
+    raise TypeError(f"a {type(value).__name__} can't be made anew")
+
+
+def _made_of(form: Any, device: torch.device) -> Any:
+    kind, *rest = form
+    if kind == "tensor":
+        shape, name, requires_grad = rest
+        zeros = torch.zeros(shape, dtype=getattr(torch, name), device=device)
+        return zeros.requires_grad_(requires_grad)
+    if kind == "value":
+        return rest[0]
+    if kind == "dict":
+        return {key: _made_of(item, device) for key, item in rest[0].items()}
+    items = (_made_of(item, device) for item in rest[0])
+    return list(items) if kind == "list" else tuple(items)
