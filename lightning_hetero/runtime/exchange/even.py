@@ -26,7 +26,7 @@ from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["EvenPieces", "GatheredUnit", "ScatteredUnit"]
+__all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
 
 _ADDED_IN_TURN = 64
 """Up to this number of pipelines are summed one after another, as messages are. More are summed by
