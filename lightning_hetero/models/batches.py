@@ -83,10 +83,10 @@ def count_samples(batch: Any) -> int:
     """
     if isinstance(batch, EmptyBatch):
         return 0
-    if _is_splittable(batch):
+    if type(batch) not in (list, tuple) and _is_splittable(batch):
         return batch.num_samples
     tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim]
-    sizes = {len(tensor) for tensor in tensors}
+    sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) != 1:
         found = [tuple(tensor.shape) for tensor in tensors]
         raise BatchError(

@@ -84,10 +84,12 @@ class _Check:
         assert isinstance(embedding, nn.Embedding)
         ids = args[0] if args else None
         # Unknown and traced tensors have no values, and are of other types.
-        if type(ids) is not Tensor or ids.is_meta or not ids.numel() or ids.dtype not in _ID_DTYPES:
+        if type(ids) is not Tensor:
             return
-        if self._rows.may_lie_outside(ids, embedding.num_embeddings):
-            _refuse_unknown_rows(self._module, embedding, ids)
+        with torch._C.DisableTorchFunction():  # Nothing that watches the step looks at this.
+            is_row = ids.dtype in _ID_DTYPES and not ids.is_meta and ids.numel()
+            if is_row and self._rows.may_lie_outside(ids, embedding.num_embeddings):
+                _refuse_unknown_rows(self._module, embedding, ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unchecked, ()

@@ -25,6 +25,9 @@ _KINDS = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "ra
 _SHAPED_LIKE = {f"aten::{name}" for name in (*_KINDS, "new_zeros", "new_ones", "new_full")}
 """Take no more than the shape of a tensor, so that what they make is known."""
 
+_KNOWN = frozenset((Tensor, int, float, bool, str, type(None)))
+"""Types whose values nobody hides."""
+
 _BY_VALUE = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 _DRAW_BY_VALUE = {f"aten::{name}" for name in _BY_VALUE}
 """How many random numbers they draw depends on values."""
@@ -152,7 +155,11 @@ def check_known(value: Any, user: str) -> None:
     Raises:
         ModelError: It names where the first of them comes from.
     """
-    if type(value) is Tensor:
+    if type(value) in _KNOWN:
+        return
+    if type(value) in (list, tuple):  # As most are: pytree takes much longer.
+        for item in value:
+            check_known(item, user)
         return
     for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
         if isinstance(leaf, Unknown):

@@ -41,11 +41,14 @@ class Push:
         self._units = {index: unit for index, unit in self._here.items() if unit.travels}
         self._sent_by_unit = {index: unit.leaving for index, unit in self._units.items()}
         """The parameters of each unit whose gradients leave this rank."""
+        # What leaves last is ready when the pass ends: to count its gradients would tell no more.
+        self._counted = dict([*self._sent_by_unit.items()][:-1])
+        """The same of those that may leave within the last backward pass."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._awaited: dict[int, set[str]] | None = None
         """In the last backward pass, the gradients of each unit that have yet to come."""
-        for unit, names in self._sent_by_unit.items():
+        for unit, names in self._counted.items():
             for name in names:
                 hook = self._gradient_hook(unit, name)
                 weights.shards[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -82,11 +85,12 @@ class Push:
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         """Post each unit as soon as its gradients are final, in the backward pass inside."""
-        self._awaited = {unit: set(names) for unit, names in self._sent_by_unit.items()}
+        self._awaited = {unit: set(names) for unit, names in self._counted.items()}
         try:
             yield
         finally:
             self._awaited = None
+        self._post_rest()
 
     def unit_ready(self, unit: int) -> None:
         """Say that a unit's gradients are final here; posts whatever can go now, in order."""
@@ -96,8 +100,7 @@ class Push:
 
     def finish(self) -> dict[str, Tensor]:
         """Post what is left, wait, and return the summed gradient of each slice with rows."""
-        while self._waiting:
-            self._post(self._waiting.pop(0))
+        self._post_rest()
         with traced("push.wait"):
             for unit in self._units.values():
                 unit.wait()
@@ -112,6 +115,10 @@ class Push:
         if store.owned_device != store.device:
             wait_for_device(store.device)
         return totals
+
+    def _post_rest(self) -> None:
+        while self._waiting:
+            self._post(self._waiting.pop(0))
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this rank's backwards have made."""

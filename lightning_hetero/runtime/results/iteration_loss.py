@@ -139,19 +139,18 @@ class LossSums:
 
     def totals(self) -> Tensor:
         """Return what this rank says of its losses and gradients, (NUM_TOTALS,)."""
-        totals = torch.zeros(NUM_TOTALS, dtype=torch.float64, device=self._device)
-        totals[2], totals[3] = ends_of(self._ratios, self._device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = weight = nothing
         if self._sums:
-            totals[0] += torch.stack(self._sums).double().sum()
+            loss = loss + torch.stack(self._sums).double().sum()
         if self._means:
             losses, weights = map(torch.stack, zip(*self._means, strict=True))
             # The mean of no targets is no number, and must count nothing.
-            totals[0] += torch.where(weights > 0, losses * weights, 0.0).sum()
+            loss = loss + torch.where(weights > 0, losses * weights, 0.0).sum()
         if self._weights:
-            totals[1] = torch.stack(self._weights).sum()
-        if self.has_nonfinite is not None:
-            totals[4] = self.has_nonfinite
-        return totals
+            weight = torch.stack(self._weights).sum()
+        broken = nothing if self.has_nonfinite is None else self.has_nonfinite
+        return torch.stack([loss, weight, *ends_of(self._ratios, self._device), broken])
 
 
 def without_sums(row: Tensor) -> Tensor:
@@ -170,12 +169,12 @@ class NonfiniteGradients(StrEnum):
 
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return 1.0 if any element is NaN or infinite, else 0.0, without waiting for the device."""
-    # A sum keeps what isn't finite, and reads each tensor once, writing nothing.
-    real = (torch.view_as_real(item) if item.is_complex() else item for item in tensors)
-    sums = [item.sum(dtype=torch.float32) for item in real]
-    if not sums:
+    filled = [item for item in tensors if item.numel()]
+    if not filled:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.isfinite(torch.stack(sums)).all().logical_not().double()
+    # The largest element keeps what isn't finite; each tensor is read once, and nothing written.
+    largest = torch._foreach_norm(filled, torch.inf)
+    return torch.isfinite(torch.stack(largest)).all().logical_not().double()
 
 
 def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -> None:

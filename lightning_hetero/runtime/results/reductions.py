@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetero.runtime.results.number_kinds import (
@@ -80,6 +81,8 @@ _NOT_BY_ELEMENT = (
 )
 """Functions that may make more of samples than other samples."""
 
+_NO_NUMBERS = frozenset((torch.Size, torch.dtype, torch.device, bool, int, str))
+"""What questions about a tensor's form are answered with."""
 _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
 
@@ -137,6 +140,10 @@ class Reductions:
         is_parameter = type(value) is not Tensor and isinstance(value, nn.Parameter)
         return CONSTANT if is_parameter else None
 
+    def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
+        """Return what is known of each tensor among values, and in lists and tuples of them."""
+        return [self.of(item) for item in _among(values, Tensor)]
+
     def keep(self, value: Any, reduction: Reduction | None) -> None:
         """Remember what is known of a function's result."""
         if reduction is not None:
@@ -161,11 +168,13 @@ class Reductions:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at a call of a torch function."""
+        if type(result) in _NO_NUMBERS:
+            return
         name = _name_of(func)
         if isinstance(result, tuple | list):
             self._see_several(_Call(name, args, kwargs), result)
         elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
-            written = [self.of(item) for item in _among(args[1:], Tensor)]
+            written = self.of_all(args[1:])
             if any(item is not CONSTANT for item in written):
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
         if not isinstance(result, Tensor | float):

@@ -165,8 +165,7 @@ class LossWatch(TorchFunctionMode):
             self.reductions.follow(func, args, kwargs, result)
         else:
             self._see_loss(func, args, kwargs, result)
-            values = tree_leaves((args, kwargs))
-            known = {id(self.reductions.of(item)) for item in values if isinstance(item, Tensor)}
+            known = {id(item) for item in self.reductions.of_all((*args, *kwargs.values()))}
             if not known <= _SAMPLES:
                 # Its targets are the best guess that there is of what it averages over.
                 self.reductions.keep(result, TOGETHER if id(TOGETHER) in known else UNKNOWN)

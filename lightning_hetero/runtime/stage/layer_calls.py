@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ __all__ = ["LayerCall", "hidden_output", "is_cache"]
 _ONE_STAGE = "or use a plan whose pipelines have one stage."
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerCall:
     """One call of one of the model's layers by the user's model."""
 
@@ -25,10 +24,9 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @cached_property
-    def given(self) -> dict[int | str, Any]:
+    def __post_init__(self) -> None:
+        self.given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         """The arguments by position or name."""
-        return dict[int | str, Any](enumerate(self.args)) | self.kwargs
 
     def run(self) -> Any:
         """Compute the layer."""
