@@ -8,6 +8,7 @@ turn, then a cool-down of backwards, so that a stage never holds the activations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 __all__ = ["MAX_KEPT_SENDS", "Action", "ActionKind", "schedule_1f1b", "schedule_forward"]
 
@@ -34,6 +35,7 @@ class Action:
         return f"{self.kind.value}{self.microbatch_index}"
 
 
+@lru_cache(maxsize=256)
 def schedule_1f1b(
     *, stage_index: int, num_stages: int, num_microbatches: int
 ) -> tuple[Action, ...]:
@@ -53,6 +55,7 @@ def schedule_1f1b(
     return tuple(actions)
 
 
+@lru_cache(maxsize=256)
 def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action, ...]:
     """Return the actions of a stage that only runs forward: validation, test, prediction."""
     return tuple(Action(ActionKind.FORWARD, stage_index, m) for m in range(num_microbatches))

@@ -52,10 +52,11 @@ def _mark(weights: Iterable[Any], wait: Callable[[], None]) -> None:
 
 def _unmark(weights: Iterable[Any]) -> None:
     for weight in weights:
-        # Or weight and pull would hold each other until Python looks for such cycles.
-        vars(weight).pop("_wait", None)
-        if type(weight) is _Arriving:
-            show_values([weight])
+        if "_wait" in weight.__dict__:
+            # Or weight and pull would hold each other until Python looks for such cycles.
+            del weight.__dict__["_wait"]
+            if type(weight) is _Arriving:
+                show_values([weight])
 
 
 class Pull:

@@ -237,9 +237,10 @@ class Reductions:
         if len(values) > 1 and is_outer(*values[:2]):
             return False
         for item in values:
-            if id(item) in self._known or isinstance(item, list | tuple):
+            is_tensor = type(item) is Tensor
+            if id(item) in self._known or (not is_tensor and isinstance(item, list | tuple)):
                 return False
-            has_samples |= type(item) is Tensor and item.ndim > 0
+            has_samples |= is_tensor and item.ndim > 0
         return has_samples
 
     def _judge(self, call: _Call, result: Tensor) -> Reduction | None:
