@@ -71,7 +71,8 @@ def _moved(name: str) -> property:
         rank_zero_deprecation(text)
         strategy.emulation = replace(strategy.emulation, **{name: value})
 
-    return property(get, put, doc=f"Deprecated: `emulation.{name}`.")
+    get.__doc__ = f"Deprecated: `emulation.{name}`."
+    return property(get, put)
 
 
 class HeteroStrategy(HookedStrategy):
