@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.core.reading.choices import Choice
 
 __all__ = [
     "Holders",
@@ -48,7 +49,7 @@ class OuterRole(StrEnum):
     LAST = "last"
 
 
-class Ownership(StrEnum):
+class Ownership(Choice):
     """Who owns the slices."""
 
     AUTO = "auto"

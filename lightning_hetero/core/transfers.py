@@ -17,11 +17,11 @@ all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines ar
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.core.slices import (
     Holding,
     Interval,
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-class ExchangeKind(StrEnum):
+class ExchangeKind(Choice):
     """How units travel between their owners and their holders."""
 
     AUTO = "auto"

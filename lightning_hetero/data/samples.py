@@ -13,7 +13,6 @@ never a wrong assignment.
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError, ConfigurationError
 from lightning_hetero.core.process.cache import cache_folder, write_whole
+from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.models.packing import row_of, token_ids
 
 __all__ = [
@@ -42,7 +42,7 @@ _NUM_PROBES = 64
 _CHUNK = 256
 
 
-class OnOverlong(StrEnum):
+class OnOverlong(Choice):
     """Treatments of a sample that is longer than the context."""
 
     CUT = "cut"
@@ -51,12 +51,6 @@ class OnOverlong(StrEnum):
     """It becomes several samples."""
     REFUSE = "refuse"
     """An error names it."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> None:
-        raise ConfigurationError(
-            f"on_overlong is {value!r}; it must be one of {', '.join(map(repr, map(str, cls)))}."
-        )
 
 
 class TokenSamples:

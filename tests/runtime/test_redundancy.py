@@ -145,11 +145,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"redundancy": 1, "exchange": "reduce-scatter"},
         'Use exchange="collectives"',
     ),
+    "a device there isn't": (
+        {"owned_device": "disk"},
+        "owned_device is 'disk'; it must be one of 'auto', 'device', 'cpu'",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_options_without_equal_copies_are_refused(name: str) -> None:
+def test_options_that_cannot_be_had_are_refused(name: str) -> None:
     options, message = REFUSED[name]
     with pytest.raises(ConfigurationError, match=message):
         HeteroStrategy(**options)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 
 import torch
 
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
@@ -26,7 +27,7 @@ class Phase(IntEnum):
     PREDICT = 3
 
 
-class OwnedDevice(StrEnum):
+class OwnedDevice(Choice):
     """Where owned slices live: masters, optimizer states and summed gradients."""
 
     AUTO = "auto"

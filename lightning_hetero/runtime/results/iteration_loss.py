@@ -7,7 +7,6 @@ gradients that it made, before they travel, and says so with its sums.
 import warnings
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch._utils import _flatten_dense_tensors
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
+from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.runtime.results.number_kinds import Kind, check_ratios, ends_of, ratio_of
 from lightning_hetero.runtime.results.targets import LossWeight
 
@@ -165,7 +165,7 @@ def without_sums(row: Tensor) -> Tensor:
     return row
 
 
-class NonfiniteGradients(StrEnum):
+class NonfiniteGradients(Choice):
     """Answer to gradients that aren't finite."""
 
     ERROR = "error"

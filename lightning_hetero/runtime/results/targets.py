@@ -15,7 +15,6 @@ function that the step called, or over samples, and the user is told.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
@@ -57,7 +57,7 @@ _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 _SAMPLES = {id(None), id(CONSTANT)}
 
 
-class LossReduction(StrEnum):
+class LossReduction(Choice):
     """Ways in which a training step's loss may sum up the target tokens of its batch."""
 
     MEAN = "mean"
