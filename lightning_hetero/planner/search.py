@@ -311,8 +311,16 @@ class PlanSearch:
         for estimator in self.estimators:
             found, is_recomputing = self._simulate_by(estimator, arrangements, most, budget, below)
             if is_recomputing:
+                # It takes at least as long as with recomputation.
+                enough = min(below, self._best(found))
+                near = [
+                    arrangement
+                    for arrangement in arrangements
+                    if self._weigh(estimator.least_s(arrangement), arrangement)
+                    <= enough * _WORTH_SIMULATING
+                ]
                 keeping = self._keeping[estimator]
-                found += self._simulate_by(keeping, arrangements, most, budget, below)[0]
+                found += self._simulate_by(keeping, near, most, budget, enough)[0]
             fitting += found
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
