@@ -334,6 +334,9 @@ class _Generations:
         """
         module = self._strategy.lightning_module
         self._processes.leave_generation()
+        if not self._trainer.training:
+            # A validation that doesn't end leaves modules as it has put them, without dropout.
+            self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         keeps = False
         for checkpoint in self._trainer.strategy.run.checkpoints:
             keeps = checkpoint.keep_live(self._trainer, generation) or keeps

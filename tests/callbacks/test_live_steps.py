@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 from lightning_hetero.checkpoint.survivors import LiveState
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.straggler import PolicyConfig
+from lightning_hetero.strategy.generations import _Generations
 from lightning_hetero.strategy.processes import Processes
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
@@ -262,6 +264,22 @@ def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any
         monkeypatch.setattr(live, name, lambda _: False)
     state, _ = lose("on_validation_end", EPOCH, num_sanity_val_steps=1)
     assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
+
+
+def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode() -> None:
+    class Ends(Callback):
+        def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.during = {module.training for module in pl_module.modules()}
+            _Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(None)
+            self.after = {module.training for module in pl_module.modules()}
+            raise Stop
+
+    ends = Ends()
+    options = {**quiet(max_epochs=1, callbacks=[ends]), "num_sanity_val_steps": 0}
+    trainer = L.Trainer(strategy=HeteroStrategy(num_stages=1), devices=1, **options)
+    with pytest.raises(Stop):
+        trainer.fit(Model(ToyOptions(num_layers=1)), *[StatefulDataLoader(TokenRows(4))] * 2)
+    assert (ends.during, ends.after) == ({False}, {True})
 
 
 def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(

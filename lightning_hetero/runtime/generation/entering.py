@@ -5,7 +5,6 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -147,8 +146,7 @@ def _refuse_unserved(host: str, port: int) -> None:
     deadline_s = time.monotonic() + _REFUSED_S
     while True:
         try:
-            with suppress(TimeoutError):
-                socket.create_connection((host, port), timeout=_REFUSED_S).close()
+            socket.create_connection((host, port), timeout=_REFUSED_S).close()
             return
         except ConnectionRefusedError as error:
             if time.monotonic() > deadline_s:
@@ -157,6 +155,8 @@ def _refuse_unserved(host: str, port: int) -> None:
                     f"A process joins a run that trains; unset {JOIN} to start one."
                 ) from error
             time.sleep(0.1)
+        except OSError:
+            return  # Such as a name that isn't known yet: the store's client tries for longer.
 
 
 def _prefix(name: str) -> str:
