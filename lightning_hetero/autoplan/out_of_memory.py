@@ -115,27 +115,27 @@ class MemoryWatch:
         try:
             yield
         except Exception as error:
-            self.explain(error, in_flight=self._share_in_flight() if trains else 1.0)
+            self.explain(error, trains=trains)
             raise
 
-    def explain(self, error: BaseException, *, in_flight: float = 1.0) -> None:
+    def explain(self, error: BaseException, *, trains: bool = False) -> None:
         """Note in the first error of memory what has happened, and keep what it teaches.
 
         Args:
             error: Any that ends the run.
-            in_flight: Share of the most micro-batches that this rank holds at once. What fails
-                between iterations, or in evaluation, has the room of all of them.
+            trains: Whether it fails in an iteration, with the micro-batches that this rank holds
+                then. Between iterations, or in evaluation, there is the room of all of them.
         """
         if self._has_explained or not is_out_of_memory(error):
             return
         self._has_explained = True
         # The user must see this error whatever becomes of its explanation.
         try:
-            error.add_note(self._explain(error, in_flight))
+            error.add_note(self._explain(error, trains=trains))
         except Exception as problem:
             error.add_note(f"What filled the device can't be told: {problem!r}")
 
-    def _explain(self, error: BaseException, in_flight: float) -> str:
+    def _explain(self, error: BaseException, *, trains: bool) -> str:
         engine, live = self._engine, _Live.of(self._engine, self._optimizers())
         place, rank = engine.place, engine.comms.global_rank
         total, requested = self._live_bytes(error)
@@ -157,7 +157,7 @@ class MemoryWatch:
                 requested_bytes=requested,
                 state_bytes=live.states,
                 usable_bytes=facts.usable_bytes,
-                in_flight=in_flight,
+                in_flight=self._share_in_flight() if trains else 1.0,
             )
             lines += self._keep(failure.correct(start.known_correction), start.known_correction)
         return "\n".join(lines)

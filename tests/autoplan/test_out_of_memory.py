@@ -3,11 +3,17 @@
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from lightning_hetero.autoplan.out_of_memory import is_out_of_memory, requested_bytes
+from lightning_hetero.autoplan.out_of_memory import (
+    MemoryWatch,
+    is_out_of_memory,
+    requested_bytes,
+)
+from lightning_hetero.core.errors import PeerError
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
 from lightning_hetero.simulator import MemoryCorrection
@@ -88,6 +94,12 @@ def test_what_ran_out_of_memory_under_torchrun_goes_on_under_a_plan_that_fits(
     assert json.loads(correction.read_text())["activation_factor"] > 1
     steps = {entry["step"]: entry["loss"] for entry in entries if "step" in entry}
     assert [steps[step] for step in (1, 2, 3)] == pytest.approx(restarted.plain_losses())
+
+
+def test_an_error_on_a_rank_without_layers_stays_what_it_is() -> None:
+    watch = MemoryWatch(mock.MagicMock(), mock.MagicMock(place=None), list)
+    with pytest.raises(PeerError, match="lost"), watch.explaining(trains=True):
+        raise PeerError("Rank 1 is lost.")
 
 
 def test_errors_of_memory_are_known_with_what_they_asked_for() -> None:
