@@ -25,6 +25,7 @@ UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1,
 OTHER = plan_of(pipeline(stage(1, 0, 3)), pipeline(stage(0, 0, 2), stage(2, 2, 3)))
 STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
 SHARDED = plan_of(pipeline(stage([0, 1], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 3, 4)))
+THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
 FOUR = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(4)))
 COLLECTIVES = (("exchange", "collectives"),)
 
@@ -65,6 +66,11 @@ CASES: dict[str, tuple[Case, str, Disturb | None]] = {
     "collectives": (
         Case(plan=FOUR, world_size=4, options=COLLECTIVES, num_rows=16, clip_val=0.05),
         "aabb",
+        None,
+    ),
+    "collectives in a ring": (
+        Case(plan=THREE, world_size=3, options=COLLECTIVES, num_rows=6),
+        "abc",
         None,
     ),
 }

@@ -116,15 +116,22 @@ class Routes:
         if self._store.global_rank not in unit.kind.members:
             return None
         common = self._store, weights, self.options
-        # Rows of a standby that are views of the compute weights must not be gathered over.
-        keeps_more = unit.kind.has_standbys and not weights.shared.isdisjoint(
-            spec.name for spec in unit.specs
-        )
-        if not keeps_more and (way := self._find_even(unit, push=False)) is not None:
+        if not self._may_be_views(unit) and (way := self._find_even(unit, push=False)) is not None:
             return GatheredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
         pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
+
+    def _may_be_views(self, unit: Unit) -> bool:
+        """Whether rows of standbys may be views of compute weights: those aren't gathered over.
+
+        The same on each rank, though of a parameter some have such views and others can't: where
+        standbys go in a ring, one rank keeps both ends of it.
+        """
+        masters = (self._store.masters[spec.name] for spec in unit.specs)
+        return unit.kind.has_standbys and any(
+            not item.is_floating_point() or item.dtype is self.options.dtype for item in masters
+        )
 
     def pushed(self, unit: Unit, weights: ComputeWeights) -> PushedUnit | None:
         """Return a unit's part in every push; None if nothing of it is held or owned here."""
