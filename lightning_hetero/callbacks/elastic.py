@@ -184,9 +184,9 @@ class ElasticRestart(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # In mid-epoch it is made up for by all that go on. At the end of an epoch it isn't: who
-        # leaves may have no time for it; a newcomer has.
-        at_end = has_finished_epoch(trainer)
+        # In mid-epoch it is made up for by all that go on. At the end of an epoch, or of training,
+        # it isn't: who leaves may have no time for it; a newcomer has.
+        at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
             raise change

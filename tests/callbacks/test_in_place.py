@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import defaultdict
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning_hetero.callbacks import ElasticRestart
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.ranks.failure import GenerationChange
 from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
@@ -149,6 +151,24 @@ def test_a_sigterm_between_two_fits_is_heeded_by_the_next_and_the_last_leaves_no
         assert seen == []
     finally:
         signal.signal(signal.SIGTERM, original)
+
+
+@pytest.mark.parametrize("leaving", [(), (1,)])
+@pytest.mark.parametrize(("ends_epoch", "is_done"), [(False, False), (True, True), (False, True)])
+def test_newcomers_let_a_validation_end_that_nobody_would_make_up_for(
+    leaving: tuple[int, ...],
+    ends_epoch: bool,  # noqa: FBT001
+    is_done: bool,  # noqa: FBT001
+) -> None:
+    progress = SimpleNamespace(is_last_batch=ends_epoch)
+    epoch_loop = SimpleNamespace(batch_progress=progress, _is_training_done=is_done)
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=epoch_loop))
+    elastic: Any = ElasticRestart(in_place=True)
+    elastic._change = GenerationChange("", frozenset(leaving))
+    goes_on_now = bool(leaving) or not is_done
+    with pytest.raises(GenerationChange) if goes_on_now else nullcontext():
+        elastic.on_validation_start(trainer, None)
+    assert (elastic._change is None) == goes_on_now
 
 
 def test_bad_options_say_what_to_do() -> None:
