@@ -163,9 +163,10 @@ class StragglerMonitor(Callback):
 
     def _config_of(self, restart_s: float | None) -> WatchConfig:
         """Return what to watch with, given what a restart has taken."""
-        if restart_s is None:
+        policy = self.config.policy
+        if restart_s is None or policy.restart_cost_s is not None:
             return self.config
-        return replace(self.config, policy=replace(self.config.policy, restart_cost_s=restart_s))
+        return replace(self.config, policy=replace(policy, restart_cost_s=restart_s))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

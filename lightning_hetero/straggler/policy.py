@@ -72,21 +72,26 @@ class PolicyConfig:
     """First guess for S2 and its undoing, seconds: computing new counts and one new table."""
     swap_cost_s: float = 5.0
     """First guess for S3 and its undoing, seconds: a new plan's tables, buffers and first pull."""
-    restart_cost_s: float = 300.0
-    """First guess for S4, seconds: checkpoint, new processes, loading. Once the run has restarted,
-    or gone on in place, what that took counts instead."""
+    restart_cost_s: float | None = None
+    """Cost of S4, seconds: checkpoint, new processes, loading. None takes what the run's newest
+    restart, or change of ranks in place, took, and 300 before there was one."""
     allowed: tuple[Mitigation, ...] = _LADDER
     """Steps that may be taken."""
     dry_run: bool = False
     """Report decisions without taking them."""
 
     def __post_init__(self) -> None:
-        costs = (self.rebalance_cost_s, self.swap_cost_s, self.restart_cost_s)
+        costs = (self.rebalance_cost_s, self.swap_cost_s, self.known_restart_cost_s)
         if any(not cost > 0.0 for cost in costs):
             raise ConfigurationError(
                 f"Mitigation costs are {costs} s; each must be above 0. Forbid a step by leaving "
                 "it out of `allowed`."
             )
+
+    @property
+    def known_restart_cost_s(self) -> float:
+        """Cost of S4, seconds; a first guess while nothing is known."""
+        return 300.0 if self.restart_cost_s is None else self.restart_cost_s
 
 
 class MitigationPolicy:
@@ -102,7 +107,7 @@ class MitigationPolicy:
         self._costs_s: dict[Mitigation, float] = {
             Mitigation.REBALANCE: self.config.rebalance_cost_s,
             Mitigation.SWAP: self.config.swap_cost_s,
-            Mitigation.RESTART: self.config.restart_cost_s,
+            Mitigation.RESTART: self.config.known_restart_cost_s,
         }
         self._in_force: PossibleMitigation | None = None
         self._healthy_s = 0.0

@@ -35,7 +35,7 @@ def expected(ranks: list[Record], first: int, last: int) -> dict[str, float]:
     busy_s = [sum(item.compute_s for item in items) for items in seen]
     # Ranks 0 and 1 are the first stages of the two pipelines.
     lengths = [n for items in seen[:2] for item in items for n in item.lengths]
-    flops = Module().model.config.spec.step_flops(lengths)
+    flops = Module(3).model.config.spec.step_flops(lengths)
     return {
         "iteration_s": wall_s / count,
         "tokens_per_s": sum(lengths) / wall_s,
@@ -112,4 +112,4 @@ def test_what_lost_ranks_cost_is_counted_from_the_last_step_to_the_next(
 
 def test_another_strategy_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Leave the callback out"):
-        RunMetrics().setup(L.Trainer(**quiet(devices=1)), Module(), "fit")
+        RunMetrics().setup(L.Trainer(**quiet(devices=1)), Module(3), "fit")
