@@ -28,6 +28,7 @@ __all__ = [
     "map_groups",
     "num_units",
     "to_plan",
+    "used_nodes",
 ]
 
 
@@ -53,6 +54,11 @@ class PipelineNodes(NamedTuple):
 
 Arrangement = tuple[PipelineNodes, ...]
 """All pipelines; the devices that none names are idle."""
+
+
+def used_nodes(arrangement: Arrangement) -> list[int]:
+    """Return the nodes that it has stages on, ascending."""
+    return sorted({node for pipeline in arrangement for node in pipeline.nodes})
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:

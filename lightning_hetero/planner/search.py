@@ -20,7 +20,7 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.allowances import smaller_allowances
-from lightning_hetero.planner.arrangement import Arrangement
+from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
 from lightning_hetero.planner.estimator import Estimate, Estimator
@@ -393,7 +393,7 @@ class PlanSearch:
     def _weigh(self, time_s: float, arrangement: Arrangement) -> float:
         """Return what to minimise: seconds, or their price on the nodes of an arrangement."""
         if self.options.objective is Objective.COST:
-            return self._priced(time_s, _nodes_of(arrangement))
+            return self._priced(time_s, used_nodes(arrangement))
         return time_s
 
     def _priced(self, time_s: float, nodes: Sequence[int]) -> float:
@@ -402,7 +402,3 @@ class PlanSearch:
     def _price(self, found: ParallelPlan) -> float | None:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}
         return self.cost.cluster.price_of(sorted(used))
-
-
-def _nodes_of(arrangement: Arrangement) -> list[int]:
-    return sorted({node for pipeline in arrangement for node in pipeline.nodes})
