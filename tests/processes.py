@@ -7,9 +7,11 @@ results by rank.
 """
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing as mp
 import os
+import signal
 import socket
 import traceback
 import warnings
@@ -32,6 +34,7 @@ LAUNCHER_VARIABLES = {
 _FIRST_PORT, _NUM_PORTS = 12_000, 18_000
 _last_port = _FIRST_PORT + os.getpid() * 997 % _NUM_PORTS
 _DIED = "the process died"
+_PR_SET_PDEATHSIG = 1
 SILENT = "no answer in time"
 MOST_TRAVEL_ALONE = 3_000
 """Elements of layers that travel as one: most of the tests' layers are by themselves with it, as
@@ -71,6 +74,11 @@ def fork_server() -> Any:
     context = mp.get_context("forkserver")
     context.set_executable(fast_python())
     return context
+
+
+def die_with_parent() -> None:
+    """End when what forked this process does: a session that is cut off leaves nobody running."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def use_default_start_method() -> None:
@@ -176,6 +184,7 @@ def _serve(connection: Connection, merged_numel: int | None) -> None:
     if merged_numel is not None:
         running_plan.MERGED_NUMEL = merged_numel
 
+    die_with_parent()
     torch.set_num_threads(1)
     use_default_start_method()
     warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from tests.fast_python.program import run
 from tests.processes import (
     clean_environment,
+    die_with_parent,
     fork_server,
     free_port,
     use_default_start_method,
@@ -114,6 +115,7 @@ def run_as_main(
     """Be the process `python` with these arguments; called in a fork."""
     import torch
 
+    die_with_parent()
     with output.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # Held by all who inherit the output.
         os.dup2(file.fileno(), 1)

@@ -64,8 +64,28 @@ def test_a_command_that_is_killed_takes_its_fork_along() -> None:
         assert fork != command.pid
         command.kill()
         assert command.wait(60) == -signal.SIGKILL
+    wait_until_gone(fork)
+
+
+def test_a_process_that_dies_with_its_parent() -> None:
+    code = f"""
+import os, time
+from tests.processes import die_with_parent
+if os.fork():
+    time.sleep(600)
+die_with_parent()
+{SLEEPS}
+"""
+    with subprocess.Popen([fast_python(), "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        child = int(command.stdout.readline())
+        command.kill()
+    wait_until_gone(child)
+
+
+def wait_until_gone(process: int) -> None:
     end_s = time.monotonic() + 60
-    while Path(f"/proc/{fork}").exists():
+    while Path(f"/proc/{process}").exists():
         assert time.monotonic() < end_s
         time.sleep(0.01)
 
