@@ -103,11 +103,12 @@ class Unknown(Tensor):
         sealed = first.sealed if traits.is_view else None
 
         def make(form: Any) -> Any:
-            if not isinstance(form, _Form):
+            if type(form) is not _Form:
                 return form
             return Unknown(form, device, first.origin, sealed=sealed)
 
-        made = _each(make, _forms_made(func, args, kwargs, first))
+        forms = _forms_made(func, args, kwargs, first, traits.forms)
+        made = make(forms) if type(forms) is _Form else _each(make, forms)
         changed = traits.returned
         if changed is None:
             return made
@@ -191,21 +192,33 @@ def _form_of(tensor: Tensor) -> _Form:
     return _Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-_FORMS: dict[Any, Any] = {}
-"""Forms that operations make of others: a look-up takes a hundredth of the time."""
-
-_MAX_FORMS = 10_000
+_MAX_FORMS = 1_000
+"""Of one operation."""
 
 
-def _forms_made(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> Any:
-    """Return what an operation makes, with the forms of tensors in their place."""
-    key: Any = func, _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
+def _forms_made(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    first: Unknown,
+    known: dict[Any, Any],
+) -> Any:
+    """Return what an operation makes, with the forms of tensors in their place.
+
+    Args:
+        func: The operation.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        first: The first unknown tensor among them.
+        known: What it has made of others: a look-up takes a hundredth of the time.
+    """
+    key: Any = _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
     if func._schema.name == "aten::index":
         key = None  # The values of a mask decide on the shape.
         args = (args[0], [_as_indices(item) for item in args[1]])
     try:
-        if key is not None and key in _FORMS:
-            return _FORMS[key]
+        if key is not None and key in known:
+            return known[key]
     except TypeError:  # Something in it can't be hashed.
         key = None
     try:
@@ -214,18 +227,23 @@ def _forms_made(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: U
         first.refuse(f"{_short(func)} needs")
     forms = _each(lambda item: _form_of(item) if isinstance(item, Tensor) else item, made)
     if key is not None:
-        if len(_FORMS) >= _MAX_FORMS:
-            _FORMS.clear()
-        _FORMS[key] = forms
+        if len(known) >= _MAX_FORMS:
+            known.clear()
+        known[key] = forms
     return forms
 
 
-def _key_of(value: Any) -> Any:
-    if type(value) is Unknown or isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(map(_key_of, value))
-    return type(value), value
+def _key_of(values: Sequence[Any]) -> tuple[Any, ...]:
+    key: tuple[Any, ...] = ()
+    for value in values:
+        kind = type(value)
+        if kind is Unknown or kind is Tensor or isinstance(value, Tensor):
+            key += ((value.shape, value.stride(), value.dtype),)
+        elif kind in (list, tuple):
+            key += (_key_of(value),)
+        else:
+            key += (kind, value)
+    return key
 
 
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
@@ -287,6 +305,8 @@ class _Traits(NamedTuple):
     """Place and name of the arguments that it writes to."""
     returned: tuple[int, str] | None
     """Of the one that it changes and returns."""
+    forms: dict[Any, Any]
+    """What it was seen to make of what; see `_forms_made`."""
 
 
 @cache
@@ -307,6 +327,7 @@ def _traits_of(func: Any) -> _Traits:
         is_view=bool(aliases),
         writes=writes,
         returned=writes[0] if any(item.is_write for item in aliases) else None,
+        forms={},
     )
 
 

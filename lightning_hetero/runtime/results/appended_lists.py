@@ -38,7 +38,7 @@ class AppendedLists:
         self._numbers = dict(self._look_at_numbers())
 
     def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
-        attributes = vars(self.module)
+        attributes = self.module.__dict__
         for name in _attributes_of(attributes).numbers:
             value = attributes[name]
             if not isinstance(value, Tensor):
@@ -79,12 +79,12 @@ class AppendedLists:
         return self._growth(self._lists())
 
     def _growth(self, lists: Mapping[Path, list[Any]]) -> dict[Path, int]:
-        before = self._lengths
-        return {
-            path: len(items) - before.get(path, 0)
-            for path, items in lists.items()
-            if len(items) > before.get(path, 0)
-        }
+        before, grown = self._lengths, dict[Path, int]()
+        for path, items in lists.items():
+            number = len(items) - before.get(path, 0)
+            if number > 0:
+                grown[path] = number
+        return grown
 
     def take(self, *, after_layers: bool) -> dict[Path, list[Any]]:
         """Take out what was appended since, and return it; `after_layers` if the step went on.
@@ -104,7 +104,7 @@ class AppendedLists:
 
     def _lists(self) -> dict[Path, list[Any]]:
         found: dict[Path, list[Any]] = {}
-        attributes = vars(self.module)
+        attributes = self.module.__dict__
         names = _attributes_of(attributes)
         for name in names.lists:
             value = found[(name,)] = attributes[name]

@@ -31,10 +31,8 @@ def is_of_each_with_each(name: str, left: Tensor, right: Tensor) -> bool:
     return left.shape[0] == num_others or is_over_rows
 
 
-def is_outer(left: Any, right: Any) -> bool:
+def is_outer(left: Tensor, right: Tensor) -> bool:
     """Whether broadcasting makes as many columns of one tensor's rows as the other has rows."""
-    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
-        return False
     ndim = max(left.ndim, right.ndim)
     if ndim < 2:
         return False

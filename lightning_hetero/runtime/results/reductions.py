@@ -5,11 +5,9 @@ of it follows the rules of `number_kinds`. They take it that dim 0 counts sample
 Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_hetero.runtime.results.number_kinds import (
@@ -28,10 +26,16 @@ from lightning_hetero.runtime.results.products import (
     is_outer,
     is_product,
 )
+from lightning_hetero.runtime.results.torch_calls import (
+    NO_NUMBERS,
+    NO_TENSORS,
+    TorchCall,
+    integers_among,
+    name_of,
+    tensors_among,
+)
 
 __all__ = ["Reductions"]
-
-_T = TypeVar("_T")
 
 _REDUCTIONS = {
     "sum": Kind.SUM,
@@ -81,35 +85,9 @@ _NOT_BY_ELEMENT = (
 )
 """Functions that may make more of samples than other samples."""
 
-_NO_NUMBERS = frozenset((torch.Size, torch.dtype, torch.device, bool, int, str))
-"""What questions about a tensor's form are answered with."""
+_BY_CHANCE = {"randperm", "rand", "randn"}
 _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
-
-
-class _Call(NamedTuple):
-    """A call of a torch function."""
-
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def argument(self, place: int, name: str, otherwise: Any = None) -> Any:
-        """Return an argument that is given by its place or by its name."""
-        return self.kwargs.get(name, self.args[place] if len(self.args) > place else otherwise)
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors among the arguments."""
-        return list(_among((*self.args, *self.kwargs.values()), Tensor))
-
-    def dims(self, ndim: int) -> tuple[int, ...] | None:
-        """Return the dims that a reduction runs over; None for all of them."""
-        found = self.kwargs.get("axis", self.argument(1, "dim"))
-        if isinstance(found, int):
-            found = (found, *(item for item in self.args[2:] if type(item) is int))
-        if not isinstance(found, list | tuple) or not found:
-            return None
-        return tuple(int(item) % ndim for item in found)
 
 
 class Reductions:
@@ -136,13 +114,15 @@ class Reductions:
         found = self._known.get(id(value))
         if found is not None:
             return found[1]
-        # What is a plain tensor needn't be asked: parameters answer that slowly.
-        is_parameter = type(value) is not Tensor and isinstance(value, nn.Parameter)
-        return CONSTANT if is_parameter else None
+        kind = type(value)
+        if kind is Tensor:
+            return None
+        # What is one by its type needn't be asked: parameters answer that slowly.
+        return CONSTANT if kind is nn.Parameter or isinstance(value, nn.Parameter) else None
 
     def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
         """Return what is known of each tensor among values, and in lists and tuples of them."""
-        return [self.of(item) for item in _among(values, Tensor)]
+        return [self.of(item) for item in tensors_among(values)]
 
     def keep(self, value: Any, reduction: Reduction | None) -> None:
         """Remember what is known of a function's result."""
@@ -168,50 +148,44 @@ class Reductions:
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at a call of a torch function."""
-        if type(result) in _NO_NUMBERS:
+        if type(result) in NO_NUMBERS:
             return
-        name = _name_of(func)
-        if isinstance(result, tuple | list):
-            self._see_several(_Call(name, args, kwargs), result)
+        name = name_of(func)
+        if isinstance(result, Tensor):
+            if self._is_by_sample(name, args, kwargs):
+                self._known.pop(id(result), None)
+            else:
+                self.keep(result, self._judge(TorchCall(name, args, kwargs), result))
+            if self._shuffles or name in _BY_CHANCE:
+                self._note_random(name, args, result)
+        elif isinstance(result, tuple | list):
+            self._see_several(TorchCall(name, args, kwargs), result)
         elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
             written = self.of_all(args[1:])
             if any(item is not CONSTANT for item in written):
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
-        if not isinstance(result, Tensor | float):
-            return
-        if isinstance(result, Tensor):
-            if name not in _NOT_BY_ELEMENT and self._is_of_samples(args, kwargs):
-                self._known.pop(id(result), None)
-                return
-            try:
-                judged = self._judge(_Call(name, args, kwargs), result)
-            except (TypeError, ValueError, IndexError):
-                # Arguments take forms that no rule expects, which is no reason to end a step.
-                judged = UNKNOWN
-            self.keep(result, judged)
-            self._note_random(name, args, result)
-        elif name in ("item", "float"):
+        elif type(result) is float and name in ("item", "float"):
             self.keep(result, self.of(args[0]))
 
     def _note_random(self, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Remember numbers that are drawn by chance, and orders made of them."""
         is_kept = name in _KEEPING or name == "argsort"
         # Orders have one dim; noise, which may be large, isn't held.
-        if (name in ("randperm", "rand", "randn") and result.ndim == 1) or (
-            self._shuffles and is_kept and id(args[0]) in self._shuffles
+        if (name in _BY_CHANCE and result.ndim == 1) or (
+            is_kept and args and id(args[0]) in self._shuffles
         ):
             self._shuffles[id(result)] = result
 
-    def _see_several(self, call: _Call, results: Sequence[Any]) -> None:
+    def _see_several(self, call: TorchCall, results: Sequence[Any]) -> None:
         """Look at what a function with several results makes."""
         known = [self.of(item) for item in call.tensors()]
         if TOGETHER in known or (known and all(item is CONSTANT for item in known)):
-            for item in _among(results, Tensor):
+            for item in tensors_among(results):
                 self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
         elif call.name in _CHOOSING:
             self._see_chosen(call, results)
 
-    def _see_chosen(self, call: _Call, results: Sequence[Any]) -> None:
+    def _see_chosen(self, call: TorchCall, results: Sequence[Any]) -> None:
         """Look at values that are chosen along a dim, with their indices."""
         source = call.argument(0, "input")
         if not isinstance(source, Tensor) or not source.ndim:
@@ -227,24 +201,43 @@ class Reductions:
         sizes = tensor.shape[: 2 if others else 1]
         return any(not (self._num_samples and size % self._num_samples) for size in sizes)
 
-    def _is_of_samples(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a function gets samples, and no number of which anything is known.
+    def _is_by_sample(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function makes samples of samples, by themselves or with constants.
 
         That is most of what steps call, so it is found out by less than `_judge` takes.
         """
-        has_samples = False
-        values = (*args, *kwargs.values()) if kwargs else args
-        if len(values) > 1 and is_outer(*values[:2]):
+        is_product = name in PRODUCTS
+        if name in _NOT_BY_ELEMENT and not is_product:
             return False
-        for item in values:
-            is_tensor = type(item) is Tensor
-            if id(item) in self._known or (not is_tensor and isinstance(item, list | tuple)):
+        samples, has_rows = None, False
+        for item in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(item)
+            if kind in NO_TENSORS:
+                continue
+            if kind is tuple or kind is list:
+                if not {*map(type, item)} <= NO_TENSORS:
+                    return False
+                continue
+            known = self.of(item)
+            if known is None and (kind is Tensor or isinstance(item, Tensor)):
+                if samples is not None and (is_product or is_outer(samples, item)):
+                    return False
+                samples, has_rows = item, has_rows or item.ndim > 0
+            elif known is not CONSTANT:
                 return False
-            has_samples |= is_tensor and item.ndim > 0
-        return has_samples
+        return has_rows and (not is_product or (bool(args) and samples is args[0]))
 
-    def _judge(self, call: _Call, result: Tensor) -> Reduction | None:
-        tensors = call.tensors()
+    def _judge(self, call: TorchCall, result: Tensor) -> Reduction | None:
+        """Return what is known of a function's result."""
+        try:
+            return self._judge_tensors(call, call.tensors(), result)
+        except (TypeError, ValueError, IndexError):
+            # Arguments take forms that no rule expects, which is no reason to end a step.
+            return UNKNOWN
+
+    def _judge_tensors(
+        self, call: TorchCall, tensors: Sequence[Tensor], result: Tensor
+    ) -> Reduction | None:
         known = [self.of(tensor) for tensor in tensors]
         kinds = set(map(id, known))
         if call.name in _FACTORIES or kinds == _ONLY_CONSTANTS:
@@ -261,7 +254,7 @@ class Reductions:
             return UNKNOWN if is_by_chance else judged
         return self._judge_numbers(call, known)
 
-    def _judge_numbers(self, call: _Call, known: Sequence[Reduction | None]) -> Reduction:
+    def _judge_numbers(self, call: TorchCall, known: Sequence[Reduction | None]) -> Reduction:
         """Judge a function of tensors some of which are reductions."""
         if UNKNOWN in known and not any(item and item.kind is Kind.SUM for item in known):
             return UNKNOWN
@@ -276,7 +269,7 @@ class Reductions:
             return fold([item or UNKNOWN for item in known])
         return self._combine(call)
 
-    def _needs_all(self, call: _Call, known: Sequence[Reduction | None]) -> bool:
+    def _needs_all(self, call: TorchCall, known: Sequence[Reduction | None]) -> bool:
         """Whether a function's result, even if it is rows, needs all samples of the batch."""
         name = call.name
         if TOGETHER in known:
@@ -286,12 +279,12 @@ class Reductions:
         if name in OPERATIONS and len(known) == 2 and None in known:
             # Samples less their mean, and the like.
             kinds = [item and item.kind for item in known]
-            rows = next(item for item in _among(call.args, Tensor) if self.of(item) is None)
+            rows = next(item for item in tensors_among(call.args) if self.of(item) is None)
             is_scaled = ("mul" in name or "div" in name) and {Kind.MAX, Kind.MIN} & {*kinds}
             return bool(Kind.MEAN in kinds or is_scaled) and self._has_samples(rows)
         return name in _REORDERING and self._reorders(call)
 
-    def _reorders(self, call: _Call) -> bool:
+    def _reorders(self, call: TorchCall) -> bool:
         """Whether a function gives samples, of which nothing else is known, others' places."""
         name, args, source = call.name, call.args, call.argument(0, "input")
         if not isinstance(source, Tensor) or not self._has_samples(source):
@@ -303,10 +296,10 @@ class Reductions:
             is_first = name == "getitem" or call.argument(1, "dim", 0) == 0
             return is_first and id(call.kwargs.get("index", index)) in self._shuffles
         dims = call.kwargs.get("dims", args[1:] if name == "flip" else args[2:])
-        dims = (dims,) if isinstance(dims, int) else tuple(_among(dims, int))
+        dims = (dims,) if isinstance(dims, int) else integers_among(dims)
         return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
 
-    def _is_of_stacked(self, call: _Call, tensors: Sequence[Tensor], result: Tensor) -> bool:
+    def _is_of_stacked(self, call: TorchCall, tensors: Sequence[Tensor], result: Tensor) -> bool:
         """Return whether a function keeps the samples apart because dim 0 of its input is none."""
         if call.name == "stack" and call.argument(1, "dim", 0) == 0:
             self._stacked[id(result)] = result
@@ -315,7 +308,7 @@ class Reductions:
         dims = call.dims(tensors[0].ndim)
         return dims is not None and 1 not in dims
 
-    def _combine(self, call: _Call) -> Reduction:
+    def _combine(self, call: TorchCall) -> Reduction:
         name, pair = call.name, (*call.args, *call.kwargs.values())[:2]
         if len(pair) < 2:
             return UNKNOWN
@@ -334,22 +327,8 @@ class Reductions:
         return self.of(value) or Reduction(Kind.CONSTANT, count=type(value) is int, value=value)
 
 
-@lru_cache(maxsize=1024)
-def _name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", "").strip("_")
-
-
-def _among(values: Iterable[Any], kind: type[_T]) -> Iterator[_T]:
-    """Yield the values of a kind, also those in lists and tuples."""
-    for value in values:
-        if isinstance(value, kind):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _among(value, kind)
-
-
 def _reduce(
-    call: _Call, tensors: Sequence[Tensor], known: Sequence[Reduction | None], result: Tensor
+    call: TorchCall, tensors: Sequence[Tensor], known: Sequence[Reduction | None], result: Tensor
 ) -> Reduction | None:
     """Judge a function of elements that are no reductions yet."""
     name, source = call.name, tensors[0]
@@ -375,7 +354,7 @@ def _reduce(
     return Reduction(_REDUCTIONS[name], count=count, value=result.detach())
 
 
-def _alone(call: _Call, known: Reduction) -> Reduction | None:
+def _alone(call: TorchCall, known: Reduction) -> Reduction | None:
     """Judge a function of one reduction and no other tensor."""
     name = call.name
     if name in _KEEPING and (name != "neg" or known.kind in LINEAR):

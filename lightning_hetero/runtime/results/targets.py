@@ -110,15 +110,15 @@ class LossWatch(TorchFunctionMode):
         """Whether samples had met before the layers."""
         self.outdated: Tensor | None = None
         """The tensor that a layer of another stage has changed in place, as it was before."""
-        self._is_active = False
+        self.is_active = False
         self._known_at_pause: dict[int, Any] | None = None
 
     def resume(self) -> None:
         """Watch what the step calls from now on, with what was known before the first pause."""
         if self._known_at_pause is not None:
             self.reductions.restore(self._known_at_pause)
-        if not self._is_active:
-            self._is_active = True
+        if not self.is_active:
+            self.is_active = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def pause(self) -> None:
@@ -130,8 +130,8 @@ class LossWatch(TorchFunctionMode):
 
     def stop(self) -> None:
         """Watch no longer."""
-        if self._is_active:
-            self._is_active = False
+        if self.is_active:
+            self.is_active = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -139,7 +139,7 @@ class LossWatch(TorchFunctionMode):
         """Watch nothing inside this context; what other modes show it is forgotten."""
         known = self.reductions.snapshot()
         top = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        is_on_top = self._is_active and top is self
+        is_on_top = self.is_active and top is self
         if is_on_top:
             self.stop()
         try:

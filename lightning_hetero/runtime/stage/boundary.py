@@ -14,7 +14,7 @@ called as the user likes: more than once, by turns, or not at all.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class StageBoundary:
         seed_everything(seed_of(*current.seed))
         if not self._layers:
             current.wait_unit(0)
-        if self._is_free(current) or current.is_last_stage:
+        current.is_free = not current.has_stages and self._group is None
+        if current.is_free or current.is_last_stage:
             current.loss_watch.resume()
         try:
             with current.reads or nullcontext():
@@ -112,7 +113,7 @@ class StageBoundary:
         finally:
             current.loss_watch.stop()
             self._current = None
-        if not self._is_free(current):
+        if not current.is_free:
             current.check_finished()
 
     @contextmanager
@@ -129,12 +130,15 @@ class StageBoundary:
         current, index = self._current, call.index
         if current is None:
             return call.run() if self._again is None else self._call_again(self._again, call)
-        current.note_checkpoint(index)
+        if current.with_gradients and not torch.is_grad_enabled():
+            current.note_checkpoint(index)
+        watch = current.loss_watch
         if index == 0:
-            current.loss_watch.see_arguments(call.given.values())
-        if self._is_free(current):
+            watch.see_arguments(call.given.values())
+        if current.is_free:
             return self._call_freely(current, call)
-        current.loss_watch.pause()
+        if watch.is_active:
+            watch.pause()
         current.check_order(index)
         if current.has_stages:
             self._check_arguments(current, call)
@@ -143,10 +147,6 @@ class StageBoundary:
             current.keep_hidden(hidden_output(output, index))
             return output
         return self._call_in_stage(current, call)
-
-    def _is_free(self, current: MicrobatchPass) -> bool:
-        """Whether layers are called as the user likes."""
-        return not current.has_stages and self._group is None
 
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer of a stage that has all layers."""
@@ -181,9 +181,11 @@ class StageBoundary:
         """
         if call.index == current.layers.start:
             call = self._enter(current, call)
-        with self._unwatched(current):
-            current.begin_layer(call.index, again=again)
-        output = call.run() if again else self._run(current, call)
+        if again:
+            current.begin_layer(call.index, again=True)
+            output = call.run()
+        else:
+            output = self._run(current, call)
         if call.index + 1 < current.layers.stop:
             return output
         output = self._leave(call.index, output)
@@ -209,9 +211,11 @@ class StageBoundary:
         """Run a layer, and note what it leaves for later stages."""
         cuts = self._group is not None and self._group.cuts_tokens()
         is_looked_at = cuts or not current.is_last_stage
-        before = self._leavings.look(call.index) if is_looked_at else None
-        versions = call.versions() if current.has_stages else {}
-        with self._unwatched(current):
+        # Nothing looks at single operations here: layers and pulls read no outer weights.
+        with _WATCHED if current.reads is None else _disable_current_modes():
+            current.begin_layer(call.index)
+            before = self._leavings.look(call.index) if is_looked_at else None
+            versions = call.versions() if current.has_stages else []
             output = self._compute(current, call)
         if current.has_stages:
             self._note_changes(current, call, versions)
@@ -228,10 +232,6 @@ class StageBoundary:
             self._leavings.note(before, form, rest, current.handed_on)
         return output
 
-    def _unwatched(self, current: MicrobatchPass) -> AbstractContextManager[Any]:
-        """Let nothing look at single operations: layers and pulls read no outer weights."""
-        return _WATCHED if current.reads is None else _disable_current_modes()
-
     def _compute(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer for the first time."""
         if self.first_call is None and current.with_gradients:
@@ -240,11 +240,15 @@ class StageBoundary:
         return current.recomputation.run(call, self._layers[call.index], hidden)
 
     def _note_changes(
-        self, current: MicrobatchPass, call: LayerCall, before: dict[int | str, int]
+        self,
+        current: MicrobatchPass,
+        call: LayerCall,
+        before: Sequence[tuple[int | str, Tensor, int]],
     ) -> None:
         """See which arguments a layer has changed in place: other stages have them as they were."""
-        now = call.versions()
-        for key in [key for key, version in before.items() if now[key] != version]:
+        for key, tensor, version in before:
+            if tensor._version == version:
+                continue
             if key != self._hidden_argument(current, call):
                 raise ModelError(
                     f"Layer {call.index} changes its argument {key!r} in place, which the layers "
@@ -276,10 +280,12 @@ class StageBoundary:
         """Do what is done here of a layer that an earlier stage computes."""
         handover = current.arrived()
         before = self._leavings.look(call.index) if handover.left[call.index] else None
-        hidden = self._hidden_of(current, call)
+        hidden: Tensor = call.given[current.hidden_arguments[call.index]]
         if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
             current.loss_watch.outdated = hidden
         output = self._skipped[call.index](call, hidden, handover.forms[call.index])
+        if before is None:
+            return output
         rest = self._leavings.restore(call.index, before, _rest_of(output), handover)
         return (output[0], *rest) if rest else output
 
@@ -287,20 +293,21 @@ class StageBoundary:
         """Find the hidden state among the arguments, and check that the others are known."""
         index = call.index
         key = call.hidden_argument(current.last_hidden if index else None)
-        before = current.hidden_arguments.get(index - 1, key)
-        if self._group is not None and key != before:
+        current.hidden_arguments[index] = key
+        before = key if self._group is None else current.hidden_arguments.get(index - 1, key)
+        if key != before:
             raise ModelError(
                 f"Layer {index} gets the hidden state as argument {key!r} and layer {index - 1} "
                 f"as argument {before!r}. Under tensor parallelism all layers must get it as the "
                 "same one, the first tensor."
             )
-        current.hidden_arguments[index] = key
         current.check_unchanged(index)
         if index >= current.layers.start:
             comes_in = index == current.layers.start > 0
             others = [item for at, item in call.given.items() if not (comes_in and at == key)]
-            check_known(others, f"Layer {index} takes")
-            current.loss_watch.check_current(others)
+            if others:
+                check_known(others, f"Layer {index} takes")
+                current.loss_watch.check_current(others)
 
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
         key = current.hidden_arguments.get(call.index)

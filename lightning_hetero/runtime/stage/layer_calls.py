@@ -25,9 +25,8 @@ class LayerCall:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.given: dict[int | str, Any] = dict(enumerate(self.args))
+        self.given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
         """The arguments by position or name."""
-        self.given.update(self.kwargs)
 
     def run(self) -> Any:
         """Compute the layer."""
@@ -42,13 +41,16 @@ class LayerCall:
         given = {key: None if is_cache(value) else value for key, value in self.given.items()}
         return self._with(given)
 
-    def versions(self) -> dict[int | str, int]:
-        """Return how often each tensor among the arguments was changed in place, if that counts."""
-        return {
-            key: value._version
+    def versions(self) -> list[tuple[int | str, Tensor, int]]:
+        """Return how often each tensor among the arguments was changed in place, if that counts.
+
+        Keys, tensors and counts.
+        """
+        return [
+            (key, value, value._version)
             for key, value in self.given.items()
             if isinstance(value, Tensor) and not value.is_inference()
-        }
+        ]
 
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one other argument."""
@@ -96,6 +98,8 @@ def hidden_output(output: Any, index: int) -> Tensor:
     Raises:
         ModelError: There is none.
     """
+    if type(output) is Tensor and not output.is_nested:
+        return output
     first = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(first, Tensor):
         _check_plain(first)

@@ -5,7 +5,6 @@ each layer called once, in order, where autograd sees it.
 """
 
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,8 @@ __all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 
 _AFTER_LAYERS = -1
 """Stands for the code after the layers where a layer index seeds the generators."""
+_UNCOUNTED = -1
+"""Stands for the version of a tensor that has none."""
 
 
 class StageEnd(BaseException):
@@ -84,7 +85,7 @@ class MicrobatchPass:
     """The received activation as the stage's first layer got it."""
     _given_version: int = 0
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
-    _times: Counter[int] = field(default_factory=Counter, repr=False)
+    _times: dict[int, int] = field(default_factory=dict, repr=False)
     """How often each layer has begun."""
 
     def __post_init__(self) -> None:
@@ -92,6 +93,8 @@ class MicrobatchPass:
         """Whether other stages run layers of the model, too."""
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
+        self.is_free = False
+        """Whether layers are called as the user likes."""
 
     @property
     def is_chain(self) -> bool:
@@ -144,7 +147,7 @@ class MicrobatchPass:
             seed = self._seeds.get(drawing)
             seed_torch(seed_of(*self.seed, part) if seed is None else seed)
         else:
-            earlier = self._times[part]
+            earlier = self._times.get(part, 0)
             self._times[part] = earlier + 1
             seed = seed_of(*self.seed, part, *([earlier] if earlier else []))
             self._seeds[drawing] = seed
@@ -155,21 +158,23 @@ class MicrobatchPass:
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember what a layer returned."""
-        self.last_hidden, self.last_version = hidden, _version_of(hidden)
+        # Inference counts no versions; the next stage then sees it, on its unknown tensor.
+        self.last_hidden = hidden
+        self.last_version = _UNCOUNTED if hidden.is_inference() else hidden._version
 
     def check_unchanged(self, index: int) -> None:
         """Refuse to run layer `index` on a hidden state that was changed in place."""
-        hidden = self.last_hidden if index else None
-        if hidden is not None and _version_of(hidden) != self.last_version:
+        hidden = self.last_hidden if index and self.last_version != _UNCOUNTED else None
+        if hidden is not None and hidden._version != self.last_version:
             raise ModelError(in_place_between(index - 1))
 
     def note_checkpoint(self, index: int) -> None:
-        """Note that autograd doesn't see a layer for the time being.
+        """Note that autograd doesn't see a layer of a training step for the time being.
 
         Raises:
             ModelError: The pipeline has several stages.
         """
-        if self.with_gradients and not torch.is_grad_enabled() and _is_checkpointed_reentrantly():
+        if _is_checkpointed_reentrantly():
             self.is_reentrant = True
             if self.has_stages:
                 raise ModelError(
@@ -234,11 +239,6 @@ def in_place_between(index: int) -> str:
         "would be lost where a stage ends there. Move the computation into the layers, or use a "
         "plan whose pipelines have one stage."
     )
-
-
-def _version_of(hidden: Tensor) -> int:
-    # Inference counts no versions; the next stage then sees it, on its unknown tensor.
-    return 0 if hidden.is_inference() else hidden._version
 
 
 def _no_chain(what: str) -> ModelError:

@@ -141,20 +141,18 @@ class LayerLeavings:
         handover.left.append(pickle.dumps(left) if left else b"")
         handover.forms.append((tuple(hidden.shape), hidden.dtype))
 
-    def restore(self, index: int, before: Spaces | None, rest: Rest, handover: Handover) -> Rest:
+    def restore(self, index: int, before: Spaces, rest: Rest, handover: Handover) -> Rest:
         """Put what layer `index` left on another stage in its places.
 
         Args:
             index: The layer's.
-            before: What `look` returned before it was skipped; None if it left nothing.
+            before: What `look` returned before it was skipped.
             rest: What skipping it returned besides the hidden state.
             handover: What the stage before handed on.
 
         Returns:
             `rest` with the tensors that the layer returned in place of unknown ones.
         """
-        if before is None:
-            return rest
         returned = _rest_space(())
         spaces = {space.name: space for space in (*before.all, returned)}
         self._last.pop(index, None)

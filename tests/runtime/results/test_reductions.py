@@ -95,6 +95,7 @@ TOGETHER: dict[str, Callable[[Tensor], Any]] = {
     "samples against all targets by mistake": lambda x: (x[:, :1] - x[:, 1]).square().mean(),
     "distances of samples": lambda x: torch.cdist(x, x).mean(),
     "in the order of chance": lambda x: (x - x[torch.randperm(6)]).square().mean(),
+    "in a copy of such an order": lambda x: (x - x[torch.randperm(6).clone()]).square().mean(),
     "mixed with others": lambda x: F.mse_loss(0.7 * x + 0.3 * x.flip(0), -x),
     "moved along": lambda x: (x * torch.roll(x, 1, 0)).mean(),
     "the hardest": lambda x: each(x).topk(2).values.mean(),
