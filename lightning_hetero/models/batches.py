@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.core.plan import ParallelPlan
@@ -138,29 +138,33 @@ def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
     count = min(num_microbatches, num_samples)
     if count == 1:
         return [batch]
-    cuts = [num_samples * index // count for index in range(count + 1)]
-    return [_part(batch, num_samples, *ends) for ends in pairwise(cuts)]
+    return _parts(batch, [num_samples * index // count for index in range(count + 1)])
 
 
-def _part(batch: Any, num_samples: int, start: int, stop: int) -> Any:
+def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
+    """Cut all that has samples at these places, the first 0 and the last their number."""
+
     def is_column(value: Any) -> bool:
         # A list of one entry a sample, such as texts; not the list of tensors that a batch may be.
         return (
             isinstance(value, list)
-            and len(value) == num_samples
+            and len(value) == cuts[-1]
             and not any(isinstance(item, Tensor) for item in value)
         )
 
-    def cut(value: Any) -> Any:
+    def parts_of(value: Any) -> list[Any]:
         if (isinstance(value, Tensor) and value.ndim) or is_column(value):
-            return value[start:stop]
-        if _has_fields(value):
-            part = copy(value)
-            vars(part).update(tree_map(cut, vars(value), is_leaf=is_column))
-            return part
-        return value
+            return [value[start:stop] for start, stop in pairwise(cuts)]
+        if not _has_fields(value):
+            return [value] * (len(cuts) - 1)
+        parts = [copy(value) for _ in cuts[1:]]
+        for part, fields in zip(parts, _parts(vars(value), cuts), strict=True):
+            vars(part).update(fields)
+        return parts
 
-    return tree_map(cut, batch, is_leaf=is_column)
+    leaves, form = tree_flatten(batch, is_leaf=is_column)
+    columns = [parts_of(leaf) for leaf in leaves]
+    return [form.unflatten([column[i] for column in columns]) for i in range(len(cuts) - 1)]
 
 
 def fingerprint_of(parts: Sequence[Any]) -> int:

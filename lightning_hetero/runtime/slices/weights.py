@@ -7,7 +7,7 @@ used only by other stages are *stubs*: unknown tensors of the full shape, which 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -269,9 +269,12 @@ class ComputeWeights:
             for slots, attribute, name, _ in self._places:
                 slots[attribute] = masters[name]
 
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def in_step(self) -> AbstractContextManager[None]:
         """Hide what is cut from the user's step; the modules that compute with it show it."""
+        return self._hiding_cut() if self._cut else nullcontext()
+
+    @contextmanager
+    def _hiding_cut(self) -> Iterator[None]:
         for name, shard in self._cut.items():
             hide_values(shard, self.store.specs[name].shape, _OF_CUT.format(name=name))
         try:
