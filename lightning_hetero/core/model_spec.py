@@ -111,6 +111,19 @@ class ModelSpec:
         return self.matrix_params_per_layer + vectors
 
     @property
+    def norm_params(self) -> int:
+        """Parameters of one normalisation layer."""
+        return (2 if self.biases else 1) * self.hidden_size
+
+    @property
+    def whole_params_per_layer(self) -> int:
+        """Parameters of one layer that each rank of a tensor-parallel group holds whole.
+
+        Both norms, and the biases of the two matrices whose products are summed.
+        """
+        return 2 * self.norm_params + (2 * self.hidden_size if self.biases else 0)
+
+    @property
     def embedding_params(self) -> int:
         """Parameters in front of the first layer."""
         return (self.vocab_size + self.max_positions) * self.hidden_size
@@ -118,8 +131,7 @@ class ModelSpec:
     @property
     def head_params(self) -> int:
         """Parameters after the last layer; a tied head is held there too and counts here."""
-        norm = (2 if self.biases else 1) * self.hidden_size
-        return self.vocab_size * self.hidden_size + norm
+        return self.vocab_size * self.hidden_size + self.norm_params
 
     @property
     def num_params(self) -> int:

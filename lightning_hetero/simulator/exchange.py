@@ -12,6 +12,8 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import add
 from typing import Self
 
 import numpy as np
@@ -20,7 +22,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind
-from lightning_hetero.simulator.collectives import pairwise_s
+from lightning_hetero.simulator.collectives import pairwise_s, ring_s
 from lightning_hetero.simulator.cost import CostModel
 
 __all__ = ["ExchangeTable", "Holders", "Segment", "cut_segments"]
@@ -194,7 +196,10 @@ class ExchangeTable:
         self.push_s = (latency + layout.pushed_bytes * per_byte).T.tolist()
         self.pull_s = (latency + layout.weight_bytes * per_byte).T.tolist()
         if layout.exchange in (ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER):
-            self.pull_s = [self._ring_s(segment, layout.weight_bytes) for segment in self.segments]
+            self.pull_s = [
+                list(map(add, self._ring_s(item, layout.weight_bytes), self._stage_gather_s(item)))
+                for item in self.segments
+            ]
         elif self._cost.message_curve is not None:
             self.pull_s = [self._pairwise_s(item, layout.weight_bytes) for item in self.segments]
         if layout.exchange is ExchangeKind.REDUCE_SCATTER:
@@ -232,6 +237,25 @@ class ExchangeTable:
         ranks = sorted(row[stage] for entry, stage in held for row in entry.ranks)
         shard = segment.params_per_unit / min(entry.tp_degrees[stage] for entry, stage in held)
         return [self._cost.ring_s(ranks, shard * bytes_per_param)] * len(held)
+
+    def _stage_gather_s(self, segment: Segment) -> list[float]:
+        """Return the seconds in which stages gather what all of their ranks hold, such as norms.
+
+        Of one degree, ranks with the same part of a stage exchange it, and each has a part of that.
+        Ranks of a stage are taken to be on one node.
+        """
+        cost, model = self._cost, self._cost.model
+        held = list(zip(self._holders, segment.stages, strict=True))
+        degree, *others = {entry.tp_degrees[stage] for entry, stage in held}
+        if others or degree == 1 or segment is self.segments[-1]:  # Embeddings have no norms.
+            return [0.0] * len(held)
+        whole = model.whole_params_per_layer if segment.is_layers else model.norm_params
+        num_bytes = whole * cost.layout.weight_bytes
+        firsts = [[row[stage] for row in entry.ranks] for entry, stage in held]
+        return [
+            max(ring_s(degree, num_bytes, partial(cost.transfer_s, rank, rank)) for rank in ranks)
+            for ranks in firsts
+        ]
 
     def _fill_replicated(self) -> None:
         """Ranks of one tp_rank form a ring; unequal degrees share the finer cut's rings."""

@@ -79,13 +79,19 @@ def test_a_ring_takes_a_message_of_each_peer_over_its_slowest_link(plan, cost, k
         ring = list(itertools.pairwise([*ranks, ranks[0]]))
         message = segment.params_per_unit / degree / len(ranks) * 2
         expected = (len(ranks) - 1) * max(cost.transfer_s(a, b, message) for a, b in ring)
-        assert table.pull_s[index] == pytest.approx(
-            [expected if len(ranks) > 1 else 0.0] * len(ranks)
-        )
+        expected = expected if len(ranks) > 1 else 0.0
+        gathers = [0.0] * len(ranks)
+        is_embedding = index + 1 == len(table.segments)
+        if len(ranks) > 1 and not is_embedding and {s.tp_degree for s in stages} == {degree}:
+            # Of a stage's norms each of its ranks has pulled a part.
+            num_norms = 2 if segment.is_layers else 1
+            part = num_norms * MODEL.hidden_size / degree * 2
+            gathers = [(degree - 1) * cost.transfer_s(s.ranks[0], s.ranks[0], part) for s in stages]
+        assert table.pull_s[index] == pytest.approx([expected + gather for gather in gathers])
         is_ring = kind is ExchangeKind.REDUCE_SCATTER
         assert table.push_s[index] == (table if is_ring else pairwise).push_s[index]
         if is_ring:
-            assert table.push_s[index] == pytest.approx(table.pull_s[index])
+            assert table.push_s[index] == pytest.approx([expected] * len(ranks))
 
 
 @given(plans(), costs())
