@@ -25,8 +25,10 @@ class LayerCall:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.given: dict[int | str, Any] = {**dict(enumerate(self.args)), **self.kwargs}
+        self.given: dict[int | str, Any] = dict(enumerate(self.args))
         """The arguments by position or name."""
+        if self.kwargs:
+            self.given.update(self.kwargs)
 
     def run(self) -> Any:
         """Compute the layer."""
