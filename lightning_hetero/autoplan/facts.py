@@ -7,6 +7,7 @@ the answer.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -120,13 +121,18 @@ class RunFacts:
     are there, or where newcomers have come."""
 
     def detect_seats(self) -> Sequence[Seat]:
-        """Return every rank's device, by global rank; collective."""
+        """Return every rank's device, by global rank; collective the first time."""
+        return self._seats
+
+    @cached_property
+    def _seats(self) -> Sequence[Seat]:
         played = self.emulation
         return detect_seats(
             self.comms,
             self.device,
             slowdown=played.slowdown,
             memory_bytes=played.memory_bytes,
+            node=played.node,
             correction_of=lambda name: self.correction_file(name).read(),
         )
 

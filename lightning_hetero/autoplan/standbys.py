@@ -12,7 +12,6 @@ from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.ranks.meeting import check_alike
-from lightning_hetero.runtime.setup.detect import find_nodes
 from lightning_hetero.simulator import usable_bytes
 
 __all__ = ["check_room_for_standbys", "find_standbys_of_run"]
@@ -31,8 +30,8 @@ def find_standbys_of_run(facts: RunFacts) -> tuple[int, ...]:
             "redundancy=1 does nothing on one rank: nobody is there to stand by for it. Start "
             "more processes, or rely on LayerwiseCheckpoint."
         )
-    kinds = [seat.device.name for seat in facts.detect_seats()]
-    return find_standbys(find_nodes(facts.comms, facts.emulation.node), kinds)
+    seats = facts.detect_seats()
+    return find_standbys([seat.node for seat in seats], [seat.device.name for seat in seats])
 
 
 def check_room_for_standbys(

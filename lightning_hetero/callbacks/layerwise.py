@@ -7,11 +7,11 @@ newest complete checkpoint in any place is put back, whatever plan and number of
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.live import LiveSteps
+from lightning_hetero.callbacks.checkpointing.access import Access
+from lightning_hetero.callbacks.checkpointing.live import Found, LiveSteps, find_saved
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, join, probe
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
 from lightning_hetero.callbacks.checkpointing.report import (
     StartTimes,
-    last_finished,
     refuse_under_torchrun,
     report_complete,
     report_recovery,
@@ -41,21 +41,17 @@ from lightning_hetero.callbacks.checkpointing.trial import Trial
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import (
     CheckpointId,
-    CheckpointWriter,
     Recovered,
     RetryPolicy,
     SavedCheckpoint,
     SoloTransport,
+    Tier,
     Transport,
     WriterOptions,
-    begin_run,
 )
 from lightning_hetero.checkpoint.retry import local_folder
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import GroupTransport
-
-if TYPE_CHECKING:
-    from lightning_hetero.checkpoint.claims import Lease
 
 __all__ = ["LayerwiseCheckpoint"]
 
@@ -142,8 +138,6 @@ class LayerwiseCheckpoint(Checkpoint):
             # Sooner than the ranks give up each other: it is one place's failure, not a rank's.
             stall_s=timeout.total_seconds() / 2,
         )
-        self.node_of_rank: tuple[str, ...] = ()
-        """Name of each rank's node, from the start of fitting."""
         self.saved: SavedCheckpoint | None = None
         """The last checkpoint that was started."""
         self._every_n_train_steps = every_n_train_steps
@@ -155,10 +149,9 @@ class LayerwiseCheckpoint(Checkpoint):
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
         self._resume = resume
-        self._writer: CheckpointWriter | None = None
+        self._access: Access | None = None
         self._transport: Transport = SoloTransport()
         self._start = CheckpointId(0)
-        self._leases: tuple[Lease, ...] = ()
         self._last_step = 0
         self._recovered: Recovered | None = None
         self._trial = Trial()
@@ -166,6 +159,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._leaving: _Leaving | None = None
         self._made_at_s = time.time()
         self._set_up_at_s = 0.0
+
+    @property
+    def node_of_rank(self) -> tuple[str, ...]:
+        """Name of each rank's node, from the start of fitting."""
+        return () if self._access is None else self._access.node_of_rank
 
     def save_and_leave(
         self, nodes: Collection[str], then: Callable[[SavedCheckpoint], None]
@@ -191,57 +189,56 @@ class LayerwiseCheckpoint(Checkpoint):
             if trainer.world_size > 1:
                 opened = None if run.strategy is None else run.strategy.processes.comms.connections
                 self._transport = GroupTransport(self._timeout, opened)
-            if not self._skip_unreadable:
+            if not self._skip_unreadable and not run.knows_places:
                 # Before anything is planned or measured.
                 probe(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        owned = OwnedState(trainer)
         is_first = trainer.local_rank == 0
-        joined = join(self.places, self._transport, is_first_of_node=is_first)
-        self._leases, self.node_of_rank = joined.leases, joined.node_of_rank
-        seen: dict[str, Any] = {
-            "node": joined.node,
-            "transport": self._transport,
-            "skip_unreadable": self._skip_unreadable,
-        }
-        strategy = run_of(trainer).strategy
-        goes_on = strategy is not None and strategy.awaits_recovery
-        looks = self._resume or goes_on
-        found = self._live.find_state(owned.needs(), joined.tiers, goes_on, looks=looks, **seen)
+        self._access = access = Access(
+            self.places,
+            self._transport,
+            is_first_of_node=is_first,
+            options=self._writer_options,
+            skip_unreadable=self._skip_unreadable,
+        )
+        owned = OwnedState(trainer)
+        needs, goes_on = owned.needs(), _goes_on(trainer)
+        found = self._live.recover(trainer, needs, self._transport) if goes_on else Found(None)
+
+        def look(tiers: Sequence[Tier], **seen: Any) -> Recovered | None:
+            nonlocal found
+            if self._resume or goes_on:
+                found = find_saved(needs, tiers, why_not_live=found.why_not_live, **seen)
+            return found.recovered
+
+        if not found.is_live:
+            self._start = access.enter(look, anew=not (self._resume or goes_on))
         recovered = found.recovered
-        self._start = begin_run(joined.tiers, recovered=recovered, anew=not looks, **seen)
         if recovered is not None:
             self._last_step = recovered.id.step
             if not found.is_live:
                 self._trial.begin(
-                    recovered, joined.tiers, self._transport, is_first_of_node=is_first
+                    recovered, access.tiers, self._transport, is_first_of_node=is_first
                 )
-            fetched_s = time.time()
-            restore(trainer, owned, recovered)
             times = StartTimes(
                 made_s=self._made_at_s,
                 set_up_s=self._set_up_at_s,
                 planned_s=start_s,
-                fetched_s=fetched_s,
+                fetched_s=time.time(),
             )
-            finished = last_finished(self.places, self._transport, run=self._start.run)
+            restore(trainer, owned, recovered)
             run_of(trainer).restart_s = report_recovery(
-                trainer, found, finished, times, self._transport, self.node_of_rank
+                trainer, found, times, self.places, self._transport
             )
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
-        if is_first:
-            self.places.forget_other_runs(self._start.run)
+        if found.is_live:
+            assert recovered is not None
+            self._start = access.enter_behind(recovered)
         self._recovered = recovered
-        self._writer = CheckpointWriter(
-            joined.tiers,
-            node_of_rank=self.node_of_rank,
-            transport=self._transport,
-            options=self._writer_options,
-        )
         if recovered and recovered.report.place == "memory" and is_complete(trainer):
             # Nothing is left to train, but the run before may have failed to save its end.
             self._save(trainer, again=recovered)
@@ -325,9 +322,8 @@ class LayerwiseCheckpoint(Checkpoint):
     def _save(
         self, trainer: pl.Trainer, leaving: _Leaving | None = None, again: Recovered | None = None
     ) -> SavedCheckpoint:
-        assert self._writer is not None
-        for lease in self._leases:
-            lease.raise_if_lost()
+        assert self._access is not None
+        writer = self._access.writer
         owned = OwnedState(trainer)
         metadata = dump_metadata(trainer, owned) if again is None else dict(again.metadata)
         if again is None:
@@ -336,9 +332,9 @@ class LayerwiseCheckpoint(Checkpoint):
         content = content_of(trainer, owned, id_, metadata)
         if again is not None and again.rank_metadata:
             content = replace(content, rank_metadata=again.rank_metadata)
-        self.saved = self._writer.save(content, leaving=() if leaving is None else leaving.nodes)
+        self.saved = writer.save(content, leaving=() if leaving is None else leaving.nodes)
         if leaving is not None:
-            self._writer.upload_newest()
+            writer.upload_newest()
         self._last_step = trainer.global_step
         return self.saved
 
@@ -350,10 +346,9 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
+        if self._access is not None:
             # Raises, and so leaves what is in shared memory, unless another place has the newest.
-            writer.close()
+            self._access.close()
         if trainer.local_rank == 0:
             self.places.forget_memory()
         self._let_go()
@@ -388,8 +383,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._trial = Trial()
 
     def _let_go(self) -> None:
-        writer, leases, self._writer, self._leases = self._writer, self._leases, None, ()
-        if writer is not None:
-            writer.leave()
-        for lease in leases:
-            lease.release()
+        access, self._access = self._access, None
+        if access is not None:
+            access.leave()
+
+
+def _goes_on(trainer: pl.Trainer) -> bool:
+    strategy = run_of(trainer).strategy
+    return strategy is not None and strategy.awaits_recovery

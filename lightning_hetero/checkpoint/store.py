@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from fsspec.asyn import AsyncFileSystem
 from lightning_hetero.checkpoint.deadlines import Deadline, Followed, Progress
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["FsspecStore", "LocalStore", "ProcessStore", "Store"]
+__all__ = ["FsspecStore", "LocalStore", "Store"]
 
 _TEMPORARY = ".tmp-"
 _FOREIGN = {"lost+found"}
@@ -297,42 +296,6 @@ class FsspecStore:
 
     def __str__(self) -> str:
         return self._url
-
-
-class ProcessStore:
-    """Files in the memory of this process, which end with it."""
-
-    def __init__(self, name: str) -> None:
-        self.files: dict[str, bytes] = {}
-        self._name = name
-        self._lock = threading.Lock()
-
-    def write(self, name: str, chunks: Iterable[Buffer]) -> None:
-        """Keep a copy."""
-        data = b"".join(chunks)
-        with self._lock:
-            self.files[name] = data
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes [start, stop)."""
-        try:
-            return self.files[name][start:stop]
-        except KeyError:
-            raise FileNotFoundError(2, "No such file", name) from None
-
-    def list(self) -> dict[str, int]:
-        """Return names and sizes."""
-        with self._lock:
-            return {name: len(data) for name, data in self.files.items()}
-
-    def remove(self, names: Collection[str]) -> None:
-        """Forget files."""
-        with self._lock:
-            for name in names:
-                self.files.pop(name, None)
-
-    def __str__(self) -> str:
-        return self._name
 
 
 def _status_of(entry: "os.DirEntry[str]") -> os.stat_result | None:

@@ -2,33 +2,66 @@
 
 With redundancy each row of a parameter is kept by two ranks. Where a generation ends at one step on
 all ranks that are left, and they have all rows together, their slices are a complete checkpoint
-that nobody had to save: each puts its own into the memory of its process, and all recover from
-there as from any other place, onto the slices of the next generation.
+that nobody had to save. Newcomers have no part of it, and get theirs from the others.
 
-Nothing is taken on trust: who was in the middle of an optimizer's step offers nothing, and who is a
-step ahead of another one is no part of the same checkpoint. Then the newest one that was saved
-counts.
+1. Each rank offers what it has, or says why it has nothing (one all-gather). Whoever was in the
+   middle of an optimizer's step has nothing, and who is a step ahead of another one is no part of
+   the same state. Then the newest checkpoint counts.
+2. Who keeps which rows was known to all ranks of the old generation, and is known to all of the new
+   one. So each works out the same list of moves, and rows go straight from memory to memory.
+3. Each says whether it could put its rows together (one all-gather): all go on from them, or none.
 
-Floor: each row is encoded, checked and read once; what a rank keeps itself doesn't travel.
+Floor: each row is copied once; what a rank keeps itself doesn't travel.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from lightning_hetero.checkpoint.content import CheckpointContent, Recovered, SliceNeed
-from lightning_hetero.checkpoint.parts import write_manifest
-from lightning_hetero.checkpoint.recovering.recovery import recover
-from lightning_hetero.checkpoint.saving.encoding import encode_part, make_manifest, metadata_files
-from lightning_hetero.checkpoint.saving.snapshot import Snapshot
-from lightning_hetero.checkpoint.store import ProcessStore
-from lightning_hetero.checkpoint.tiers import Tier, TierKind
-from lightning_hetero.checkpoint.transport import Transport, gather_json
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.checkpoint.content import (
+    CheckpointContent,
+    Recovered,
+    RecoveryReport,
+    SliceContent,
+    SliceNeed,
+)
+from lightning_hetero.checkpoint.manifest import CheckpointId
+from lightning_hetero.checkpoint.pieces import (
+    Piece,
+    cut_piece,
+    is_followed,
+    joined,
+    pack,
+    unpack,
+)
+from lightning_hetero.checkpoint.tiers import Source
+from lightning_hetero.checkpoint.transport import Transport, gather_json, take_turns
 from lightning_hetero.core.owners import serve_without
-from lightning_hetero.core.slices import Slice
+from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.slices import Interval, Slice
 
-__all__ = ["LiveState", "NothingLive", "recover_from_survivors", "why_not"]
+__all__ = [
+    "Keepers",
+    "LiveState",
+    "Move",
+    "Newcomer",
+    "NothingLive",
+    "find_moves",
+    "recover_from_survivors",
+    "why_not",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keepers:
+    """Who keeps which rows of each parameter in a generation; the same on all its ranks."""
+
+    slices: Mapping[str, tuple[Slice, ...]]
+    dims: Mapping[str, int]
+    """Dim along which each parameter is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +72,8 @@ class LiveState:
     """All rows that it keeps, as owner or standby, on the host; rank and size are of then."""
     generation: int
     """The number of the generation."""
-    owners: Mapping[str, tuple[Slice, ...]]
-    """Who kept which rows of each parameter; the same on all its ranks."""
+    keepers: Keepers
+    """Of that generation."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +84,30 @@ class NothingLive:
     """Why not."""
 
 
+@dataclass(frozen=True)
+class Newcomer:
+    """A rank was not in the generation before, so it can have nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Rows of a parameter, along the dim of before, that one rank has for another, or for itself.
+
+    Ranks are those of the new generation.
+    """
+
+    parameter: str
+    start: int
+    stop: int
+    source: int
+    target: int
+
+
 def recover_from_survivors(
-    needs: Sequence[SliceNeed], own: LiveState | NothingLive, transport: Transport
+    needs: Sequence[SliceNeed],
+    keepers: Keepers,
+    own: LiveState | NothingLive | Newcomer,
+    transport: Transport,
 ) -> Recovered | NothingLive:
     """Return the state of the last step, if all ranks are at one and have all rows together.
 
@@ -60,8 +115,9 @@ def recover_from_survivors(
 
     Args:
         needs: What this rank keeps from now on.
-        own: What it still has.
-        transport: The ranks that are left.
+        keepers: Who keeps what from now on.
+        own: What this rank still has.
+        transport: The ranks that are left, and newcomers.
 
     Returns:
         The state; or, the same on all ranks, why a saved checkpoint has to be taken.
@@ -69,31 +125,77 @@ def recover_from_survivors(
     Raises:
         PeerError: Another rank is gone.
     """
+    rank = transport.global_rank
+    metadata, own = _encoded(own) if rank == 0 else (b"", own)
     offers = gather_json(transport, _offer_of(own))
-    why = why_not(offers, own.owners if isinstance(own, LiveState) else {})
-    if why:
+    why = why_not(offers, own.keepers.slices if isinstance(own, LiveState) else {})
+    # Newcomers don't know who kept which rows.
+    whys = gather_json(transport, why) if any("new" in offer for offer in offers) else [why]
+    if why := next(filter(None, whys), ""):
         return NothingLive(why)
+    told = _tell(own, metadata, transport)
+    rank_now = {offer["rank"]: new for new, offer in enumerate(offers) if "new" not in offer}
+    moves = find_moves(told.keepers, keepers, rank_now)
+    kept = own.content if isinstance(own, LiveState) else None
+    found, errors = _carry_out(moves, () if kept is None else kept.slices, transport)
+    state = None
+    try:
+        state = _put_together(needs, found, told, kept)
+    except Exception as error:
+        # What a user's object raises mustn't end a rank that can go on otherwise.
+        errors.append(repr(error))
+    told_errors = gather_json(transport, [f"Rank {rank}: {error}" for error in errors])
+    why = " ".join(error for item in told_errors for error in item)
+    return NothingLive(why) if why or state is None else state
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """Rank 0's word on what is the same for all."""
+
+    metadata: bytes
+    id: CheckpointId
+    saved_by: int
+    plan: ParallelPlan | None
+    keepers: Keepers
+    """Of the generation that has ended."""
+
+
+def _encoded(
+    own: LiveState | NothingLive | Newcomer,
+) -> tuple[bytes, LiveState | NothingLive | Newcomer]:
+    """Return the metadata for all, and what is left to offer if that can't be."""
+    if not isinstance(own, LiveState):
+        return b"", own
+    try:
+        return pickle.dumps(own.content.metadata), own
+    except Exception as error:
+        # Anything that a callback or a module saves may be what can't be pickled.
+        return b"", NothingLive(f"{type(error).__name__}: {error}")
+
+
+def _tell(own: LiveState | NothingLive | Newcomer, metadata: bytes, transport: Transport) -> _Told:
+    if transport.global_rank != 0:
+        told: _Told = pickle.loads(transport.receive(0))
+        return told
     assert isinstance(own, LiveState)
-    rank, size = transport.global_rank, transport.world_size
-    store = ProcessStore("survivors")
-    try:
-        _write(store, replace(own.content, global_rank=rank, world_size=size))
-        error = ""
-    except CheckpointError as failure:
-        error = f"Rank {rank}: {failure}"
-    errors = [item for item in gather_json(transport, error) if item]
-    if errors:
-        return NothingLive(" ".join(errors))
-    tier = Tier(kind=TierKind.MEMORY, store=store)
-    try:
-        # Each process is a node of its own here: nobody else reaches its memory.
-        found = recover(needs, [tier], node=f"survivor-{rank}", transport=transport)
-    except CheckpointError as failure:
-        return NothingLive(str(failure))
-    return found or NothingLive("what the ranks have kept isn't complete")
+    content = own.content
+    told = _Told(
+        metadata=metadata,
+        id=content.id,
+        saved_by=content.world_size,
+        plan=content.plan,
+        keepers=own.keepers,
+    )
+    message = pickle.dumps(told)
+    for rank in range(1, transport.world_size):
+        transport.send(message, rank)
+    return told
 
 
-def _offer_of(own: LiveState | NothingLive) -> dict[str, Any]:
+def _offer_of(own: LiveState | NothingLive | Newcomer) -> dict[str, Any]:
+    if isinstance(own, Newcomer):
+        return {"new": True}
     if isinstance(own, NothingLive):
         return {"why": own.why}
     content = own.content
@@ -105,24 +207,25 @@ def _offer_of(own: LiveState | NothingLive) -> dict[str, Any]:
     }
 
 
-def why_not(offers: Sequence[Mapping[str, Any]], owners: Mapping[str, tuple[Slice, ...]]) -> str:
+def why_not(offers: Sequence[Mapping[str, Any]], slices: Mapping[str, tuple[Slice, ...]]) -> str:
     """Return why ranks can't go on from what they have, nothing if they can.
 
     Args:
         offers: What each rank has, by rank: "generation", "step", "rank" and "size" of then; or
-            "why" it has nothing.
-        owners: Who kept which rows in that generation.
+            "why" it has nothing; or that it is "new".
+        slices: Who kept which rows in that generation.
     """
     for rank, offer in enumerate(offers):
         if "why" in offer:
             return f"rank {rank} has nothing of the last step: {offer['why']}"
-    moments = {(offer["generation"], offer["step"]) for offer in offers}
-    if len(moments) > 1:
-        steps = ", ".join(f"rank {r} step {offer['step']}" for r, offer in enumerate(offers))
+    left = {rank: offer for rank, offer in enumerate(offers) if "new" not in offer}
+    if 0 not in left:
+        return "rank 0 is a newcomer"
+    if len({(offer["generation"], offer["step"]) for offer in left.values()}) > 1:
+        steps = ", ".join(f"rank {rank} step {offer['step']}" for rank, offer in left.items())
         return f"the ranks that are left had come to different steps ({steps})"
-    left = {offer["rank"] for offer in offers}
-    lost = set(range(offers[0]["size"])) - left
-    missing = serve_without(owners, lost).missing
+    lost = set(range(left[0]["size"])) - {offer["rank"] for offer in left.values()}
+    missing = serve_without(slices, lost).missing
     if missing:
         name, rows = next(iter(missing.items()))
         return (
@@ -132,8 +235,123 @@ def why_not(offers: Sequence[Mapping[str, Any]], owners: Mapping[str, tuple[Slic
     return ""
 
 
-def _write(store: ProcessStore, content: CheckpointContent) -> None:
-    bodies, slices = encode_part(Snapshot.of(content), metadata_files(content))
-    for body in bodies:
-        store.write(f"{content.id.folder}/{body.name}", body)
-    write_manifest(store, make_manifest(content, bodies, slices))
+def find_moves(before: Keepers, after: Keepers, rank_now: Mapping[int, int]) -> list[Move]:
+    """Return who gives which rows to whom, in the same order on all ranks.
+
+    A rank takes what it has kept itself; else keepers take turns to give.
+
+    Args:
+        before: Of the generation that has ended.
+        after: Of the one that begins.
+        rank_now: The new rank of each rank of before that is left.
+    """
+    known: dict[Hashable, list[tuple[int, int, int, int]]] = {}
+    moves = []
+    for name, slices in after.slices.items():
+        old, is_same_dim = before.slices[name], before.dims[name] == after.dims[name]
+        key = id(old), id(slices), is_same_dim
+        if key not in known:
+            found = _moves_of(old, slices, rank_now, is_same_dim=is_same_dim)
+            known[key] = list(dict.fromkeys(found))
+        moves += [Move(name, *item) for item in known[key]]
+    return moves
+
+
+def _moves_of(
+    old: Sequence[Slice], new: Sequence[Slice], rank_now: Mapping[int, int], *, is_same_dim: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    for item in new:
+        # Cut along another dim than before, each slice has something of all rows of before.
+        rows: Interval = (item.start, item.stop) if is_same_dim else (0, old[-1].stop)
+        for target in item.keepers:
+            for piece in old:
+                start, stop = max(rows[0], piece.start), min(rows[1], piece.stop)
+                if start < stop:
+                    here = [rank_now[keeper] for keeper in piece.keepers if keeper in rank_now]
+                    yield (
+                        start,
+                        stop,
+                        target if target in here else here[target % len(here)],
+                        target,
+                    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Pieces that a rank has come by."""
+
+    pieces: dict[str, list[Piece]] = field(default_factory=partial(defaultdict, list))
+    """By parameter."""
+    num_bytes: Counter[Source] = field(default_factory=Counter)
+
+    def take(self, source: Source, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self.pieces[piece.parameter].append(piece)
+            self.num_bytes[source] += piece.num_bytes
+
+
+def _carry_out(
+    moves: Sequence[Move], kept: Sequence[SliceContent], transport: Transport
+) -> tuple[_Found, list[str]]:
+    """Give and take what moves; return what was taken, and what went wrong.
+
+    Whatever goes wrong here, every message is sent and received: nobody waits for one in vain.
+    """
+    rank, found, errors = transport.global_rank, _Found(), list[str]()
+    own: dict[str, list[SliceContent]] = defaultdict(list)
+    for item in kept:
+        own[item.parameter].append(item)
+    try:
+        found.take(Source.OWN_MEMORY, _cut(moves, own, rank, rank))
+    except Exception as error:
+        errors.append(repr(error))
+    pairs = list(dict.fromkeys((m.source, m.target) for m in moves if m.source != m.target))
+    for source, target in (pairs[turn] for turn in take_turns(pairs)):
+        if source == rank:
+            for message in pack(partial(_cut, moves, own, source, target)):
+                transport.send(message, target)
+        elif target == rank:
+            has_more = True
+            while has_more:
+                message = transport.receive(source)
+                has_more = is_followed(message)
+                try:
+                    found.take(Source.PEER_MEMORY, unpack(message))
+                except Exception as error:
+                    errors.append(repr(error))
+    return found, errors
+
+
+def _cut(
+    moves: Sequence[Move], kept: Mapping[str, Sequence[SliceContent]], source: int, target: int
+) -> list[Piece]:
+    return [
+        cut_piece(item, max(move.start, item.start), min(move.stop, item.stop))
+        for move in moves
+        if (move.source, move.target) == (source, target)
+        for item in kept[move.parameter]
+        if item.start < move.stop and item.stop > move.start
+    ]
+
+
+def _put_together(
+    needs: Sequence[SliceNeed], found: _Found, told: _Told, own: CheckpointContent | None
+) -> Recovered:
+    return Recovered(
+        id=told.id,
+        world_size=told.saved_by,
+        plan=told.plan,
+        slices=tuple(joined(need, found.pieces[need.parameter]) for need in needs),
+        metadata=pickle.loads(told.metadata),
+        rank_metadata=None if own is None else own.rank_metadata,
+        report=RecoveryReport(
+            id=told.id,
+            bytes_by_source=dict(found.num_bytes),
+            seconds={},
+            failures=(),
+            skipped=(),
+            # Checkpoints from now on are newer than those of before.
+            attempt=told.id.attempt + 1,
+            place="memory",
+        ),
+    )

@@ -313,6 +313,7 @@ class _Generations:
         self._strategy.set_world_ranks()
         before.put_back(trainer)
         self._newcomers = new.newcomers_since(old)
+        trainer.strategy.run.knows_places = not self._newcomers
         rank_zero_info(
             "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,

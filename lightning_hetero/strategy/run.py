@@ -30,8 +30,11 @@ class KeepsLog(Protocol):
 class SavesSlices(Protocol):
     """The part of `LayerwiseCheckpoint` that serves others."""
 
-    node_of_rank: tuple[str, ...]
     saved: "SavedCheckpoint | None"
+
+    @property
+    def node_of_rank(self) -> tuple[str, ...]:
+        """Name of each rank's node."""
 
     def save_and_leave(
         self, nodes: Collection[str], then: "Callable[[SavedCheckpoint], None]"
@@ -85,6 +88,8 @@ class Run:
         """Who saves slices."""
         self.restarters: list[RestartsRun] = []
         """Who can restart the run without some of its machines."""
+        self.knows_places = False
+        """Whether all ranks have used the places of checkpoints, in the generation before."""
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart, or change of ranks in place, to the
         state being back; None before any."""

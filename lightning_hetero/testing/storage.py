@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Self
 
-from lightning_hetero.checkpoint.store import Buffer, ProcessStore, Store
+from lightning_hetero.checkpoint.store import Buffer, Store
 from lightning_hetero.core.errors import PeerError
 
 __all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore"]
@@ -14,11 +14,13 @@ __all__ = ["FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "Throttl
 _PIECE_BYTES = 256 << 10
 
 
-class MemoryStore(ProcessStore):
+class MemoryStore:
     """Files in a dict, with room for `capacity_bytes`."""
 
     def __init__(self, name: str = "memory", *, capacity_bytes: int | None = None) -> None:
-        super().__init__(name)
+        self.files: dict[str, bytes] = {}
+        self._name = name
+        self._lock = threading.Lock()
         self._capacity_bytes = capacity_bytes
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> None:
@@ -29,6 +31,27 @@ class MemoryStore(ProcessStore):
             if self._capacity_bytes is not None and others + len(data) > self._capacity_bytes:
                 raise OSError(28, "No space left on device", name)
             self.files[name] = data
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return bytes [start, stop)."""
+        try:
+            return self.files[name][start:stop]
+        except KeyError:
+            raise FileNotFoundError(2, "No such file", name) from None
+
+    def list(self) -> dict[str, int]:
+        """Return names and sizes."""
+        with self._lock:
+            return {name: len(data) for name, data in self.files.items()}
+
+    def remove(self, names: Collection[str]) -> None:
+        """Forget files."""
+        with self._lock:
+            for name in names:
+                self.files.pop(name, None)
+
+    def __str__(self) -> str:
+        return self._name
 
 
 class Throttle:

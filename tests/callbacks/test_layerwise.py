@@ -109,7 +109,7 @@ class Epochs(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self.fails_at:
             (checkpoint,) = (c for c in trainer.callbacks if isinstance(c, LayerwiseCheckpoint))
-            checkpoint._writer.close()
+            checkpoint._access.close()
             raise RuntimeError("on purpose")
         self.found.append(trainer.fit_loop.epoch_progress.current.processed)
 
@@ -142,7 +142,7 @@ class Fails(L.Callback):
         if checkpoint.saved is not None:
             checkpoint.saved.wait_until_uploaded(60)
             # A process that has failed writes no more; this one lives on.
-            checkpoint._writer.close()
+            checkpoint._access.close()
             self.steps = trainer.global_step
             raise RuntimeError("on purpose")
 

@@ -41,13 +41,19 @@ from lightning_hetero.checkpoint import (
     Recovered,
     SliceNeed,
     Tier,
+    Transport,
     recover,
 )
-from lightning_hetero.checkpoint.survivors import LiveState, NothingLive, recover_from_survivors
+from lightning_hetero.checkpoint.survivors import (
+    Keepers,
+    LiveState,
+    NothingLive,
+    recover_from_survivors,
+)
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
 
-__all__ = ["Found", "LiveSteps"]
+__all__ = ["Found", "LiveSteps", "find_saved"]
 
 _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
 _IN_EVALUATION = NothingLive(
@@ -197,44 +203,25 @@ class LiveSteps:
         noted.random_state.put_back()
         content = content_of(trainer, owned, replace(start, step=noted.step), metadata)
         content = replace(content, slices=owned.kept_contents())
-        store = strategy.engine.store
-        return LiveState(content=_on_host(content), generation=generation, owners=store.slices)
+        return LiveState(
+            content=_on_host(content), generation=generation, keepers=_keepers(trainer)
+        )
 
-    def find_state(
-        self,
-        needs: Sequence[SliceNeed],
-        tiers: Sequence[Tier],
-        goes_on: bool,  # noqa: FBT001 - inside only
-        *,
-        looks: bool,
-        **seen: Any,
+    def recover(
+        self, trainer: pl.Trainer, needs: Sequence[SliceNeed], transport: Transport
     ) -> Found:
-        """Return what a fit begins with; every rank calls it. Communicates.
+        """Return what the ranks of this generation still have; every rank calls it. Communicates.
 
         Args:
+            trainer: Whose fit begins.
             needs: What this rank keeps from now on.
-            tiers: Where checkpoints are.
-            goes_on: Whether a rank was lost, and this generation follows.
-            looks: Whether to look for checkpoints.
-            **seen: What `recover` takes.
-
-        Raises:
-            CheckpointError: A rank was lost, and there is nothing to go on from; and see `recover`.
+            transport: The ranks.
         """
-        why = None
-        if goes_on:
-            live = recover_from_survivors(needs, self.state, seen["transport"])
-            if not isinstance(live, NothingLive):
-                return Found(live, is_live=True)
-            why = live.why
-            rank_zero_info("Going back to the newest checkpoint, because %s.", why)
-        recovered = recover(needs, tiers, **seen) if looks else None
-        if recovered is None and goes_on:
-            raise CheckpointError(
-                f"A rank was lost before any checkpoint was complete, and {why}; so there is "
-                "nothing to go on from in place. Start again."
-            )
-        return Found(recovered, why_not_live=why)
+        live = recover_from_survivors(needs, _keepers(trainer), self.state, transport)
+        if not isinstance(live, NothingLive):
+            return Found(live, is_live=True)
+        rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
+        return Found(None, why_not_live=live.why)
 
     def _rewind(self, trainer: pl.Trainer, noted: _Noted) -> None:
         """Put the loops' counters back to a step's end; the loops are thrown away after it."""
@@ -251,6 +238,37 @@ class LiveSteps:
             # Another tensor has another id, one that evaluation has made no version.
             total += id(tensor) + (0 if tensor.is_inference() else tensor._version)
         return total
+
+
+def find_saved(
+    needs: Sequence[SliceNeed], tiers: Sequence[Tier], *, why_not_live: str | None, **seen: Any
+) -> Found:
+    """Return the newest checkpoint's state; every rank calls it. Communicates.
+
+    Args:
+        needs: What this rank keeps from now on.
+        tiers: Where checkpoints are.
+        why_not_live: Why it has to do, where a rank was lost and this generation follows.
+        **seen: What `recover` takes.
+
+    Raises:
+        CheckpointError: A rank was lost, and there is nothing to go on from; and see `recover`.
+    """
+    recovered = recover(needs, tiers, **seen)
+    if recovered is None and why_not_live is not None:
+        raise CheckpointError(
+            f"A rank was lost before any checkpoint was complete, and {why_not_live}; so there is "
+            "nothing to go on from in place. Start again."
+        )
+    return Found(recovered, why_not_live=why_not_live)
+
+
+def _keepers(trainer: pl.Trainer) -> Keepers:
+    strategy = run_of(trainer).strategy
+    assert strategy is not None
+    store = strategy.engine.store
+    dims = {name: spec.cut_dim for name, spec in store.specs.items()}
+    return Keepers(slices=store.slices, dims=dims)
 
 
 def _places(trainer: pl.Trainer) -> Iterator[tuple[dict[str, Any], str]]:

@@ -3,8 +3,9 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -15,10 +16,10 @@ from lightning_hetero.callbacks.run import note
 from lightning_hetero.checkpoint import Source, Transport
 from lightning_hetero.checkpoint.transport import gather_json
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.process.identity import machine_id
 
 __all__ = [
     "StartTimes",
-    "last_finished",
     "refuse_under_torchrun",
     "report_complete",
     "report_recovery",
@@ -39,21 +40,12 @@ class StartTimes:
     """The state had been read."""
 
 
-def last_finished(places: Places, transport: Transport, *, run: str) -> FinishedStep | None:
-    """Return how far any node that is left saw a run's training come; collective."""
-    own = places.last_finished()
-    found = gather_json(transport, None if own is None else asdict(own))
-    known = [FinishedStep(**item) for item in found if item is not None]
-    return max((item for item in known if item.run == run), key=lambda i: i.at_s, default=None)
-
-
 def report_recovery(
     trainer: pl.Trainer,
     found: Found,
-    finished: FinishedStep | None,
     times: StartTimes,
+    places: Places,
     transport: Transport,
-    node_of_rank: Sequence[str],
 ) -> float | None:
     """Print and note it on rank 0, once the state is loaded; collective.
 
@@ -68,10 +60,19 @@ def report_recovery(
         "fetch": times.fetched_s - times.planned_s,
         "load": time.time() - times.fetched_s,
     }
+    own, noted = recovered.report.bytes_by_source, places.last_finished()
+    rows = gather_json(
+        transport,
+        {
+            "bytes": [[int(source), count] for source, count in own.items()],
+            "finished": None if noted is None else asdict(noted),
+            "machine": machine_id(),
+        },
+    )
     sources: Counter[Source] = Counter()
-    own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
-    for counts in gather_json(transport, own):
-        sources.update({Source(source): count for source, count in counts})
+    for row in rows:
+        sources.update({Source(source): count for source, count in row["bytes"]})
+    finished = _last_finished([row["finished"] for row in rows], run=recovered.id.run)
     lost, lost_steps = "", None
     if finished is not None:
         # Who notes finished steps may have been lost before it had noted its last one.
@@ -82,7 +83,7 @@ def report_recovery(
         f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)}, load "
         f"{seconds['load']:.2f} s;{lost} {seconds['meet']:.2f} s to meet, "
         f"{seconds['plan and set up']:.2f} s to plan and set up; {trainer.world_size} ranks "
-        f"on {len(set(node_of_rank))} nodes, {recovered.world_size} had saved it."
+        f"on {len({row['machine'] for row in rows})} machines, {recovered.world_size} had saved it."
     )
     note(
         trainer,
@@ -96,6 +97,12 @@ def report_recovery(
         why_not_live=found.why_not_live,
     )
     return None if finished is None else sum(seconds.values())
+
+
+def _last_finished(noted: Sequence[Mapping[str, Any] | None], *, run: str) -> FinishedStep | None:
+    """Return how far any node that is left saw a run's training come."""
+    known = [FinishedStep(**item) for item in noted if item is not None]
+    return max((item for item in known if item.run == run), key=lambda i: i.at_s, default=None)
 
 
 def report_complete(places: Places, step: int) -> None:

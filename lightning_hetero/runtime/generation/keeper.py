@@ -248,7 +248,8 @@ class Keeper:
         from lightning_hetero.runtime.generation import newcomers, records
 
         dead, outlook = self._dead(), None
-        for worker in self._workers:
+        # The dead first: others wait for that word.
+        for worker in sorted(self._workers, key=lambda item: item not in dead):
             if worker.member is None:
                 continue
             prefix, number = worker.member

@@ -7,6 +7,7 @@ fills the seam that `checkpoint.transport` leaves.
 """
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ between stages and the TP degree decide: with equal pipelines a rank is in one f
 stage, and in one or two for what lies outside the layers. NCCL keeps buffers in each.
 """
 
+_SHORT_BYTES = 1016
+"""Of a row that travels with its length, among all ranks."""
 _T = TypeVar("_T")
 
 
@@ -113,9 +116,8 @@ class Communicators:
         """Return every rank's value, by rank; collective over all ranks."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        data = pickle.dumps(value)
+        return [pickle.loads(item) for item in gather_bytes(data, self.control, self.world_size)]
 
     def on_rank_0(self, work: Callable[[], _T]) -> _T:
         """Run on rank 0 and return what it returned, or raise what it raised, on every rank."""
@@ -207,17 +209,7 @@ class GroupTransport:
     def all_gather(self, data: bytes) -> list[bytes]:
         """Give `data` to all ranks; return what each gave, by rank."""
         with self._naming("another rank"):
-            lengths = list(torch.zeros(self.world_size, 1, dtype=torch.int64).unbind(0))
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group)
-            longest = max(int(length) for length in lengths)
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(data)] = _as_tensor(data)
-            rows = list(torch.empty(self.world_size, longest, dtype=torch.uint8).unbind(0))
-            if longest:
-                dist.all_gather(rows, padded, group=self._group)
-        return [
-            row[: int(length)].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)
-        ]
+            return gather_bytes(data, self._group, self.world_size)
 
     def send(self, data: bytes, destination: int) -> None:
         """Send bytes to a rank that calls `receive`."""
@@ -244,6 +236,30 @@ class GroupTransport:
             raise PeerError(
                 f"Rank {self.global_rank} lost {peer} while they exchanged checkpoint data: {error}"
             ) from error
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None, world_size: int) -> list[bytes]:
+    """Return what each rank of a group gives, by rank; one collective where all give little."""
+    head = len(data).to_bytes(8, "little") + data[:_SHORT_BYTES]
+    rows = _gather_rows(head, 8 + _SHORT_BYTES, group, world_size)
+    lengths = [int.from_bytes(row[:8], "little") for row in rows]
+    found = [row[8 : 8 + length] for row, length in zip(rows, lengths, strict=True)]
+    longest = max(lengths) - _SHORT_BYTES
+    if longest > 0:
+        rest = _gather_rows(data[_SHORT_BYTES:], longest, group, world_size)
+        for rank, length in enumerate(lengths):
+            found[rank] += rest[rank][: max(0, length - _SHORT_BYTES)]
+    return found
+
+
+def _gather_rows(
+    data: bytes, length: int, group: dist.ProcessGroup | None, world_size: int
+) -> list[bytes]:
+    rows = bytearray(world_size * length)
+    own = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+    into = torch.frombuffer(rows, dtype=torch.uint8)
+    dist.all_gather_into_tensor(into, own, group=group)
+    return [bytes(rows[start : start + length]) for start in range(0, len(rows), length)]
 
 
 def _as_tensor(data: bytes) -> Tensor:

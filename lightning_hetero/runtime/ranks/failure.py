@@ -134,6 +134,8 @@ class FailureDetector:
         self.abort: Callable[[], None] = lambda: None
         """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""
         self._reason: str | None = None
+        self._is_judged = threading.Event()
+        """Set once there is a reason why the run can't go on."""
         self._raised = threading.Event()
         self._stopped = threading.Event()
 
@@ -159,6 +161,7 @@ class FailureDetector:
         if self._heartbeat is not None:
             return
         self._reason = None
+        self._is_judged.clear()
         self._raised.clear()
         self._stopped = threading.Event()
         self._heartbeat = Heartbeat(
@@ -177,8 +180,7 @@ class FailureDetector:
         atexit.register(self.stop)
         if self._bulletin is not None:
             # Then its connection is there, and none that the run's groups open is taken for it.
-            beating = self._heartbeat
-            self._wait(lambda: beating.num_rounds > 0, 10 * self._interval_s)
+            self._heartbeat.has_begun.wait(10 * self._interval_s)
 
     def stop(self) -> None:
         """Say goodbye: this rank ends, or goes on alone, without having failed."""
@@ -200,7 +202,7 @@ class FailureDetector:
             notes = getattr(error, "__notes__", ())
             text = "\n".join([f"{type(error).__name__}: {error}", *notes])
             self._heartbeat.tell(self._rank, f"Rank {self._rank} failed: {text}")
-            self._wait(lambda: self._reason is not None, 8 * self._interval_s)
+            self._is_judged.wait(8 * self._interval_s)
             self._wait_until_read()
 
     @property
@@ -213,7 +215,7 @@ class FailureDetector:
         """Return why a connection broke: waits until a failure is reported or a rank is silent."""
         if self._heartbeat is not None:
             self._heartbeat.suspect()
-            self._wait(lambda: self._reason is not None, min(self._timeout_s, 15.0))
+            self._is_judged.wait(min(self._timeout_s, 15.0))
         return self._reason or (
             "A connection to another rank broke, and no rank said why. See the other ranks' logs."
         )
@@ -234,9 +236,13 @@ class FailureDetector:
 
     def _watch(self, heard: Heartbeat, stopped: threading.Event) -> None:
         store = Silence(2 * self._interval_s)
-        while not stopped.wait(self._interval_s / 2):
+        while not stopped.is_set():
+            heard.has_failed.wait(self._interval_s / 2)
+            if stopped.is_set():
+                return
             self._reason = self._judge(heard, store)
             if self._reason is not None:
+                self._is_judged.set()
                 self._end_run(self._reason, stopped)
                 return
 

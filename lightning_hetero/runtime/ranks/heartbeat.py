@@ -5,11 +5,13 @@ alone makes calls, and the others read what it has heard, and whether it still h
 
 A round is three calls, each to add to a number of the store, at any number of ranks: the rank's own
 beats, how many news there are, and the beats of the rank that it watches. Only news are looked at
-more closely. Who says goodbye leaves the number of the rank that it watched, which is watched by
-its watcher from then on: nobody walks over all those that have gone.
+more closely. Rounds follow each other quickly once a connection has broken, until it is known why.
+Who says goodbye leaves the number of the rank that it watched, which is watched by its watcher from
+then on: nobody walks over all those that have gone.
 """
 
 import json
+import math
 import threading
 import time
 from typing import Protocol
@@ -21,6 +23,8 @@ __all__ = ["Bulletin", "Heartbeat", "Silence"]
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
 _GONE = 2**32
 """More than any rank's beats; who ends adds it 1 + r times, where r is the rank that it watched."""
+_QUICKLY_S, _MOST_CALLS_PER_S = 0.01, 30_000
+"""Between two rounds of a rank that has lost a connection; and what the store gets of all ranks."""
 _MAX_HOPS = 64
 """From a rank that has gone to the one that it watched, in one round; seldom more than one."""
 
@@ -98,6 +102,7 @@ class Heartbeat:
         self._is_ending = False
         self._to_tell: str | None = None
         self._suspects = False
+        self._suspected_at_s = -math.inf
         self.failure: str | None = None
         """Why the run ends: the first failure that any rank has told."""
         self.failed_rank = -1
@@ -106,6 +111,10 @@ class Heartbeat:
         """On rank 0: how many other ranks, without the failed one, have read it."""
         self.is_suspicious = False
         """Whether some rank has lost a connection, so that silence means more than usual."""
+        self.has_begun = threading.Event()
+        """Set once the store has answered."""
+        self.has_failed = threading.Event()
+        """Set once there is a failure."""
         self.num_rounds = 0
         """Rounds in which the store has answered."""
         self.is_store_gone = False
@@ -128,6 +137,7 @@ class Heartbeat:
 
     def suspect(self) -> None:
         """Tell the others that a connection has broken, so somebody may be dead."""
+        self._suspected_at_s = time.monotonic()
         self._suspects = True
         self._wake.set()
 
@@ -159,13 +169,23 @@ class Heartbeat:
             self._store = PrefixStore(f"heartbeat/{own.add(f'starts/{self._rank}', 1)}", own)
             while not self._is_ending:
                 self._round()
-                self._wake.wait(self._interval_s)
+                self.has_begun.set()
+                self._wake.wait(self._pause_s())
                 self._wake.clear()
             self._say_goodbye()
         except Exception:
             # The client's own errors have many types, and the process may be half torn down.
             self.is_store_gone = True
         self._has_ended.set()
+
+    def _pause_s(self) -> float:
+        """Return how long to wait for the next round."""
+        # Silence is judged after as long; what is said of a dead process is there within moments.
+        is_over = time.monotonic() - self._suspected_at_s > 6 * self._interval_s
+        if is_over or self.failure is not None:
+            return self._interval_s
+        quickly_s = max(_QUICKLY_S, 3 * self._world_size / _MOST_CALLS_PER_S)
+        return min(quickly_s, self._interval_s)
 
     def _say_goodbye(self) -> None:
         """Rank 0 stays, for a moment, until the others know that the store goes without harm."""
@@ -221,6 +241,8 @@ class Heartbeat:
         gone = None if self._bulletin is None else self._bulletin.find_gone()
         if self.failure is None and gone is not None:
             self.failed_rank, self.failure = gone
+        if self.failure is not None:
+            self.has_failed.set()
         if self._rank != 0 and store.check([_SERVER_LEFT]):
             self._see_server_leave()
 

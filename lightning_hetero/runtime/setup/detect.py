@@ -29,7 +29,6 @@ __all__ = [
     "corrected_cluster",
     "describe_device",
     "detect_seats",
-    "find_nodes",
     "match_device",
     "slowed",
 ]
@@ -54,6 +53,8 @@ class Seat:
 
     host: str
     """Name of the machine."""
+    node: str = ""
+    """What is lost together: a host, or what one torchrun has started where several have on one."""
     device: DeviceSpec
     """Its device, slowdown included."""
     base: str
@@ -76,6 +77,7 @@ def detect_seats(
     *,
     slowdown: float = 1.0,
     memory_bytes: int | None = None,
+    node: str | None = None,
     correction_of: Callable[[str], MemoryCorrection] | None = None,
 ) -> tuple[Seat, ...]:
     """Return the seats of all ranks by global rank; collective over all ranks.
@@ -85,6 +87,7 @@ def detect_seats(
         device: This rank's device.
         slowdown: How many times slower than it could the device computes.
         memory_bytes: What to plan with instead of the device's own memory.
+        node: The name of this rank's node, if it plays one.
         correction_of: Says what earlier runs have taught of a device type.
     """
     base = describe_device(device)
@@ -95,6 +98,7 @@ def detect_seats(
     corrected = correction.corrected_bytes(spec.memory_bytes)
     seat = Seat(
         host=socket.gethostname(),
+        node=node or f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip(),
         device=replace(spec, memory_bytes=corrected),
         base=base.name,
         slowdown=slowdown,
@@ -116,19 +120,6 @@ def corrected_cluster(cluster: Cluster, seats: Sequence[Seat]) -> Cluster:
         if corrected < spec.memory_bytes:
             devices[spec.name] = replace(spec, memory_bytes=corrected)
     return replace(cluster, devices=tuple(devices.values()))
-
-
-def find_nodes(comms: Communicators, node: str | None = None) -> tuple[str, ...]:
-    """Return the node of each rank: what is lost together; collective over all ranks.
-
-    That is a host, or what one torchrun has started where several have on one host.
-
-    Args:
-        comms: The run's communicators.
-        node: The name of this rank's, if it plays one.
-    """
-    own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip()
-    return tuple(comms.gather_objects(node or own))
 
 
 def cluster_of(seats: Sequence[Seat]) -> Cluster:

@@ -12,7 +12,6 @@ holds the whole model.
 """
 
 import inspect
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,14 +61,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
         ModelError: Nothing says what a parameter or buffer on the meta device shall be.
     """
     layout = store.layout
-    kept = _find_kept(store, comms)
-    awaited = _find_awaited(store, comms)
-    absent = [
-        name
-        for name in store.specs
-        if name not in kept and name not in awaited and layout.slots[name][0].current.is_meta
-    ]
-    _check_same_everywhere(absent, comms)
+    kept, awaited, absent = _find_states(store, comms)
     sources = WeightSources(module)
     readers = {
         name: sources.find([slot.name for slot in layout.slots[name]], store.specs[name].shape)
@@ -105,18 +97,44 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
             store.adopt_rows(name, _read_rows(store, name, readers[name]))
 
 
-def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
-    """Return the stand-ins that the module has on every rank; collective."""
-    found = {
-        name: current
-        for name, slots in store.layout.slots.items()
-        if isinstance(current := slots[0].current, StandIn)
-    }
+def _find_states(
+    store: SliceStore, comms: Communicators
+) -> tuple[dict[str, StandIn], frozenset[str], list[str]]:
+    """Return stand-ins of a run before, what will be recovered, and what is on meta; collective.
+
+    A stand-in is there on every rank or on none. Where values will be recovered on any rank,
+    nobody's count.
+    """
+    first = {name: slots[0].current for name, slots in store.layout.slots.items()}
+    kept = {name: item for name, item in first.items() if isinstance(item, StandIn)}
+    _check_owners(kept, comms)
+    own = [name for name in store.specs if isinstance(first[name], Awaited)]
+    meta = [name for name in store.specs if first[name].is_meta and name not in kept]
+    everyone = comms.gather_objects((sorted(kept), own, meta))
+    names = [item for item, _, _ in everyone]
+    if any(item != names[0] for item in names):
+        raise ConfigurationError(
+            "The module's parameters are slices of a run before on some ranks only; numbers of "
+            f"them by rank: {[len(item) for item in names]}. Load whole weights on every rank or "
+            "on none."
+        )
+    awaited = frozenset(name for _, found, _ in everyone for name in found)
+    absent = [[name for name in found if name not in awaited] for _, _, found in everyone]
+    if any(item != absent[0] for item in absent):
+        counts = {global_rank: len(item) for global_rank, item in enumerate(absent)}
+        raise ConfigurationError(
+            "The ranks' modules differ in which parameters are on the meta device; numbers of them "
+            f"by rank: {counts}. Build the module alike on all ranks."
+        )
+    return kept, awaited, absent[comms.global_rank]
+
+
+def _check_owners(kept: Mapping[str, StandIn], comms: Communicators) -> None:
     owners = {
         rank
-        for kept in found.values()
-        for item in kept.store.slices[kept.parameter]
-        for rank in item.keepers
+        for item in kept.values()
+        for slices in item.store.slices[item.parameter]
+        for rank in slices.keepers
     }
     if any(owner >= comms.world_size for owner in owners):
         raise ConfigurationError(
@@ -124,21 +142,6 @@ def _find_kept(store: SliceStore, comms: Communicators) -> dict[str, StandIn]:
             f"{comms.world_size} run now. Use HeteroStrategy(whole_after_run=True) for the run "
             "before."
         )
-    names = comms.gather_objects(sorted(found))
-    if any(item != names[0] for item in names):
-        raise ConfigurationError(
-            "The module's parameters are slices of a run before on some ranks only; numbers of "
-            f"them by rank: {[len(item) for item in names]}. Load whole weights on every rank or "
-            "on none."
-        )
-    return found
-
-
-def _find_awaited(store: SliceStore, comms: Communicators) -> frozenset[str]:
-    """Return the parameters whose values will be recovered, on any rank: then nobody's count."""
-    slots = store.layout.slots
-    own = [name for name in store.specs if isinstance(slots[name][0].current, Awaited)]
-    return frozenset(name for names in comms.gather_objects(own) for name in names)
 
 
 def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandIn) -> None:
@@ -152,16 +155,6 @@ def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandI
         whole = gather_rows(before, comms, old, own, everywhere=True)
         assert whole is not None
         store.adopt(name, whole)
-
-
-def _check_same_everywhere(absent: Sequence[str], comms: Communicators) -> None:
-    found = comms.gather_objects((len(absent), zlib.crc32(repr(absent).encode())))
-    if len(set(found)) > 1:
-        counts = {global_rank: count for global_rank, (count, _) in enumerate(found)}
-        raise ConfigurationError(
-            "The ranks' modules differ in which parameters are on the meta device; numbers of them "
-            f"by rank: {counts}. Build the module alike on all ranks."
-        )
 
 
 def _read_rows(store: SliceStore, name: str, read: BoxReader | None) -> Tensor:

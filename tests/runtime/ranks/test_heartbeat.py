@@ -5,7 +5,9 @@ import threading
 from unittest import mock
 
 import pytest
+from torch.distributed import HashStore
 
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from tests.runtime.ranks.control_traffic import CountingStore, heartbeats
 
 
@@ -57,3 +59,38 @@ def test_the_last_rank_watches_itself() -> None:
     ranks[0]._round()
     ranks[0]._round()
     assert (ranks[0].peer, ranks[0].peer_beat) == (0, 2)
+
+
+class SlowBoard:
+    """A bulletin that says only some looks later which process is dead."""
+
+    patience_s = 1000.0
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def num_news(self) -> int:
+        self.looks += 1
+        return int(self.looks > 3)
+
+    def find_gone(self) -> tuple[int, str] | None:
+        return (1, "it is dead") if self.looks > 3 else None
+
+
+def test_a_rank_that_lost_a_connection_looks_again_at_once_until_it_knows_why() -> None:
+    board = SlowBoard()
+    heartbeat = Heartbeat(
+        HashStore(), global_rank=0, world_size=2, interval_s=1000.0, bulletin=board
+    )
+    assert heartbeat.has_begun.wait(60.0)
+    assert not heartbeat.has_failed.is_set()
+    heartbeat.suspect()
+    assert heartbeat.has_failed.wait(60.0)
+    assert (heartbeat.failed_rank, heartbeat.failure) == (1, "it is dead")
+    # From then on it takes its time again; and where nobody says why, after a while.
+    assert heartbeat._pause_s() == 1000.0
+    heartbeat.failure = None
+    assert heartbeat._pause_s() < 1.0
+    heartbeat._suspected_at_s -= 6001.0
+    assert heartbeat._pause_s() == 1000.0
+    heartbeat.end(60.0)

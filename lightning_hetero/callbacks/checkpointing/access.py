@@ -1,0 +1,173 @@
+"""One rank's access to the places of a run: who may write there, which run it is, and the writer.
+
+Where a fit begins from a checkpoint the ranks enter the places first, together. Where they go on
+from what they still had, nothing is read, so they enter behind the first steps: a save waits for
+it, and what went wrong is raised there, by all ranks.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join
+from lightning_hetero.checkpoint import (
+    CheckpointId,
+    CheckpointWriter,
+    Recovered,
+    Tier,
+    Transport,
+    WriterOptions,
+    begin_run,
+)
+from lightning_hetero.checkpoint.deadlines import BackgroundThread
+
+__all__ = ["Access"]
+
+_PATIENCE_S = 3600.0
+"""Longer than any place is waited for: it is given up by itself where nothing moves."""
+
+
+@dataclass(kw_only=True)
+class _Entered:
+    """What a rank has once all have entered."""
+
+    joined: Joined
+    writer: CheckpointWriter
+    is_closed: bool = False
+
+    def leave(self) -> None:
+        if not self.is_closed:
+            self.writer.leave()
+        _release(self.joined)
+
+
+class Access:
+    """Entered once, and left; all ranks make the same calls.
+
+    Args:
+        places: This node's.
+        transport: All ranks; used by one thread at a time.
+        is_first_of_node: Whether this rank looks after its node's places.
+        options: How to write.
+        skip_unreadable: Go on without places that can't be read.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        transport: Transport,
+        *,
+        is_first_of_node: bool,
+        options: WriterOptions,
+        skip_unreadable: bool,
+    ) -> None:
+        self._places = places
+        self._transport = transport
+        self._is_first_of_node = is_first_of_node
+        self._options = options
+        self._skip_unreadable = skip_unreadable
+        self._entered: Future[_Entered] = Future()
+
+    def enter(self, look: Callable[..., Recovered | None], *, anew: bool) -> CheckpointId:
+        """Enter, and find out what is there; communicates.
+
+        Args:
+            look: Returns what is recovered, given the tiers and what `recover` takes besides.
+            anew: Whether a new run begins, whatever the places know.
+
+        Returns:
+            Step 0 of the attempt that begins; see `begin_run`.
+
+        Raises:
+            CheckpointError: A place can't be used, or another job uses it; and whatever `look` and
+                `begin_run` raise.
+        """
+        is_first = self._is_first_of_node
+        joined = join(self._places, self._transport, is_first_of_node=is_first)
+        seen: dict[str, Any] = {
+            "node": joined.node,
+            "transport": self._transport,
+            "skip_unreadable": self._skip_unreadable,
+        }
+        try:
+            recovered = look(joined.tiers, **seen)
+            start = begin_run(joined.tiers, recovered=recovered, anew=anew, **seen)
+            if is_first:
+                self._places.forget_other_runs(start.run)
+            writer = CheckpointWriter(
+                joined.tiers,
+                node_of_rank=joined.node_of_rank,
+                transport=self._transport,
+                options=self._options,
+            )
+        except BaseException:
+            _release(joined)
+            raise
+        self._entered.set_result(_Entered(joined=joined, writer=writer))
+        return start
+
+    def enter_behind(self, recovered: Recovered) -> CheckpointId:
+        """Enter behind the training that goes on from what the ranks had.
+
+        Nobody else may use the transport from now on.
+
+        Returns:
+            Step 0 of the attempt that begins.
+        """
+
+        def work() -> None:
+            try:
+                self.enter(lambda *_, **__: recovered, anew=False)
+            except BaseException as error:
+                self._entered.set_exception(error)
+
+        thread = BackgroundThread("checkpoint-start")
+        thread.submit(work)
+        thread.finish()
+        return CheckpointId(0, recovered.report.attempt, recovered.id.run)
+
+    @property
+    def node_of_rank(self) -> tuple[str, ...]:
+        """Name of each rank's node; waits until all have entered."""
+        return self._wait().joined.node_of_rank
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """This node's tiers and the remote one; waits until all have entered."""
+        return self._wait().joined.tiers
+
+    @property
+    def writer(self) -> CheckpointWriter:
+        """What saves; waits until all have entered.
+
+        Raises:
+            CheckpointError: They couldn't, or another job has taken a place since.
+        """
+        entered = self._wait()
+        for lease in entered.joined.leases:
+            lease.raise_if_lost()
+        return entered.writer
+
+    def close(self) -> None:
+        """Finish all that was started; see `CheckpointWriter.close`."""
+        entered = self._wait()
+        entered.is_closed = True
+        entered.writer.close()
+
+    def leave(self) -> None:
+        """Give all up, also what is entered only later."""
+        self._entered.add_done_callback(_leave)
+
+    def _wait(self) -> _Entered:
+        return self._entered.result(_PATIENCE_S)
+
+
+def _leave(entered: "Future[_Entered]") -> None:
+    if entered.exception() is None:
+        entered.result().leave()
+
+
+def _release(joined: Joined) -> None:
+    for lease in joined.leases:
+        lease.release()
