@@ -11,6 +11,7 @@ default of 0.1 s leaves live replicas out where four share two cores.
   one. A step that is trained again, or with fewer workers, is none.
 * steps lost: trained again from a checkpoint; with torchft, attempts that weren't committed, whose
   samples nobody trains again.
+* pace: samples a second before the first fault, which tells what steps cost from what faults do.
 * goodput: samples that the weights at the end have learnt from, a second. Where a replica is away,
   torchft's steps have fewer samples; ours have all.
 
@@ -54,6 +55,14 @@ def _rows(ours: Outcome, peer: Outcome, name: str) -> list[Row]:
     return [
         _row("seconds without training", ours, peer, name, lambda outcome: outcome.idle_s),
         _row("steps lost", ours, peer, name, lambda outcome: float(outcome.lost_steps)),
+        _row(
+            "pace before the first fault, samples a second",
+            ours,
+            peer,
+            name,
+            lambda outcome: outcome.steady_per_s,
+            is_gain=True,
+        ),
         _row(
             "goodput, samples a second",
             ours,

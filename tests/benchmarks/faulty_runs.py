@@ -22,7 +22,7 @@ from lightning_hetero.callbacks.run_log import read_log
 from tests.benchmarks.paced_toy import NUM_ROWS, PacedToy
 from tests.callbacks.in_place import BATCH, Node, playing
 
-__all__ = ["NUM_WORKERS", "Outcome", "in_place", "torchft", "torchrun", "watch"]
+__all__ = ["NUM_WORKERS", "Outcome", "in_place", "judge", "torchft", "torchrun", "watch"]
 
 NUM_WORKERS = 4
 WARM_UP_STEPS = 15
@@ -40,6 +40,8 @@ class Outcome:
     """Seconds in which no step was trained, beyond the usual time of one."""
     lost_steps: int
     """Steps whose work counts for nothing."""
+    steady_per_s: float
+    """Samples a second before the first fault: the pace of steps alone."""
     samples_per_s: float
     """Samples that the weights at the end have learnt from, of the time watched."""
     share: float
@@ -65,23 +67,23 @@ def watch(run: Faulty, *, seconds: float, every_s: float) -> Outcome:
         assert time.monotonic() < deadline_s, "the run trains no steps"
         time.sleep(0.1)
     start_s = time.time()
-    end_s, num_faults = start_s + seconds, 0
+    end_s, strikes_s = start_s + seconds, []
     for index in count():
         strike_s = start_s + (index + 0.5) * every_s
         if strike_s >= end_s:
             break
         time.sleep(max(0.0, strike_s - time.time()))
+        strikes_s.append(time.time())
         run.strike(index % NUM_WORKERS)
-        num_faults += 1
     time.sleep(max(0.0, end_s - time.time()))
-    return _judge(_read(run.folder), start_s, end_s, num_faults, run.lost_steps(start_s))
+    return judge(_read(run.folder), start_s, end_s, strikes_s, run.lost_steps(start_s))
 
 
-def _judge(
+def judge(
     records: list[tuple[float, int, int]],
     start_s: float,
     end_s: float,
-    num_faults: int,
+    strikes_s: list[float],
     lost_steps: int,
 ) -> Outcome:
     """Return the outcome of records (when, step, samples so far), in their order."""
@@ -93,11 +95,15 @@ def _judge(
         newest = step
     gaps_s = [later - earlier for earlier, later in pairwise([*ends_s, end_s])]
     usual_s = statistics.median(gaps_s)
-    seen = [samples for at_s, _, samples in records if at_s <= end_s]
-    before = [samples for at_s, _, samples in records if at_s <= start_s]
-    rate = (seen[-1] - before[-1]) / (end_s - start_s)
+
+    def samples_at(moment_s: float) -> int:
+        return [samples for at_s, _, samples in records if at_s <= moment_s][-1]
+
+    rate = (samples_at(end_s) - samples_at(start_s)) / (end_s - start_s)
+    first_s = min(strikes_s, default=end_s)
     return Outcome(
-        num_faults=num_faults,
+        num_faults=len(strikes_s),
+        steady_per_s=(samples_at(first_s) - samples_at(start_s)) / (first_s - start_s),
         idle_s=sum(gap_s - usual_s for gap_s in gaps_s if gap_s > _IDLE_STEPS * usual_s),
         lost_steps=lost_steps,
         samples_per_s=rate,

@@ -27,6 +27,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 from torchft.coordination import LighthouseServer
 
 from tests.benchmarks.paced_toy import BATCH, NUM_ROWS, PacedLoss
+from tests.processes import die_with_parent
 from tests.toy import TokenRows
 
 HEARTBEAT_MS = 2000
@@ -105,6 +106,7 @@ def _write(path: Path, text: str) -> None:
 def _fork(work: Any, *arguments: Any) -> int:
     pid = os.fork()
     if pid == 0:
+        die_with_parent()
         try:
             work(*arguments)
         finally:
@@ -114,6 +116,7 @@ def _fork(work: Any, *arguments: Any) -> int:
 
 def main() -> None:
     """Start all, and start again what ends."""
+    die_with_parent()  # It has a session of its own, which nobody ends with the benchmark's.
     folder, num_replicas = Path(sys.argv[1]), int(sys.argv[2])
     _fork(serve_lighthouse, folder)
     while not (folder / "lighthouse").exists():
