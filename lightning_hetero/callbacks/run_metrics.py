@@ -115,7 +115,7 @@ class RunMetrics(Callback):
         total.wall_s += time.perf_counter() - self._start_s
         if times is not None:  # On CUDA they are those of the iteration before.
             total.compute_s += times.compute_s()
-            total.exchange_wait_s += sum(m.wait_s for m in times.messages if m.is_exchange)
+            total.exchange_wait_s += times.exchange_wait_s()
         total.planning_stall_s += 0.0 if data is None else data.planning_stall_s
         if place is not None and place.stage_index == place.tp_rank == 0:
             lengths = sample_lengths(batch)

@@ -15,7 +15,7 @@ slower one: it overrides what begins and ends here, and the two methods that do 
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +52,8 @@ class MessageTime:
     """Seconds for which this rank stood still because the message wasn't there."""
     is_exchange: bool
     """Whether it held weights or gradients of parameters, not an activation or its gradient."""
+    num_together: int = 1
+    """Messages that this one wait was for: any of them may have been late."""
 
 
 class _Work(Protocol):
@@ -72,11 +74,18 @@ class IterationTimes:
     """The messages that this rank received, in the order in which it waited for them."""
 
     def wait_by_peer_s(self) -> dict[int, float]:
-        """Return for how many seconds this rank waited for messages of each peer."""
+        """Return for how many seconds this rank waited for messages of each peer.
+
+        Of messages that a backend lets nobody wait for one by one each peer has the whole wait.
+        """
         waits_s: dict[int, float] = defaultdict(float)
         for message in self.messages:
             waits_s[message.peer] += message.wait_s
         return dict(waits_s)
+
+    def exchange_wait_s(self) -> float:
+        """Return the seconds of waits for weights and gradients of parameters."""
+        return sum(item.wait_s / item.num_together for item in self.messages if item.is_exchange)
 
     def compute_s(self, kind: ActionKind | None = None) -> float:
         """Return the seconds without waits of all actions, or of one kind."""
@@ -143,11 +152,20 @@ class ComputeClock:
         self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
     ) -> None:
         """Wait for a message of a peer; counts as waiting. A message's header counts 0 bytes."""
+        self.wait_together([work], [(peer, num_bytes)], is_exchange=is_exchange)
+
+    def wait_together(
+        self, works: Sequence[_Work], senders: Sequence[tuple[int, int]], *, is_exchange: bool
+    ) -> None:
+        """Wait for messages of several (peer, bytes) that can't be waited for one by one."""
         self._begin_wait()
         start = self._now()
-        work.wait()
-        self._delay_message(peer, num_bytes)
-        self._marks.messages.append((peer, num_bytes, start, self._now(), is_exchange))
+        for work in works:
+            work.wait()
+        for sender in senders:
+            self._delay_message(*sender)
+        common = start, self._now(), is_exchange, len(senders)
+        self._marks.messages += [(*sender, *common) for sender in senders]
         self._end_wait()
 
     def before_send(self) -> None:
@@ -215,7 +233,7 @@ class _Marks:
         self.wait_start: Any = None
         self.waits_before = 0
         self.waits: list[tuple[Any, Any]] = []
-        self.messages: list[tuple[int, int, Any, Any, bool]] = []
+        self.messages: list[tuple[int, int, Any, Any, bool, int]] = []
         self._actions: list[tuple[tuple[ActionKind, int], Any, Any, range]] = []
 
     def end_action(self, now: Any) -> None:
@@ -229,8 +247,8 @@ class _Marks:
             wait_s = sum(waits_s[waits.start : waits.stop])
             actions.append(ActionTime(kind, index, _seconds(start, end) - wait_s, wait_s))
         messages = tuple(
-            MessageTime(peer, num_bytes, _seconds(start, end), is_exchange)
-            for peer, num_bytes, start, end, is_exchange in self.messages
+            MessageTime(peer, num_bytes, _seconds(start, end), *rest)
+            for peer, num_bytes, start, end, *rest in self.messages
         )
         return IterationTimes(actions=tuple(actions), wait_s=sum(waits_s), messages=messages)
 

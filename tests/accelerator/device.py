@@ -38,6 +38,11 @@ _VIEWS = {"aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfol
 _BY_MASK = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 """Wait only for indices that are masks."""
 
+
+def note_use(what: str, reads: Any, writes: Any) -> None:
+    """Called with each operation that reads or writes memory of the device; see `streams`."""
+
+
 waits: list[tuple[str, str]] = []
 """What has made the host wait, and the lines of this repository that asked for it."""
 
@@ -127,7 +132,22 @@ def _compute(func: Any, *args: Any, **kwargs: Any) -> Any:
             return item
         return given[id(item)][1] if id(item) in given else moved(item)
 
-    return _each(leave, made)
+    left = _each(leave, made)
+    _note(func, args, kwargs, left)
+    return left
+
+
+def _note(func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    """Note what an operation reads and writes; views are neither, communications elsewhere."""
+    schema = func._schema
+    aliases = [item.alias_info for item in schema.returns if item.alias_info is not None]
+    if schema.name.startswith("c10d::") or any(not item.is_write for item in aliases):
+        return
+    written = {item.name for item in schema.arguments if item.is_write}
+    given = {**dict(zip((item.name for item in schema.arguments), args, strict=False)), **kwargs}
+    reads = [value for name, value in given.items() if name not in written]
+    writes = [value for name, value in given.items() if name in written]
+    note_use(schema.name, reads, [*writes, made])
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
@@ -145,7 +165,9 @@ def _form_of(tensor: Tensor) -> tuple[Any, ...]:
 def _make(func: Any) -> Callable[..., Tensor]:
     def make(*args: Any, **kwargs: Any) -> Tensor:
         kwargs.pop("pin_memory", None)
-        return moved(func(*args, **(kwargs | {"device": torch.device("cpu")})))
+        made = moved(func(*args, **(kwargs | {"device": torch.device("cpu")})))
+        note_use("made", (), made)
+        return made
 
     return make
 
@@ -153,6 +175,7 @@ def _make(func: Any) -> Callable[..., Tensor]:
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:  # noqa: FBT001, FBT002
     if on_device(source) is not on_device(target) and not non_blocking:
         note_wait("copy to the host" if on_device(source) else "blocking copy from the host")
+    note_use("copy", source, target)
     ends = (on_cpu(item) if on_device(item) else item for item in (target, source))
     torch.ops.aten.copy_(*ends)
     return target
@@ -160,6 +183,7 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _read(tensor: Tensor) -> Any:
     note_wait("read a value")
+    note_use("read", tensor, ())
     return on_cpu(tensor).item()
 
 

@@ -1,9 +1,12 @@
 """Runs on the accelerator and, for comparison, on the CPU; they return plain data."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -11,7 +14,9 @@ from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import BatchError, StepError
-from tests.accelerator import device
+from lightning_hetero.runtime.exchange.messages import SideStream
+from lightning_hetero.runtime.exchange.parcels import PushedParcels
+from tests.accelerator import device, streams
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 NUM_STEPS = 6
@@ -39,6 +44,8 @@ class Job:
     clip: float | None = None
     """Norm to which gradients are clipped."""
     optimizer: str = "adamw"
+    leaves_out_waits: bool = False
+    """Plants side streams that wait for no computation, and sends that nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,10 @@ class Found:
     """The error that ended the run."""
     owned_on: frozenset[str] = frozenset()
     """The devices of slices and optimizer states."""
+    clashes: frozenset[str] = frozenset()
+    """What streams do to each other's memory."""
+    num_shared: int = 0
+    """Allocations that several streams have used."""
 
 
 class _Module(ToyModule):
@@ -101,6 +112,33 @@ class _Look(L.Callback):
         self.owned_on = frozenset(t.device.type for t in (*module.parameters(), *moments))
         state = strategy.whole_state_dict()
         self.weights = {name: value.cpu().flatten().tolist() for name, value in state.items()}
+
+
+def train_on_streams(rank: int, job: Job) -> Found:
+    """Train where exchanges run on a stream of their own."""
+    device.install()
+    with streams.watched() as watch, without_waits() if job.leaves_out_waits else nullcontext():
+        found = train(rank, job)
+    return replace(found, clashes=frozenset(watch.found), num_shared=watch.num_shared)
+
+
+@contextmanager
+def without_waits() -> Iterator[None]:
+    """Leave waits of exchanges out."""
+
+    @contextmanager
+    def beside_compute(side: Any) -> Iterator[None]:
+        with torch.cuda.stream(side._stream):
+            yield
+
+    def forget(unit: Any) -> None:
+        unit._sends, unit._kept = [], []
+
+    with (
+        mock.patch.object(SideStream, "after_compute", beside_compute),
+        mock.patch.object(PushedParcels, "finish", forget),
+    ):
+        yield
 
 
 def train(rank: int, job: Job) -> Found:

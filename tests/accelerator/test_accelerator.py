@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator import device
-from tests.accelerator.runs import Found, Job, train
+from tests.accelerator.runs import Found, Job, train, train_on_streams
 from tests.processes import MOST_TRAVEL_ALONE, ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 
@@ -103,3 +103,20 @@ def test_slices_on_the_host_are_stepped_there(
 def test_a_plan_says_which_ranks_own_on_their_host(processes):
     found = check(processes, Job(plans=(STAGES | {"host_owners": [1]},), clip=0.3))
     assert [item.owned_on for item in found] == [{device.NAME}, {"cpu"}]
+
+
+@pytest.mark.parametrize("exchange", ["messages", "collectives"])
+def test_streams_share_no_memory_without_waiting_for_each_other(processes, exchange: str):
+    """Nor is any let go that another stream may still use, although nothing is recorded on it."""
+    job = Job(plans=(EQUAL, STAGES), options=(("exchange", exchange),))
+    for item in processes.run(train_on_streams, 2, job):
+        assert item.clashes == frozenset()
+        assert item.num_shared > 100
+
+
+def test_waits_between_streams_that_are_missing_are_found(processes):
+    job = Job(plans=(EQUAL,), options=(("exchange", "messages"),), leaves_out_waits=True)
+    for item in processes.run(train_on_streams, 2, job):
+        told = " ".join(item.clashes)
+        assert "on side doesn't wait for ['compute']" in told
+        assert "let go before ['communication'] are over" in told

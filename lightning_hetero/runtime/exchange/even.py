@@ -22,12 +22,15 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, Unit
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, wait_for_all
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
 __all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
 
+_MOST_TIMED = 16
+"""Ranks of a circle up to which waits for it are kept by peer: a search for a slow link probes no
+more at once."""
 _ADDED_IN_TURN = 64
 """Up to this number of pipelines are summed one after another, as messages are. More are summed by
 one operation, whose order follows from their number."""
@@ -191,6 +194,18 @@ class _EvenUnit:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.options.dtype, device=self.store.device)
 
+    def _wait_for_others(self) -> None:
+        assert self._work is not None
+        wait_for_all(self.options.clock, [self._work], self._senders)
+
+    @cached_property
+    def _senders(self) -> list[tuple[int, int]]:
+        """The peers that may be late, with the bytes of each; none where they are many."""
+        pieces = self.way.pieces
+        num_bytes = pieces.numel * self.options.dtype.itemsize
+        peers = pieces.members if len(pieces.members) <= _MOST_TIMED else ()
+        return [(peer, num_bytes) for peer in peers if peer != self.store.global_rank]
+
     def finish(self) -> None:
         """Wait until what was sent has left."""
         if self._work is not None:
@@ -239,9 +254,8 @@ class GatheredUnit(_EvenUnit):
 
     def wait(self) -> None:
         """Wait for the weights, and put them where they belong."""
-        assert self._work is not None
         assert self._received is not None
-        self._work.wait()
+        self._wait_for_others()
         rectangle = self._received.view(len(self.way.pieces.members), -1)
         self.way.pieces.unpack_wholes(rectangle, self._shared)
         self._work = self._received = None
@@ -287,8 +301,7 @@ class ScatteredUnit(_EvenUnit):
 
     def wait(self) -> None:
         """Wait for the other holders' gradients."""
-        assert self._work is not None
-        self._work.wait()
+        self._wait_for_others()
 
     def sum(self) -> dict[str, Tensor]:
         """Return the sums of what this rank owns, in order of pipeline, then rank."""

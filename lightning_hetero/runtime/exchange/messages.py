@@ -21,9 +21,15 @@ from lightning_hetero.runtime.clock import ComputeClock
 __all__ = [
     "ExchangeOptions",
     "SideStream",
+    "has_streams",
     "split_works",
     "wait_for_all",
 ]
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device runs what it is given on several streams."""
+    return device.type == "cuda"
 
 
 class SideStream:
@@ -41,7 +47,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        if has_streams(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -99,10 +105,9 @@ def split_works(
 def wait_for_all(
     clock: ComputeClock, works: Sequence[dist.Work], senders: Sequence[tuple[int, int]]
 ) -> None:
-    """Wait for one message of each (peer, bytes); who was late can't be told if they coalesced."""
+    """Wait for one message of each (peer, bytes); any may have been late if they coalesced."""
     if len(works) != len(senders):
-        for work in works:
-            work.wait()
+        clock.wait_together(works, senders, is_exchange=True)
         return
     for work, (peer, num_bytes) in zip(works, senders, strict=True):
         clock.wait_for(work, peer=peer, num_bytes=num_bytes, is_exchange=True)
