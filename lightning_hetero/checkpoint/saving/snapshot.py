@@ -3,7 +3,8 @@
 The owned slices change only in the optimizer step. So the copy may run beside the next iteration's
 forward and backward; whoever is about to change them waits for it first (`Snapshot.wait`). On CUDA
 the copies are queued on a stream of their own into pinned memory; on the CPU a thread makes them.
-The host buffer is allocated once and reused.
+The host buffer is allocated once and reused, in blocks: torch rounds pinned memory up to a power
+of two, so that one block for 33 GB would take 64.
 
 Floor: every byte is read once and written once, at the bandwidth of the memory or of PCIe; nothing
 is allocated from the second snapshot on.
@@ -24,6 +25,8 @@ from lightning_hetero.checkpoint.deadlines import BackgroundThread
 __all__ = ["HostBuffer", "Snapshot"]
 
 _ALIGNMENT_BYTES = 64
+_BLOCK_BYTES = 2**29
+"""Of the blocks of a buffer, unless a tensor is larger. What doesn't fit begins another one."""
 _LONGEST_COPY_S = 600.0
 """For the copy of one rank's state to the host; a device that takes longer doesn't answer."""
 
@@ -32,7 +35,8 @@ class HostBuffer:
     """Memory for one snapshot at a time, reused between snapshots."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[torch.Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
         self._free = threading.Semaphore(1)
         self._copier = BackgroundThread("checkpoint-snapshot")
 
@@ -56,26 +60,55 @@ class HostBuffer:
 
     def _start(self, content: CheckpointContent) -> "Snapshot":
         tensors = [tensor.detach() for tensor in _tensors_of(content).values()]
-        total = sum(_aligned_bytes(tensor) for tensor in tensors)
         on_device = any(tensor.is_cuda for tensor in tensors)
-        if total > self._memory.numel() or (on_device and not self._memory.is_pinned()):
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        copies = self._views(tensors)
+        copies = self._views(tensors, is_pinned=on_device)
         if on_device:
-            done = _copy_from_device(tensors, copies)
+            done = self._copy_from_device(tensors, copies)
             future = self._copier.submit(done.synchronize)
         else:
             future = self._copier.submit(_copy, tensors, copies)
         named = dict(zip(_tensors_of(content), copies, strict=True))
         return Snapshot(content=content, tensors=named, _future=future, _free=self._free)
 
-    def _views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        views, position = [], 0
+    def _views(self, tensors: Sequence[torch.Tensor], *, is_pinned: bool) -> list[torch.Tensor]:
+        """Return memory of the form of each tensor."""
+        places, filled = [], [0]
         for tensor in tensors:
-            piece = self._memory[position : position + tensor.numel() * tensor.element_size()]
-            views.append(piece.view(tensor.dtype).view(tensor.shape))
-            position += _aligned_bytes(tensor)
-        return views
+            num_bytes = _aligned_bytes(tensor)
+            if filled[-1] and filled[-1] + num_bytes > _BLOCK_BYTES:
+                filled.append(0)
+            start = filled[-1]
+            places.append((len(filled) - 1, start, start + tensor.numel() * tensor.element_size()))
+            filled[-1] += num_bytes
+        for index, num_bytes in enumerate(filled):
+            self._reserve(index, num_bytes, is_pinned=is_pinned)
+        return [
+            self._blocks[index][start:stop].view(tensor.dtype).view(tensor.shape)
+            for tensor, (index, start, stop) in zip(tensors, places, strict=True)
+        ]
+
+    def _reserve(self, index: int, num_bytes: int, *, is_pinned: bool) -> None:
+        """Make a block at least so large."""
+        if index == len(self._blocks):
+            self._blocks.append(torch.empty(0, dtype=torch.uint8))
+        block = self._blocks[index]
+        if num_bytes > block.numel() or (is_pinned and not block.is_pinned()):
+            if is_pinned:  # As much as torch's allocator takes for it anyway.
+                num_bytes = max(_ALIGNMENT_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._blocks[index] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+    def _copy_from_device(
+        self, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+    ) -> torch.cuda.Event:
+        """Queue the copies after all that the current stream has queued; return their end."""
+        device = next(tensor.device for tensor in tensors if tensor.is_cuda)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for tensor, copy in zip(tensors, copies, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        return self._stream.record_event()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +177,3 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 def _copy(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
     for tensor, copy in zip(tensors, copies, strict=True):
         copy.copy_(tensor)
-
-
-def _copy_from_device(
-    tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
-) -> torch.cuda.Event:
-    """Queue the copies after all that the current streams have queued; return their end."""
-    device = next(tensor.device for tensor in tensors if tensor.is_cuda)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for tensor, copy in zip(tensors, copies, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        done.record(stream)
-    return done
