@@ -247,8 +247,8 @@ class _Marks:
             wait_s = sum(waits_s[waits.start : waits.stop])
             actions.append(ActionTime(kind, index, _seconds(start, end) - wait_s, wait_s))
         messages = tuple(
-            MessageTime(peer, num_bytes, _seconds(start, end), *rest)
-            for peer, num_bytes, start, end, *rest in self.messages
+            MessageTime(peer, num_bytes, _seconds(start, end), is_exchange, num_together)
+            for peer, num_bytes, start, end, is_exchange, num_together in self.messages
         )
         return IterationTimes(actions=tuple(actions), wait_s=sum(waits_s), messages=messages)
 

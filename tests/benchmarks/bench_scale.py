@@ -6,6 +6,8 @@ and talk as in a run; their growth is logarithmic (a tree, gloo's own trees and 
 through them gives those at 1,024 ranks. Rank 0 has two more for each rank, whose store it serves.
 Not among them is the exchange of a run on CPUs, for which a rank needs one to each rank that holds
 its layers, too; on GPUs that is NCCL's. Rank 0 watches for stragglers by made-up times.
+
+`--only "TP 8"` takes the plans whose name holds that, `--only control` what has no plan.
 """
 
 import statistics
@@ -48,9 +50,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def run() -> list[Row]:
-    rows = [_store_calls(), *_sockets(), *_watching()]
-    for name, plan in PLANS.items():
+def run(only: str = "") -> list[Row]:
+    rows = [_store_calls(), *_sockets(), *_watching()] if only in "control traffic" else []
+    for name in [name for name in PLANS if only in name]:
+        plan = PLANS[name]
         figures = ((size, _measure(Case(world_size=size, **plan))) for size in SIZES)
         rows += _rows_of(name, {size: item for size, item in figures if item is not None})
     return rows

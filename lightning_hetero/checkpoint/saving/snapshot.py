@@ -108,7 +108,8 @@ class HostBuffer:
         with torch.cuda.stream(self._stream):
             for tensor, copy in zip(tensors, copies, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-        return self._stream.record_event()
+        done: torch.cuda.Event = self._stream.record_event()
+        return done
 
 
 @dataclass(frozen=True, kw_only=True)
