@@ -1,12 +1,14 @@
 """Pull and push against FSDP2's all-gather and reduce-scatter, and what a change of plan costs.
 
-Counted, for P bytes of parameters on two ranks that both hold all layers: a pull moves P/2 in and
-P/2 out of each rank, as an all-gather does, and a push P/2 each way, as a reduce-scatter. FSDP2
+Counted, for P bytes of parameters on n ranks that all hold all layers: a pull moves P·(n-1)/n into
+and out of each rank, as an all-gather does, and a push as much, as a reduce-scatter does. FSDP2
 copies each gathered layer once out of the collective's buffer; here each received piece is copied
 once into the compute weights. The layers compute next to nothing (a sum of each weight), so that a
 step is its exchange.
 
 A change of plan moves one stage's weights from elsewhere, once, and makes new tables.
+
+`--only push` leaves that out, `--only four` takes four ranks alone.
 """
 
 import statistics
@@ -81,9 +83,12 @@ class StepTimes(L.Callback):
 def our_steps() -> list[float]:
     times = StepTimes()
     trainer = L.Trainer(
-        strategy=HeteroStrategy(), callbacks=[times], **quiet(devices=2, max_steps=STEPS)
+        strategy=HeteroStrategy(),
+        callbacks=[times],
+        **quiet(devices=dist.get_world_size(), max_steps=STEPS),
     )
-    trainer.fit(SumModule(), DataLoader(TokenRows(4 * STEPS), batch_size=2))
+    rows = TokenRows(2 * dist.get_world_size() * STEPS)
+    trainer.fit(SumModule(), DataLoader(rows, batch_size=2))
     return times.seconds[2:]
 
 
@@ -145,15 +150,19 @@ def change_of_plan(rank: int) -> tuple[float, float]:
     return statistics.median(figures[0]), statistics.median(figures[1])
 
 
-def run() -> list[Row]:
+def run(only: str = "") -> list[Row]:
     pool = ProcessPool()
+    fsdp = "FSDP2 all-gather and reduce-scatter"
     cases = (
-        ("push and pull of 28 MB", exchange, 1.1, "FSDP2 all-gather and reduce-scatter"),
-        ("step with a change of plan", change_of_plan, 1.2, "the same step without"),
+        ("push and pull of 28 MB", exchange, 2, 0.6, fsdp),
+        ("push and pull of 28 MB, four ranks", exchange, 4, 0.8, fsdp),
+        ("step with a change of plan", change_of_plan, 2, 1.2, "the same step without"),
     )
     rows = []
-    for name, function, target, peer_name in cases:
-        figures = pool.run(function, 2, timeout_s=500)
+    for name, function, num_ranks, target, peer_name in cases:
+        if only not in name:
+            continue
+        figures = pool.run(function, num_ranks, timeout_s=500)
         ours, peer = (max(item[index] for item in figures) for index in range(2))
         rows.append(
             Row(
