@@ -42,7 +42,7 @@ def test_samples_are_clipped_byte_tokens_with_a_long_tail(text_data):
 
 
 def test_splits_share_no_file_and_are_the_same_each_time(text_data):
-    splits = [text_data.PythonSourceDataset(s, max_files=60) for s in ("train", "val", "val")]
+    splits = [text_data.PythonSourceDataset(s, max_files=200) for s in ("train", "val", "val")]
     train, val, again = ([row.tolist() for row in split.samples] for split in splits)
     assert val == again
     assert val

@@ -130,7 +130,9 @@ class _Move(torch.autograd.Function):
         return ctx.back(gradient, *ctx.arguments), None, None, *[None for _ in ctx.arguments]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _move(tensor: Tensor, there: _Step, back: _Step, *arguments: Any) -> Tensor:
+    # torch 2.11 captures the sums in backward, too, and computes other gradients then.
     return _Move.apply(tensor, there, back, *arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
