@@ -126,6 +126,7 @@ class LayerwiseCheckpoint(Checkpoint):
             raise ConfigurationError(
                 f"every_n_train_steps is {every_n_train_steps}; it must be 1 or more."
             )
+        stall_s, lasting_s = timeout.total_seconds(), lasting_within.total_seconds()
         # Wherever the process goes, folders stay where they are now.
         place = path_or_url and (local_folder(path_or_url) or path_or_url)
         self.places = Places(
@@ -136,15 +137,13 @@ class LayerwiseCheckpoint(Checkpoint):
             storage_options=storage_options or {},
             retry=retry,
             # Sooner than the ranks give up each other: it is one place's failure, not a rank's.
-            stall_s=timeout.total_seconds() / 2,
+            stall_s=stall_s / 2,
         )
         self.saved: SavedCheckpoint | None = None
         """The last checkpoint that was started."""
         self._every_n_train_steps = every_n_train_steps
         self._writer_options = WriterOptions(
-            replicas=replicas,
-            stall_s=timeout.total_seconds(),
-            lasting_within_s=lasting_within.total_seconds(),
+            replicas=replicas, stall_s=stall_s, lasting_within_s=lasting_s
         )
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
@@ -218,21 +217,19 @@ class LayerwiseCheckpoint(Checkpoint):
             self._start = access.enter(look, anew=not (self._resume or goes_on))
         recovered = found.recovered
         if recovered is not None:
-            self._last_step = recovered.id.step
             if not found.is_live:
+                self._last_step = recovered.id.step
                 self._trial.begin(
                     recovered, access.tiers, self._transport, is_first_of_node=is_first
                 )
+            made_s, set_up_s = self._made_at_s, self._set_up_at_s
             times = StartTimes(
-                made_s=self._made_at_s,
-                set_up_s=self._set_up_at_s,
-                planned_s=start_s,
-                fetched_s=time.time(),
+                made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
             )
             restore(trainer, owned, recovered)
-            run_of(trainer).restart_s = report_recovery(
-                trainer, found, times, self.places, self._transport
-            )
+            self._live.go_on(trainer, found)
+            report = report_recovery(trainer, found, times, self.places, self._transport)
+            run_of(trainer).restart_s = report
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
         if found.is_live:
@@ -286,7 +283,15 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging swaps weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation()
+        self._live.begin_evaluation(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._live.end_evaluation()
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._live.begin_epoch(trainer)
 
     @override
     def on_train_batch_end(
@@ -315,7 +320,9 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        is_last = trainer.should_stop or trainer.current_epoch + 1 == trainer.max_epochs
+        self._live.begin_epoch_end()
+        is_last = trainer.should_stop or trainer.global_step == trainer.max_steps
+        is_last |= trainer.current_epoch + 1 == trainer.max_epochs
         if is_last and self._last_step != trainer.global_step:
             self._save(trainer).wait_for_snapshot()
 

@@ -18,6 +18,7 @@ import pickle
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Interval, Slice
 
 __all__ = [
+    "Follows",
     "Keepers",
     "LiveState",
     "Move",
@@ -53,6 +55,14 @@ __all__ = [
     "recover_from_survivors",
     "why_not",
 ]
+
+
+class Follows(StrEnum):
+    """The thing that a step's state is noted before."""
+
+    STEP = "a step"
+    END = "the end of an epoch or of training"
+    EPOCH = "an epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +84,8 @@ class LiveState:
     """The number of the generation."""
     keepers: Keepers
     """Of that generation."""
+    follows: Follows = Follows.STEP
+    """What comes next; the same on all ranks, or they can't go on from it."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,7 @@ def _offer_of(own: LiveState | NothingLive | Newcomer) -> dict[str, Any]:
     return {
         "generation": own.generation,
         "step": content.id.step,
+        "follows": own.follows,
         "rank": content.global_rank,
         "size": content.world_size,
     }
@@ -211,8 +224,8 @@ def why_not(offers: Sequence[Mapping[str, Any]], slices: Mapping[str, tuple[Slic
     """Return why ranks can't go on from what they have, nothing if they can.
 
     Args:
-        offers: What each rank has, by rank: "generation", "step", "rank" and "size" of then; or
-            "why" it has nothing; or that it is "new".
+        offers: What each rank has, by rank: "generation", "step" and what "follows", "rank" and
+            "size" of then; or "why" it has nothing; or that it is "new".
         slices: Who kept which rows in that generation.
     """
     for rank, offer in enumerate(offers):
@@ -221,9 +234,11 @@ def why_not(offers: Sequence[Mapping[str, Any]], slices: Mapping[str, tuple[Slic
     left = {rank: offer for rank, offer in enumerate(offers) if "new" not in offer}
     if 0 not in left:
         return "rank 0 is a newcomer"
-    if len({(offer["generation"], offer["step"]) for offer in left.values()}) > 1:
-        steps = ", ".join(f"rank {rank} step {offer['step']}" for rank, offer in left.items())
-        return f"the ranks that are left had come to different steps ({steps})"
+    if len({(o["generation"], o["step"], o["follows"]) for o in left.values()}) > 1:
+        steps = (f"rank {rank} to {o['step']} before {o['follows']}" for rank, o in left.items())
+        return f"the ranks that are left had come to different steps ({', '.join(steps)})"
+    if left[0]["follows"] == Follows.END and len(left) < len(offers):
+        return "newcomers don't know what was gathered for the end of the epoch"
     lost = set(range(left[0]["size"])) - {offer["rank"] for offer in left.values()}
     missing = serve_without(slices, lost).missing
     if missing:

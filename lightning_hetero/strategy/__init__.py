@@ -22,6 +22,10 @@ has to be read for them (here, unless another package is named):
 - `call._call_callbacks_state_dict`, `_call_callbacks_load_state_dict`,
   `trainer._checkpoint_connector` with `_get_loops_state_dict` and `_loaded_checkpoint`, and
   `_hparams_name` (`callbacks`): what a checkpoint of Lightning holds but for the weights,
+- `_FitLoop`, `_TrainingEpochLoop`, and what `strategy.fit_loop` overrides: a loop that may begin
+  with what follows a step,
+- `_ResultMetric`, the epoch loop's `_results`, `_logger_connector._callback_metrics` (`callbacks`):
+  what was logged in an epoch, which goes on where a rank is lost in it,
 - `_Loop`, `_BaseProgress`, the epoch loop's `_batches_that_stepped` (`callbacks`): the counters of
   loops, which are put back to the last step's end where a rank is lost,
 - what `runtime.results` reads to log inside of a step, which Lightning offers nobody.

@@ -41,8 +41,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
@@ -62,6 +60,7 @@ from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
+from lightning_hetero.strategy.fit_loop import FitLoop
 from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
@@ -269,7 +268,9 @@ class _Generations:
                     self._processes.leave_members(error)
                 raise
             else:
-                self._processes.end_members()
+                if self._processes.membership is not None:
+                    # Whoever keeps lost members' places hears of it.
+                    self._processes.membership.tell_end()
                 return result
             # Outside of `except`, so that nothing of the old generation is held by its error.
             self._begin_next(end, before)
@@ -374,9 +375,7 @@ class _BeforeFit:
     def put_back(self, trainer: Any) -> None:
         """Make it so again, as in a process that has just come to its fit."""
         self._random_state.put_back()
-        loop = _FitLoop(trainer, *self._epochs)
-        loop.epoch_loop = _TrainingEpochLoop(trainer, *self._steps)
-        trainer.fit_loop = loop
+        trainer.fit_loop = FitLoop(trainer, self._epochs, self._steps)
         trainer.should_stop = False
         trainer.state.fn, trainer.state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         trainer.state.stage = RunningStage.TRAINING

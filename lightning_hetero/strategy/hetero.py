@@ -350,7 +350,8 @@ class HeteroStrategy(HookedStrategy):
         if self.awaits_recovery:
             # An iteration stays what it was, whoever is left or comes.
             self._num_batches = self.broadcast(self._num_batches)
-            first_ranks = self._processes.first_ranks
+            members = self._processes.membership
+            first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
             request = request.for_survivors(self.world_size, first_ranks)
         plans = request.answer(facts)

@@ -28,10 +28,7 @@ from lightning_hetero.runtime.generation.entering import (
     open_membership,
 )
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
-from lightning_hetero.runtime.generation.membership import (
-    Generation,
-    Membership,
-)
+from lightning_hetero.runtime.generation.membership import Generation, Membership
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import (
@@ -93,7 +90,9 @@ class Processes:
         self._membership: Membership | None = None
         self._connections = Connections()
         self._beating: Heartbeat | None = None
-        """Shows between two generations that this process lives."""
+        """Shows that this process lives until the next generation has formed."""
+        self._next_detector: FailureDetector | None = None
+        """Shows it from then on, and watches once its ranks meet."""
 
     @property
     def comms(self) -> Communicators:
@@ -124,20 +123,13 @@ class Processes:
         """
         self._environment = environment
         if self._silence is not None and self._membership is None:
-            self._become_member(package_versions() | module_facts(module))
+            environment = self._become_member(package_versions() | module_facts(module))
         if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
             # From the first moment in which this rank may wait for another.
             if self._detector is None:
-                self._detector = FailureDetector(
-                    self._connect_store(),
-                    global_rank=self._environment.global_rank(),
-                    world_size=self._environment.world_size(),
-                    timeout=self._timeout,
-                    silence=self._silence,
-                    bulletin=self._membership,
-                )
-                self._detector.abort = self._abort
+                rank, world_size = environment.global_rank(), environment.world_size()
+                self._detector = self._make_detector(self._connect_store(), rank, world_size)
             self._detector.start()
         if not dist.is_initialized():
             self._connections.open(lambda: self._init_process_group(device))
@@ -146,6 +138,18 @@ class Processes:
                 device=device, timeout=self._timeout, connections=self._connections
             )
         return self._environment
+
+    def _make_detector(self, store: Store, rank: int, world_size: int) -> FailureDetector:
+        detector = FailureDetector(
+            store,
+            global_rank=rank,
+            world_size=world_size,
+            timeout=self._timeout,
+            silence=self._silence,
+            bulletin=self._membership,
+        )
+        detector.abort = self._abort
+        return detector
 
     def _abort(self) -> None:
         if self._comms is not None:
@@ -236,11 +240,6 @@ class Processes:
         return self._membership
 
     @property
-    def first_ranks(self) -> tuple[int, ...] | None:
-        """See `Membership.first_ranks`; None where no rank is outlived."""
-        return None if self._membership is None else self._membership.first_ranks
-
-    @property
     def joins(self) -> bool:
         """Whether this process comes to a run that trains already, and isn't in it yet."""
         return self._silence is not None and is_newcomer()
@@ -251,7 +250,7 @@ class Processes:
         generation = self._membership and self._membership.generation
         return generation.number if generation else 0
 
-    def _become_member(self, facts: dict[str, str]) -> None:
+    def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
         """Form the first generation with all that were started, or come to one; collective."""
         environment = self._environment
         assert environment is not None
@@ -266,17 +265,18 @@ class Processes:
             rank_zero_info("The same script joins this run with %s=%s.", JOIN, address)
         self._membership = membership
         assert membership.generation is not None
-        self._enter(membership.generation)
+        return self._enter(membership.generation)
 
-    def _enter(self, generation: Generation) -> None:
+    def _enter(self, generation: Generation) -> ClusterEnvironment:
         assert self._membership is not None
         assert self._environment is not None
-        number = self._membership.number
-        self._environment = GenerationEnvironment(self._environment, generation, number)
+        environment = GenerationEnvironment(self._environment, generation, self._membership.number)
+        self._environment = environment
         # What waits in it for ranks that don't come is ended with the connections, too.
         self._connections = Connections(may_end=True)
         self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)
+        return environment
 
     def lost_peer(self, error: Exception) -> PeerError | None:
         """Return which other rank is lost, None if an error has another cause or nobody goes on."""
@@ -327,15 +327,19 @@ class Processes:
         assert silence is not None
         with ended_when_late(membership.number, "the membership's store", _FORMING_S):
             silence_s = silence.total_seconds()
-            return membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
+            old, new = membership.form_next(beating, silence_s, leaving, calls_guests=calls_guests)
+            # At once, however long the last fit takes to end: who doesn't beat is frozen.
+            rank, store = new.rank_of(membership.number), membership.store_of(new)
+            assert rank is not None
+            self._next_detector = self._make_detector(store, rank, new.world_size)
+            self._next_detector.beat()
+        beating.end(0.0)
+        return old, new
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
         """Take part in a generation that has formed; returns which rank this process is in it."""
-        assert self._beating is not None
-        self._beating.end(0.0)
-        self._enter(new)
-        assert self._environment is not None
-        return self._environment
+        self._detector, self._next_detector = self._next_detector, None
+        return self._enter(new)
 
     def see_others_off(self) -> None:
         """Stay, as one that leaves, until the others go on without this process."""
@@ -349,11 +353,6 @@ class Processes:
             with suppress(Exception):
                 text = f"{type(error).__name__}: {error}"
                 self._membership.tell_gone(self._membership.number, text)
-
-    def end_members(self) -> None:
-        """Tell whoever keeps lost members' places that training has ended."""
-        if self._membership is not None:
-            self._membership.tell_end()
 
     # -- collectives ----------------------------------------------------------------------------
 

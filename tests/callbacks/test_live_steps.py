@@ -21,7 +21,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_metadata,
     dump_random_state,
 )
-from lightning_hetero.checkpoint.survivors import LiveState
+from lightning_hetero.checkpoint.survivors import Follows, LiveState
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.generations import _Generations
@@ -73,6 +73,10 @@ class Loses(Callback):
         setattr(self, hook, lose)
 
 
+class LosesLast(Loses, Checkpoint):
+    """Called after other callbacks' and the module's hooks of an epoch's end."""
+
+
 class Model(ToyModule):
     def validation_step(self, batch: Any, index: int) -> None:
         self.log("val_loss", self.training_step(batch, index))
@@ -112,11 +116,13 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         folder = tmp_path / str(next(numbers))
         saving = LayerwiseCheckpoint(folder, every_n_train_steps=100, shared_memory=False)
         saves = Saves()
-        loses = Loses(hook, step, saving)
+        is_last = hook == "on_train_epoch_end"
+        loses = (LosesLast if is_last else Loses)(hook, step, saving)
+        others = [saving, saves, loses] if is_last else [loses, saving, saves]
         trainer = L.Trainer(
             strategy=HeteroStrategy(num_stages=1),
             devices=1,
-            callbacks=[*callbacks, loses, saving, saves],
+            callbacks=[*callbacks, *others],
             default_root_dir=folder,
             **{**quiet(max_epochs=3), "enable_checkpointing": True, **options},
         )
@@ -138,6 +144,8 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("on_train_batch_start", EPOCH + 1, {}),
         ("on_validation_batch_start", 2, {"val_check_interval": 2}),
         ("on_train_batch_start", 2, {"val_check_interval": 2}),
+        ("on_validation_batch_start", EPOCH, {}),
+        ("on_validation_start", EPOCH + 2, {"max_steps": EPOCH + 2, "val_check_interval": 2}),
     ],
 )
 def test_it_is_what_a_checkpoint_of_the_last_step_would_be(
@@ -184,22 +192,18 @@ def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any) -> None:
     assert "weights or buffers have changed" in state.why
 
 
-@pytest.mark.parametrize(
-    ("hook", "step", "more"),
-    [
-        ("on_validation_start", EPOCH, {}),
-        ("on_train_epoch_end", EPOCH, {"limit_val_batches": 0}),
-        ("on_train_batch_start", EPOCH, {"limit_val_batches": 0}),
-    ],
-)
-def test_nothing_is_kept_that_lacks_the_end_of_an_epoch(
-    lose: Any, hook: str, step: int, more: dict[str, Any]
-) -> None:
-    """Patience and learning rates would differ: a restart doesn't make up for either."""
-    state, _ = lose(hook, step, **more)
+def test_nothing_is_kept_while_hooks_of_an_epochs_end_run(lose: Any) -> None:
+    """What they have done to the module can't be undone, and they may not bear it twice."""
+    state, _ = lose("on_train_epoch_end", EPOCH)
     assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
-    state, _ = lose("on_train_batch_start", step + 1, **more)
-    assert isinstance(state, LiveState)
+    for hook, step, follows in (
+        ("on_validation_batch_start", EPOCH, Follows.END),
+        ("on_train_batch_start", EPOCH, Follows.EPOCH),
+        ("on_train_batch_start", EPOCH + 1, Follows.STEP),
+    ):
+        state, _ = lose(hook, step)
+        assert isinstance(state, LiveState), state
+        assert (state.content.id.step, state.follows) == (step, follows)
 
 
 class Sees(Callback):
@@ -262,7 +266,7 @@ def test_a_validation_that_was_due_when_a_step_was_saved_is_made_up_for(
 
 
 def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any) -> None:
-    for name in ("is_epoch_ending", "is_validation_due"):
+    for name in ("is_end_near", "is_validation_due"):
         monkeypatch.setattr(live, name, lambda _: False)
     state, _ = lose("on_validation_end", EPOCH, num_sanity_val_steps=1)
     assert "the end of an epoch, or a validation of its own, follows its last step" in state.why

@@ -9,10 +9,12 @@ import torch
 from lightning_hetero.checkpoint import Recovered, Source, Transport, pieces
 from lightning_hetero.checkpoint.content import SliceContent, SliceNeed
 from lightning_hetero.checkpoint.survivors import (
+    Follows,
     Keepers,
     LiveState,
     Newcomer,
     NothingLive,
+    _offer_of,
     find_moves,
     recover_from_survivors,
     why_not,
@@ -122,9 +124,11 @@ def test_what_a_rank_keeps_itself_does_not_travel() -> None:
 def test_ranks_that_do_not_go_together_say_why_alike() -> None:
     states = live_states(7)
     behind, older = live_states(6)[1], live_states(7, generation=1)[1]
+    ended = replace(states[1], follows=Follows.END)
     torn = NothingLive("it was lost in the middle of an optimizer's step")
     for own, told in (
-        ([states[0], behind, states[3]], "different steps (rank 0 step 7, rank 1 step 6, rank 2"),
+        ([states[0], behind, states[3]], "different steps (rank 0 to 7 before a step, rank 1 to 6"),
+        ([states[0], ended, states[3]], "rank 1 to 7 before the end of an epoch or of training"),
         ([states[0], older, states[3]], "different steps"),
         ([states[0], torn, states[3]], "rank 1 has nothing of the last step: it was lost in the"),
         ([states[1], states[3]], "of the generation before"),
@@ -205,5 +209,5 @@ def test_state_that_cannot_be_cut_serves_whoever_needs_just_its_rows() -> None:
 
 
 def test_nobody_lost_is_enough_as_well() -> None:
-    offers = [{"generation": 0, "step": 1, "rank": rank, "size": 4} for rank in range(4)]
+    offers = [_offer_of(state) for state in live_states(7)]
     assert why_not(offers, owned(PLAN, 4, standbys=STANDBYS)) == ""

@@ -129,10 +129,11 @@ def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> Non
     assert silence.look("beat 2") == 0.0
 
 
-@pytest.mark.parametrize(("beats", "gap_s", "num_told"), [(0, 30, 0), (0, 61, 1), (1, 3, 1)])
-def test_a_rank_may_come_to_its_generation_late_but_not_stop_in_it(
+@pytest.mark.parametrize(("beats", "gap_s", "num_told"), [(0, 1, 0), (0, 3, 1), (1, 3, 1)])
+def test_a_rank_that_froze_before_its_generation_is_missed_as_soon_as_in_it(
     beats: int, gap_s: float, num_told: int
 ) -> None:
+    """It beats as soon as the generation has formed, however long its last fit takes to end."""
     seconds = {"timeout": timedelta(minutes=2), "silence": timedelta(seconds=2)}
     detector = FailureDetector(
         dist.HashStore(), global_rank=1, world_size=2, bulletin=Board(60.0), **seconds
@@ -150,6 +151,24 @@ def test_a_rank_may_come_to_its_generation_late_but_not_stop_in_it(
     heard.num_rounds += 1
     assert detector._judge(heard, store) is None
     assert told == [0] * num_told
+
+
+def test_a_rank_that_only_beats_judges_nobody() -> None:
+    store, seconds = dist.HashStore(), {"timeout": timedelta(minutes=2)}
+    first, second = (
+        FailureDetector(store, global_rank=rank, world_size=2, **seconds) for rank in range(2)
+    )
+    beating = first.beat()
+    assert first.beat() is beating
+    second.start()
+    second.report(ValueError("a bug"))
+    first._wait(lambda: beating.failure is not None, PATIENCE_S)
+    assert first._reason is None
+    first.start()
+    first._wait(lambda: first._reason is not None, PATIENCE_S)
+    assert "a bug" in first.explain()
+    for detector in (first, second):
+        detector.stop()
 
 
 def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:

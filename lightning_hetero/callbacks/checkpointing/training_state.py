@@ -21,6 +21,7 @@ from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.strategy.fit_loop import FitLoop
 
 __all__ = [
     "content_of",
@@ -28,16 +29,20 @@ __all__ = [
     "dump_metadata",
     "dump_random_state",
     "go_on",
+    "go_on_after_step",
     "has_finished_epoch",
     "hooks_that_save",
     "is_complete",
+    "is_end_near",
     "is_epoch_ending",
     "is_validation_due",
     "restore",
+    "stop_of",
 ]
 
 _OWN = "lightning_hetero"
 _DUE = "lightning_hetero validation due"
+_STOPS = "lightning_hetero should stop"
 
 
 def content_of(
@@ -95,12 +100,18 @@ def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
         "callbacks": call._call_callbacks_state_dict(trainer),
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
         _DUE: is_validation_due(trainer),
+        **stop_of(trainer),
     }
     if plugin_state := plugin.state_dict():
         states[type(plugin).__qualname__] = plugin_state
     if datamodule is not None and (state := datamodule.state_dict()):
         states[type(datamodule).__qualname__] = state
     return states
+
+
+def stop_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the part of `dump_changing` that says whether anybody has asked training to stop."""
+    return {_STOPS: bool(trainer.should_stop)}
 
 
 def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None]]:
@@ -177,12 +188,33 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     """Let Lightning go on from a restored state; called when training starts."""
     # Not earlier, because making the loader's iterator has drawn a number.
     _restore_random_state(recovered.rank_metadata)
+    if _begins_at_end(trainer):
+        return
     if has_finished_epoch(trainer):
         # That of the next epoch would have been drawn now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
         _make_up_validation(trainer)
+
+
+def go_on_after_step(trainer: pl.Trainer, recovered: Recovered, *, ends: bool) -> None:
+    """Let Lightning go on from what ranks kept of a step's end, in the processes that trained it.
+
+    Whatever else these hold is there: with it the end of an epoch, or of training, can follow.
+
+    Args:
+        trainer: Whose state is restored.
+        recovered: That state.
+        ends: Whether the step is followed by the end of the epoch, or of training.
+    """
+    trainer.should_stop = recovered.metadata[_STOPS]
+    assert isinstance(trainer.fit_loop, FitLoop)
+    trainer.fit_loop.begins_at_end, trainer.fit_loop.lacks_nothing = ends, True
+
+
+def _begins_at_end(trainer: pl.Trainer) -> bool:
+    return isinstance(trainer.fit_loop, FitLoop) and trainer.fit_loop.begins_at_end
 
 
 def _restore_random_state(state: Mapping[str, Any] | None) -> None:
@@ -242,6 +274,8 @@ def _begin_next_epoch(trainer: pl.Trainer) -> None:
 
 def is_complete(trainer: pl.Trainer) -> bool:
     """Whether a run that goes on has nothing left to train."""
+    if _begins_at_end(trainer):
+        return False
     # A checkpoint of the last batch is older than what the loop goes by.
     is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))
@@ -257,6 +291,13 @@ def is_epoch_ending(trainer: pl.Trainer) -> bool:
     epoch_loop = trainer.fit_loop.epoch_loop
     has_begun = epoch_loop.batch_progress.current.ready > 0
     return has_begun and epoch_loop._num_ready_batches_reached()
+
+
+def is_end_near(trainer: pl.Trainer) -> bool:
+    """Whether the end of the epoch, or of training, follows the batch that was trained."""
+    fit_loop = trainer.fit_loop
+    stops = trainer.should_stop and fit_loop._can_stop_early
+    return is_epoch_ending(trainer) or fit_loop.epoch_loop._is_training_done or stops
 
 
 def is_validation_due(trainer: pl.Trainer) -> bool:

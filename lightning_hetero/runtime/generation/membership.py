@@ -188,8 +188,8 @@ class Membership:
         Args:
             expected: Numbers of the members that may be in it; newcomers that are called besides
                 need not be named.
-            is_silent: Tells whether a member, or one that was called, which isn't here yet, has
-                shown no sign of life for too long. Asked again and again.
+            is_silent: Tells whether a member, or one that was called, has shown no sign of life
+                for too long. Asked again and again.
             calls_guests: Whether newcomers that wait are called for it, unless another member that
                 comes first says otherwise.
 
@@ -203,10 +203,12 @@ class Membership:
         deadline_s = time.monotonic() + self._patience_s
         while not self._store.check([f"members/{number}"]):
             here, missing = self._look(number, expected)
-            for other in missing:
+            # Who is here may freeze, too, while others are waited for.
+            beating = {member.number for member in here}.difference([self.number], called)
+            for other in [*missing, *beating]:
                 if is_silent(other):
                     self.tell_gone(other, "It showed no sign of life.")
-                elif time.monotonic() > deadline_s:
+                elif other in missing and time.monotonic() > deadline_s:
                     self.tell_gone(other, f"It didn't come within {self._patience_s:.0f} s.")
             if not missing:
                 self._store.compare_set(f"members/{number}", "", json.dumps(here))
@@ -372,9 +374,7 @@ def silence_of(
     limit_s: float,
     nap_s: float,
 ) -> Callable[[int], bool]:
-    """Return what tells whether a rank has stopped to beat, for `limit_s` of watching.
-
-    One that hasn't begun to beat isn't silent: it may still end the fit of its last generation.
+    """Return what tells whether a rank hasn't beaten for `limit_s` of watching.
 
     Args:
         beats_of: Returns how often a rank has beaten.
@@ -388,7 +388,7 @@ def silence_of(
         beats = beats_of(rank)
         if rank not in watched:
             watched[rank] = Silence(nap_s, sign=beats, seconds=known_s(rank, beats))
-        return watched[rank].look(beats) > limit_s and beats > 0
+        return watched[rank].look(beats) > limit_s
 
     return is_silent
 

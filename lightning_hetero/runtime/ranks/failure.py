@@ -131,6 +131,7 @@ class FailureDetector:
         patience_s = _GRACE_S if bulletin is None else bulletin.patience_s
         self._grace_s = min(patience_s, self._timeout_s)
         self._heartbeat: Heartbeat | None = None
+        self._is_watching = False
         self.abort: Callable[[], None] = lambda: None
         """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""
         self._reason: str | None = None
@@ -156,31 +157,35 @@ class FailureDetector:
             self._wait_until_read()
             raise PeerError(reason) from error
 
+    def beat(self) -> "Heartbeat":
+        """Begin to show that this rank lives, before it watches the others."""
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(
+                self._store,
+                global_rank=self._rank,
+                world_size=self._world_size,
+                interval_s=self._interval_s,
+                bulletin=self._bulletin,
+            )
+            if self._bulletin is not None:
+                # Then its connection is there, and none that groups open is taken for it.
+                self._heartbeat.has_begun.wait(10 * self._interval_s)
+        return self._heartbeat
+
     def start(self) -> None:
         """Begin to beat and to watch: from now on a silent peer is a dead one."""
-        if self._heartbeat is not None:
+        if self._is_watching:
             return
+        self._is_watching = True
         self._reason = None
         self._is_judged.clear()
         self._raised.clear()
         self._stopped = threading.Event()
-        self._heartbeat = Heartbeat(
-            self._store,
-            global_rank=self._rank,
-            world_size=self._world_size,
-            interval_s=self._interval_s,
-            bulletin=self._bulletin,
-        )
+        beating = self.beat()
         threading.Thread(
-            target=self._watch,
-            args=(self._heartbeat, self._stopped),
-            name="failure-detector",
-            daemon=True,
+            target=self._watch, args=(beating, self._stopped), name="failure-detector", daemon=True
         ).start()
         atexit.register(self.stop)
-        if self._bulletin is not None:
-            # Then its connection is there, and none that the run's groups open is taken for it.
-            self._heartbeat.has_begun.wait(10 * self._interval_s)
 
     def stop(self) -> None:
         """Say goodbye: this rank ends, or goes on alone, without having failed."""
@@ -191,6 +196,7 @@ class FailureDetector:
     def pause(self) -> "Heartbeat | None":
         """Judge nobody from now on, but go on beating; returns what beats, to be ended."""
         atexit.unregister(self.stop)
+        self._is_watching = False
         self._stopped.set()
         heartbeat, self._heartbeat = self._heartbeat, None
         return heartbeat
@@ -256,9 +262,6 @@ class FailureDetector:
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
             return _STORE_IS_GONE
         # While the store is silent nothing is known of the peer.
-        if self._bulletin is not None and heard.peer_beat == 0:
-            # It may still end its last fit, and were it dead, its keeper would say so.
-            patience_s = max(self._bulletin.patience_s, patience_s)
         if store.seconds == 0.0 and heard.look_at_peer() > patience_s:
             heard.tell(heard.peer, _describe_silent(heard.peer))
         return None

@@ -116,10 +116,9 @@ def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
 
 
 def test_silence_counts_only_without_beats() -> None:
-    beats = {0: 1, 1: 1, 2: 0}
+    beats = {0: 1, 1: 1}
     is_silent = silence_of(beats.__getitem__, lambda *_: 0.0, limit_s=-1.0, nap_s=0.0)
     assert is_silent(1), "no time passed, but the limit is below it"
-    assert not is_silent(2), "it hasn't begun to beat"
     hour_s = timedelta(hours=1).total_seconds()
     patient = silence_of(beats.__getitem__, lambda *_: 0.0, limit_s=hour_s, nap_s=1.0)
     assert not patient(0)
@@ -139,16 +138,19 @@ def test_a_rank_that_was_silent_before_is_not_waited_for_as_long_again() -> None
         assert is_silent(rank) == is_gone_at_once
 
 
-def test_who_still_ends_its_last_fit_is_waited_for() -> None:
-    everyone = members(dist.HashStore(), 2)
-    form(everyone, range(2))
-    early, late = everyone
-    beats, seen = {0: 1, 1: 0}, []
+def test_who_beats_is_waited_for_and_who_freezes_isnt_even_if_it_is_here() -> None:
+    store = dist.HashStore()
+    everyone = members(store, 3)
+    form(everyone, range(3))
+    early, late, frozen = everyone
+    store.set(f"here/1/{frozen.number}", "b")
+    beats, seen = {0: 1, 1: 1, 2: 0}, []
 
     def beats_of(rank: int) -> int:
         seen.append(rank)
-        if len(seen) > 50:
-            thread.submit(late.form_next, signs_of(lambda _: 1), 10.0) if len(seen) == 51 else None
+        beats[1] += 1
+        if len(seen) == 51:
+            thread.submit(late.form_next, signs_of(lambda rank: len(seen) * (rank < 2)), 1.0)
         return beats[rank]
 
     def signs_of(beats_of: Callable[[int], int]) -> Any:
@@ -156,6 +158,8 @@ def test_who_still_ends_its_last_fit_is_waited_for() -> None:
 
     with ThreadPoolExecutor(1) as thread:
         # Hardly any silence is allowed.
-        assert early.form_next(signs_of(beats_of), 1e-6)[1].world_size == 2
+        formed = early.form_next(signs_of(beats_of), 1e-6)[1]
+    assert [member.number for member in formed.members] == [0, 1]
     assert early.find_gone() is None
+    assert "no sign of life" in str(early.reason_of(2))
     assert len(seen) > 50
