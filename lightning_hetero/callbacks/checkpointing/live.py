@@ -173,7 +173,7 @@ class LiveSteps:
         same = ("loops", "epoch", LOADERS)
         metadata = {**new.metadata, **{k: ended.metadata[k] for k in same if k in ended.metadata}}
         # The loops as of the step: going on, Lightning itself begins the epoch.
-        kept = {"counts": ended.counts, "num_stepped": ended.num_stepped}
+        kept: dict[str, Any] = {"counts": ended.counts, "num_stepped": ended.num_stepped}
         self._noted = replace(new, metadata=metadata, follows=Follows.EPOCH, **kept)
 
     def note_step(self, trainer: pl.Trainer) -> None:
