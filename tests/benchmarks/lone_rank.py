@@ -67,6 +67,11 @@ class Case:
         """A plan to change to: half as many stages, or two instead of one."""
         return self._plan_of(self.num_stages // 2 if self.num_stages > 1 else 2)
 
+    @property
+    def has_other_plan(self) -> bool:
+        """Whether there are ranks enough for that."""
+        return self.num_stages > 1 or self.world_size >= 2 * self.tp_degree
+
     def _plan_of(self, num_stages: int) -> ParallelPlan:
         return ParallelPlan.even(
             world_size=self.world_size,
