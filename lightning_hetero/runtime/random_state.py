@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RandomState", "preserved_random_state", "seed_everything", "seed_of", "seed_torch"]
+__all__ = [
+    "RandomState",
+    "TorchState",
+    "preserved_random_state",
+    "seed_everything",
+    "seed_of",
+    "seed_torch",
+]
 
 
 def seed_of(*parts: int) -> int:
@@ -31,6 +38,26 @@ def seed_everything(seed: int) -> None:
     seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+class TorchState(NamedTuple):
+    """The states of torch's generators that `seed_torch` seeds."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+    """Of the current device, once CUDA is used."""
+
+    @classmethod
+    def now(cls) -> "TorchState":
+        """Return the states as they are."""
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if has_cuda else None)
+
+    def put_back(self) -> None:
+        """Make them so again."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
 
 
 class RandomState(NamedTuple):
@@ -60,14 +87,10 @@ class RandomState(NamedTuple):
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Leave the generators of torch, NumPy and Python as they were found."""
-    python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state() if has_cuda else None
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), TorchState.now()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        of_torch.put_back()

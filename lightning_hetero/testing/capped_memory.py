@@ -93,7 +93,7 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.is_running = False
         self._limit_bytes = limit_bytes
-        self._known: set[int] = set()
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        for item in tree_leaves(output):
+        for item in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(item, Tensor):
                 self._add(item)
         return output
@@ -122,11 +122,11 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.device.type != "cpu":
             return
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
-        weakref.finalize(storage, self._drop, key, num_bytes)
+        num_bytes = storage.nbytes()
+        self._known[key] = weakref.ref(storage, lambda _: self._drop(key, num_bytes))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.live_bytes > self._limit_bytes:
@@ -136,5 +136,5 @@ class MemoryCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _drop(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
+        del self._known[key]
         self.live_bytes -= num_bytes

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.runtime.setup.model_shard import ModelShard
+from lightning_hetero.runtime.setup.recomputed_call import computed_again
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 
 __all__ = ["ProfileOptions", "current_versions", "measure_profile"]
@@ -175,7 +175,7 @@ def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, .
         return shard.run_block(hidden, 1, extra)
 
     def recomputed_layer() -> Tensor:
-        output: Tensor = checkpoint(shard.run_block, hidden, 1, extra, use_reentrant=False)
+        output: Tensor = computed_again(shard.run_block, hidden, 1, extra)
         return output
 
     def kept_bytes(run: Callable[[], Tensor]) -> float:

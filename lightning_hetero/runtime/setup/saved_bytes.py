@@ -49,4 +49,4 @@ class SavedBytes:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._known:
             self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # Else what a node returned and saved would hold that node.

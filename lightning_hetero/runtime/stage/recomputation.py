@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.recomputation import LayerBytes
+from lightning_hetero.runtime.setup.recomputed_call import computed_again
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 
@@ -58,7 +59,7 @@ class Recomputation:
         if call.index not in self.layers or _is_checkpointed():
             return call.run()
         call = call.without_caches()
-        return checkpoint(call.forward, *call.args, use_reentrant=False, **call.kwargs)
+        return computed_again(call.forward, *call.args, **call.kwargs)
 
 
 def _measure(

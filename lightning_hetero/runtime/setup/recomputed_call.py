@@ -1,0 +1,177 @@
+"""Call a function so that its backward computes again what autograd would have kept.
+
+Autograd saves empty slots in place of tensors; the first one that backward wants calls the function
+a second time, as far as it takes to fill them all. `torch.utils.checkpoint` (use_reentrant=False)
+does the same for a millisecond more of Python a layer, as much as a short layer's forward
+(`python -m tests.benchmarks selective` measures both).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.random_state import TorchState
+
+__all__ = ["computed_again"]
+
+
+def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function returns, and keep nothing but its arguments until backward.
+
+    ::
+
+        output = computed_again(layer, hidden, mask=mask)
+        output.sum().backward()  # Calls the layer again.
+
+    Args:
+        function: The second time it draws the same from torch's generators, under the same autocast
+            and default device.
+        *args: Its arguments. Tensors among them must stay as they are until backward.
+        **kwargs: The same.
+
+    Raises:
+        ModelError: In backward: an argument was changed in place, or the function does something
+            else the second time.
+    """
+    return _RecomputedCall(function, args, kwargs).run()
+
+
+class _Slot:
+    """Stands for a tensor that autograd saves."""
+
+    __slots__ = ("__weakref__", "form", "tensor")
+
+    def __init__(self, like: Tensor) -> None:
+        self.form = like.shape, like.dtype
+        self.tensor: Tensor | None = None
+
+
+class _AllFilled(BaseException):
+    """What else the function would do isn't needed; no `except Exception` of it may stop this."""
+
+
+class _RecomputedCall:
+    """One call; what autograd saves of it keeps it."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+        tensors = {key: item for key, item in given.items() if isinstance(item, Tensor)}
+        self._function = function
+        self._num_args = len(args)
+        self._tensor_keys = tuple(tensors)
+        self._others = given | dict.fromkeys(tensors)
+        self._kept = _keep(*tensors.values())
+        self._random = TorchState.now()
+        self._autocast = _autocast_now({tensor.device.type for tensor in tensors.values()})
+        self._device = torch.get_default_device()
+        self._slots: list[weakref.ref[_Slot]] = []
+        """Weak: what backward has freed isn't kept when it is computed again."""
+        self._num_filled = 0
+
+    def run(self) -> Any:
+        """Call the function, for the first time."""
+        with saved_tensors_hooks(self._reserve, self._fetch):
+            return self._call()
+
+    def _call(self) -> Any:
+        try:
+            tensors = self._kept.saved_tensors
+        except RuntimeError as error:
+            raise ModelError(
+                "An argument of a layer that is computed again in backward was changed in place "
+                f"after the layer got it. Let it be, or don't recompute the layer. ({error})"
+            ) from None
+        given = self._others | dict(zip(self._tensor_keys, tensors, strict=True))
+        args = [given.pop(index) for index in range(self._num_args)]
+        return self._function(*args, **given)
+
+    def _reserve(self, tensor: Tensor) -> _Slot:
+        slot = _Slot(tensor)
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def _fetch(self, slot: _Slot) -> Tensor:
+        if slot.tensor is None:
+            self._call_again()
+        tensor, slot.tensor = slot.tensor, None  # It goes while backward goes on.
+        assert tensor is not None
+        return tensor
+
+    def _call_again(self) -> None:
+        self._num_filled = 0
+        random = TorchState.now()
+        with ExitStack() as stack:
+            stack.callback(random.put_back)
+            self._random.put_back()
+            for kind, options in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, **options))
+            if torch.get_default_device() != self._device:
+                stack.enter_context(self._device)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(self._fill, _as_it_is))
+            try:
+                self._call()
+            except _AllFilled:
+                return
+        raise _other_work(f"{self._num_filled} tensors instead of {len(self._slots)}")
+
+    def _fill(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # Else what a node returned and saved would hold that node.
+        slot = self._slots[self._num_filled]()
+        if slot is not None:
+            if slot.form != (tensor.shape, tensor.dtype):
+                raise _other_work(f"{tensor.dtype} {list(tensor.shape)} in place of {slot.form}")
+            slot.tensor = tensor
+        self._num_filled += 1
+        if self._num_filled == len(self._slots):
+            raise _AllFilled
+        return tensor
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps tensors as autograd does: it sees changes in place, and others may count or offload."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        """Save them for what isn't this function's backward."""
+        ctx.save_for_backward(*tensors)
+        return torch.empty_like(anchor)
+
+
+def _keep(*tensors: Tensor) -> Any:
+    """Return what has them as its `saved_tensors`."""
+    anchor = torch.empty(0, requires_grad=True)
+    return _Kept.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+
+
+def _autocast_now(kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of autocast on each kind of device."""
+    return {
+        kind: {
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    }
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _other_work(what: str) -> ModelError:
+    return ModelError(
+        f"A layer that was computed again in backward saves {what}. A recomputed layer must do "
+        "the same both times: let it count no calls and look at nothing that changes in between, "
+        "or don't recompute it."
+    )
