@@ -35,7 +35,15 @@ END_OF_TEXT = 256
 VOCAB_SIZE = 257
 """All bytes and `END_OF_TEXT`."""
 
-_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_SKIPPED_FOLDERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "encodings",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
 _TOP_LEVEL = re.compile(rb"\n(?=(?:def|class|async def) |@)")
 _VALIDATION_SHARE = 20  # one file in twenty
 
@@ -129,7 +137,7 @@ class PythonSourceData(L.LightningDataModule):
 
 
 def source_files(max_files: int) -> list[Path]:
-    """Return files spread evenly over the standard library, without tests and big extras."""
+    """Return files spread evenly over the standard library, without tests, tables and big extras."""
     paths = _standard_library()
     count = min(max_files, len(paths))
     return [paths[index * len(paths) // count] for index in range(count)]
