@@ -137,7 +137,7 @@ class PythonSourceData(L.LightningDataModule):
 
 
 def source_files(max_files: int) -> list[Path]:
-    """Return files spread evenly over the standard library, without tests, tables and big extras."""
+    """Return files spread evenly over the standard library, no tests, tables, extras."""
     paths = _standard_library()
     count = min(max_files, len(paths))
     return [paths[index * len(paths) // count] for index in range(count)]
