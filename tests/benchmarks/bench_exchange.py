@@ -13,6 +13,7 @@ A change of plan moves one stage's weights from elsewhere, once, and makes new t
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -80,14 +81,14 @@ class StepTimes(L.Callback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def our_steps() -> list[float]:
+def our_steps(num_ranks: int) -> list[float]:
     times = StepTimes()
     trainer = L.Trainer(
         strategy=HeteroStrategy(),
         callbacks=[times],
-        **quiet(devices=dist.get_world_size(), max_steps=STEPS),
+        **quiet(devices=num_ranks, max_steps=STEPS),
     )
-    rows = TokenRows(2 * dist.get_world_size() * STEPS)
+    rows = TokenRows(2 * num_ranks * STEPS)
     trainer.fit(SumModule(), DataLoader(rows, batch_size=2))
     return times.seconds[2:]
 
@@ -109,12 +110,12 @@ def fsdp_steps() -> list[float]:
     return seconds[2:]
 
 
-def exchange(rank: int) -> tuple[float, float]:
+def exchange(rank: int, num_ranks: int) -> tuple[float, float]:
     """Return (ours, FSDP2's) median step time in seconds on this rank."""
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(REPEATS):
-        ours += our_steps()
+        ours += our_steps(num_ranks)
         theirs += fsdp_steps()
     return statistics.median(ours), statistics.median(theirs)
 
@@ -154,8 +155,8 @@ def run(only: str = "") -> list[Row]:
     pool = ProcessPool()
     fsdp = "FSDP2 all-gather and reduce-scatter"
     cases = (
-        ("push and pull of 28 MB", exchange, 2, 0.6, fsdp),
-        ("push and pull of 28 MB, four ranks", exchange, 4, 0.8, fsdp),
+        ("push and pull of 28 MB", partial(exchange, num_ranks=2), 2, 0.6, fsdp),
+        ("push and pull of 28 MB, four ranks", partial(exchange, num_ranks=4), 4, 0.8, fsdp),
         ("step with a change of plan", change_of_plan, 2, 1.2, "the same step without"),
     )
     rows = []

@@ -117,7 +117,7 @@ class Communicators:
         if self.world_size == 1:
             return [value]
         data = pickle.dumps(value)
-        return [pickle.loads(item) for item in gather_bytes(data, self.control, self.world_size)]
+        return [pickle.loads(item) for item in _gather_bytes(data, self.control, self.world_size)]
 
     def on_rank_0(self, work: Callable[[], _T]) -> _T:
         """Run on rank 0 and return what it returned, or raise what it raised, on every rank."""
@@ -209,7 +209,7 @@ class GroupTransport:
     def all_gather(self, data: bytes) -> list[bytes]:
         """Give `data` to all ranks; return what each gave, by rank."""
         with self._naming("another rank"):
-            return gather_bytes(data, self._group, self.world_size)
+            return _gather_bytes(data, self._group, self.world_size)
 
     def send(self, data: bytes, destination: int) -> None:
         """Send bytes to a rank that calls `receive`."""
@@ -238,7 +238,7 @@ class GroupTransport:
             ) from error
 
 
-def gather_bytes(data: bytes, group: dist.ProcessGroup | None, world_size: int) -> list[bytes]:
+def _gather_bytes(data: bytes, group: dist.ProcessGroup | None, world_size: int) -> list[bytes]:
     """Return what each rank of a group gives, by rank; one collective where all give little."""
     head = len(data).to_bytes(8, "little") + data[:_SHORT_BYTES]
     rows = _gather_rows(head, 8 + _SHORT_BYTES, group, world_size)
