@@ -277,6 +277,8 @@ class _Generations:
 
     def _reason_to_go_on(self, error: Exception) -> str | None:
         """Return why another generation may do better, None if none would; says so."""
+        if self._strategy.memory is not None:
+            self._strategy.memory.explain(error)  # Before the others are told of it.
         trained, newcomers = self._strategy.has_trained, self._newcomers
         lost = self._processes.lost_peer(error)
         if newcomers and not trained:

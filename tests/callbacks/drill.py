@@ -40,9 +40,8 @@ TOLERANCE = 1e-5
 
 def newest_step(node: Node, ranks: Sequence[int]) -> int:
     """Return the farthest step that any of some workers has written down."""
-    return max(
-        (item.get("step", 0) for rank in ranks for item in node.records(rank)[-1:]), default=0
-    )
+    # Not the last entry alone: that of a generation that hasn't trained yet names no step.
+    return max((item.get("step", 0) for rank in ranks for item in node.records(rank)), default=0)
 
 
 def train_on(node: Node, left: list[int], num_steps: int) -> None:
@@ -132,6 +131,7 @@ def main() -> None:
                 worst = max(worst, check(node, num_ranks, losses[num_ranks]))
                 events = list(read_log(run / "events.jsonl"))
         new = [item for item in events if item["event"] == "generation"]
+        assert new, "no generation has trained after the faults"
         idle += [item["idle_s"] for item in new]
         for item in events:
             if item["event"] == "recovered":

@@ -211,3 +211,23 @@ def test_an_error_printed_in_one_line_is_let_go(
     del error
     del told
     assert gone() is None
+
+
+def test_whoever_stops_waits_for_what_is_aborted(ranks: tuple[Watched, Watched]) -> None:
+    """Or the interpreter would end under a thread that is in C++, and the process abort."""
+    failed, left = ranks
+    begun, goes_on, order = threading.Event(), threading.Event(), []
+
+    def abort() -> None:
+        begun.set()
+        goes_on.wait(PATIENCE_S)
+        order.append("aborted")
+
+    left.detector.abort = abort
+    failed.detector.report(ValueError("a bug"))
+    assert begun.wait(PATIENCE_S)
+    stopping = threading.Thread(target=lambda: (left.detector.stop(), order.append("stopped")))
+    stopping.start()
+    goes_on.set()
+    stopping.join(PATIENCE_S)
+    assert order == ["aborted", "stopped"]

@@ -14,7 +14,9 @@ those who are left agree on the next one:
    nobody's any more: each generation keeps to a prefix of its own.
 
 The store decides, so two sides of a partition never both train: the one without it can't form a
-generation, and its old one lacks ranks. Where it is served:
+generation, and its old one lacks ranks. Where nobody reaches it, as in a network that is cut whole,
+nobody trains: all wait, go on together if it comes back within `patience_s`, or else end. Where it
+is served:
 
 - by torchrun's agent, if that shares its store, or by the keeper (`keeper`) of rank 0's process.
   Either outlives every worker. Who loses that node loses the store; then the run is restarted.

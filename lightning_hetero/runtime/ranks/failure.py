@@ -132,6 +132,7 @@ class FailureDetector:
         self._grace_s = min(patience_s, self._timeout_s)
         self._heartbeat: Heartbeat | None = None
         self._is_watching = False
+        self._aborting: threading.Thread | None = None
         self.abort: Callable[[], None] = lambda: None
         """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""
         self._reason: str | None = None
@@ -192,6 +193,10 @@ class FailureDetector:
         heartbeat = self.pause()
         if heartbeat is not None:
             heartbeat.end(10 * self._interval_s)
+        if self._aborting is not None:
+            # Where Python ends meanwhile, a thread that comes back from C++ is unwound by force,
+            # through code that bears no exception: "terminate called without an active exception".
+            self._aborting.join(10 * self._interval_s)
 
     def pause(self) -> "Heartbeat | None":
         """Judge nobody from now on, but go on beating; returns what beats, to be ended."""
@@ -268,7 +273,8 @@ class FailureDetector:
 
     def _end_run(self, reason: str, stopped: threading.Event) -> None:
         """Give the main thread time to raise and to clean up, then end the process."""
-        threading.Thread(target=self._abort_quietly, name="abort", daemon=True).start()
+        self._aborting = threading.Thread(target=self._abort_quietly, name="abort", daemon=True)
+        self._aborting.start()
         start_s = time.monotonic()
         while not stopped.wait(self._interval_s / 5):
             limit_s = self._timeout_s if self._raised.is_set() else self._grace_s

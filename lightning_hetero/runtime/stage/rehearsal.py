@@ -1,13 +1,17 @@
 """Call a layer once before anybody waits for it: that compiles it and loads its kernels.
 
 A process that joins a run hasn't seen a batch. So those who train say what a layer's call looks
-like, shapes and types without values, and the newcomer makes one like it of zeros, forward and
-backward, before it is let in. Layers share their code, so one of them stands for all.
+like, shapes and types, and the newcomer makes one like it of zeros, forward and backward, before it
+is let in. Short lists of integers travel with their values, since packed samples have to begin and
+end somewhere. Layers share their code, so one of them stands for all.
 
 Under tensor parallelism, or where a step's shapes vary, the first real call may compile once more.
 """
 
+import importlib
 import json
+from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,6 +22,9 @@ from lightning_hetero.runtime.random_state import preserved_random_state
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 
 __all__ = ["describe_call", "rehearse"]
+
+_MOST_VALUES = 1024
+"""Integers that travel with a tensor's form; a longer one is of zeros."""
 
 
 def describe_call(call: LayerCall) -> str:
@@ -63,7 +70,13 @@ def _form_of(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")
+        if value.dtype in (torch.int32, torch.int64) and value.dim() == 1:
+            return ["integers", value[:_MOST_VALUES].tolist(), len(value), name]
         return ["tensor", list(value.shape), name, value.requires_grad]
+    if is_dataclass(value) and not isinstance(value, type):
+        kind, items = type(value), [item.name for item in fields(value) if item.init]
+        forms = {name: _form_of(getattr(value, name)) for name in items}
+        return ["dataclass", kind.__module__, kind.__qualname__, forms]
     if isinstance(value, dict):
         return ["dict", {str(key): _form_of(item) for key, item in value.items()}]
     if type(value) in (list, tuple):
@@ -79,6 +92,14 @@ def _made_of(form: Any, device: torch.device) -> Any:
         shape, name, requires_grad = rest
         zeros = torch.zeros(shape, dtype=getattr(torch, name), device=device)
         return zeros.requires_grad_(requires_grad)
+    if kind == "integers":
+        values, length, name = rest
+        given = values if len(values) == length else [0] * length
+        return torch.tensor(given, dtype=getattr(torch, name), device=device)
+    if kind == "dataclass":
+        module, name, forms = rest
+        made = reduce(getattr, name.split("."), importlib.import_module(module))
+        return made(**{key: _made_of(item, device) for key, item in forms.items()})
     if kind == "value":
         return rest[0]
     if kind == "dict":

@@ -298,3 +298,15 @@ def test_who_lets_newcomers_in_copies_no_slices_that_could_not_serve(comes: bool
     with pytest.raises(InterruptedError):
         fits._begin_next(_End(reason="", leaving=frozenset()), mock.Mock())
     checkpoint.keep_live.assert_called_once_with(trainer, None if comes else 4)
+
+
+def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
+    """Also that of an optimizer's step, whose explanation Lightning's own end would ask for."""
+    told: list[str] = []
+    strategy, full = mock.Mock(), MemoryError("full")
+    strategy.memory.explain = lambda error: error.add_note("Stage 0 is out of memory.")
+    strategy.processes.lost_peer = lambda error: told.extend(error.__notes__)
+    fits = _Generations(strategy, mock.MagicMock(), timedelta(seconds=2))
+    with pytest.raises(MemoryError):
+        fits.fit(mock.Mock(side_effect=full))
+    assert told == ["Stage 0 is out of memory."]

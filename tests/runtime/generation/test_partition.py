@@ -93,6 +93,25 @@ def test_of_two_sides_only_the_one_with_the_store_forms_a_generation(num_cut_off
     assert all(near[0].reason_of(item.number) is None for item in near), "nobody gave these up"
 
 
+def test_where_nobody_reaches_the_store_nobody_goes_on_before_it_is_there_again() -> None:
+    """A network that is cut whole: each is alone, and none takes itself for who is left."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy, numbers = Proxy(server.port), range(3)
+    everyone = [member_of(proxy.port, number, str(number)) for number in numbers]
+    with ThreadPoolExecutor(3) as threads:
+        first = list(threads.map(lambda item: item.form(numbers), everyone))
+        proxy.cut()
+        # Nobody hears of anybody.
+        cut_off = [threads.submit(item.form, numbers, lambda _: False) for item in everyone]
+        time.sleep(0.3)
+        assert not any(future.done() for future in cut_off)
+        assert [item.generation for item in everyone] == first
+        proxy.heal()
+        formed = [future.result(PATIENCE_S) for future in cut_off]
+    assert [[member.number for member in item.members] for item in formed] == [[0, 1, 2]] * 3
+    assert {item.number for item in formed} == {1}
+
+
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")

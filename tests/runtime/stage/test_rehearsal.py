@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_hetero.models import PackedBatch, pack_samples, varlen_attention
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.stage.rehearsal import describe_call, rehearse
@@ -63,3 +64,22 @@ def test_nothing_of_a_layer_or_of_random_numbers_changes() -> None:
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name])
     assert describe_call(call_of(object())) == "", "what can't be made anew isn't rehearsed"
+
+
+def test_a_call_with_packed_samples_is_made_with_samples_of_their_lengths() -> None:
+    seen: list[object] = []
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, batch: PackedBatch, positions: torch.Tensor) -> object:
+            seen.append((batch.cu_seqlens.tolist(), batch.max_seqlen, positions.tolist()))
+            heads = x[:, None, :]
+            attended = varlen_attention(
+                heads, heads, heads, batch.cu_seqlens, max_seqlen=batch.max_seqlen
+            )
+            return attended[:, 0]
+
+    batch = pack_samples([[1, 2, 3], [4, 5]])
+    hidden = torch.randn(5, 8, requires_grad=True)
+    described = describe_call(call_of(hidden, batch, torch.arange(2000)))
+    rehearse(Attention(), described, device=torch.device("cpu"), dtype=torch.float32)
+    assert seen == [([0, 3, 5], 3, [0] * 2000)]
