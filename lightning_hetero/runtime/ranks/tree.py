@@ -43,12 +43,27 @@ class RankTree:
         return RowsGoingUp(self, row)
 
     def down(self, values: Tensor) -> Tensor:
-        """Return rank 0's values; others give a tensor of the same shape, which is overwritten."""
+        """Return rank 0's values; others give a tensor of the same shape, which is overwritten.
+
+        Whoever has them goes on, though a child is gone and can't get them, if any other rank may
+        act on them: the next operation with that child fails, at the same step on all.
+        """
         if self.parent is not None:
             dist.recv(values, self.parent, group=self.group)
-        for work in [dist.isend(values, child.start, group=self.group) for child in self.children]:
+        sent, failed = [], list[RuntimeError]()
+        for child in self.children:
+            try:
+                sent.append(dist.isend(values, child.start, group=self.group))
+            except RuntimeError as error:
+                failed.append(error)
+        for work in sent:
             assert work is not None
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failed.append(error)
+        if failed and self.parent is None and len(failed) == len(self.children):
+            raise failed[0]
         return values
 
     def share(self, going_up: "RowsGoingUp") -> Tensor:

@@ -48,10 +48,11 @@ class Proxy:
             time.sleep(0.05)  # The server starts.
 
     def _hand_on(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
+        with source, sink, suppress(OSError):
             while data := source.recv(65536):
                 self._flows.wait()
                 sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)  # The thread of the other direction waits in it.
 
 
 def member_of(port: int, number: int, node: str) -> Membership:

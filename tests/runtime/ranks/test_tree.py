@@ -48,3 +48,30 @@ def test_rows_arrive_in_order_and_values_of_rank_0_everywhere(pool: ProcessPool)
             assert rank > 0 or up == [[r, r**2] for r in range(4)]
             assert shared == [[-r, -(r**2)] for r in range(4)]
             assert down == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("parent", "gone", "goes_on"),
+    [(None, {1}, True), (None, {1, 2}, False), (3, {1, 2}, True), (None, set(), True)],
+)
+def test_who_has_told_another_rank_goes_on_though_a_child_is_gone(
+    parent: int | None,
+    gone: set[int],
+    goes_on: bool,  # noqa: FBT001
+) -> None:
+    """Else it would be a step behind those that it has told."""
+    tree, values, told = RankTree(None), torch.ones(2), []
+    tree.parent, tree.children = parent, (range(1, 2), range(2, 3))
+
+    def send(_: torch.Tensor, target: int, **__: object) -> mock.Mock:
+        broken = RuntimeError("gloo: Connection closed by peer") if target in gone else None
+        told.append(target)
+        return mock.Mock(wait=mock.Mock(side_effect=broken))
+
+    with mock.patch.multiple(dist, isend=send, recv=mock.Mock()):
+        if goes_on:
+            assert tree.down(values) is values
+        else:
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                tree.down(values)
+    assert told == [1, 2]
