@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.runtime.exchange.unseen_changes import is_looked_at
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.strategy.devices import device_of
@@ -235,7 +236,9 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        with self._iterating(trains=True):
+        is_end = not self.has_trained or self._trainer.is_last_batch
+        is_seen = is_end or is_looked_at(self._trainer.fit_loop.batch_idx + 1)
+        with self._iterating(trains=True, is_looked_at=is_seen):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
@@ -261,10 +264,14 @@ class HookedStrategy(ParallelStrategy):
             return self._steps.evaluate(*args, of_pipeline=of_pipeline)
 
     @contextmanager
-    def _iterating(self, *, trains: bool) -> Iterator[None]:
+    def _iterating(self, *, trains: bool, is_looked_at: bool = False) -> Iterator[None]:
         """Tell the others if this rank fails, and what fills its device if its memory runs out."""
         assert self.memory is not None
-        with self._processes.watching(), self.memory.explaining(trains=trains):
+        with (
+            self._slices.in_iteration(trains=trains, is_looked_at=is_looked_at),
+            self._processes.watching(),
+            self.memory.explaining(trains=trains),
+        ):
             yield
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:

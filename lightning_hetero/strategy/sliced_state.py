@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.known_by_shape import with_whole_shapes
+from lightning_hetero.runtime.slices.slice_uses import SliceUses
 from lightning_hetero.runtime.slices.standby_check import StandbyCheck
 from lightning_hetero.runtime.slices.state import (
     agree_on_groups,
@@ -79,6 +80,8 @@ class SlicedState:
         self._cut_when_loading: RemovableHandle | None = None
         self._standbys: StandbyCheck | None = None
         """Compares slices with their standbys while it trains."""
+        self._uses: SliceUses | None = None
+        """Watches what hooks make of slices."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, Awaited]] = []
@@ -105,6 +108,7 @@ class SlicedState:
             self._standbys = StandbyCheck(
                 engine.store, engine.comms, num_steps=engine.config.standby_check_steps
             )
+            self._uses = SliceUses(engine.store)
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
         """Let whole states be loaded, and cut what callbacks have copied."""
@@ -123,6 +127,7 @@ class SlicedState:
 
     def await_recovery(self) -> None:
         """Let go of all values: they are recovered when the next generation is set up."""
+        self._forget_uses()
         if self.engine is not None:
             engine, self.engine = self.engine, None
             self._awaited = stand_for_awaited(engine.store)
@@ -134,6 +139,7 @@ class SlicedState:
 
     def end(self, module: pl.LightningModule | None, *, failed: bool) -> None:
         """Keep the slices for what comes after the run, or make the module whole, collectively."""
+        self._forget_uses()
         if module is not None and self._example is not None:
             module.example_input_array, self._example = self._example, None
         if self._cut_when_loading is not None:
@@ -154,6 +160,21 @@ class SlicedState:
         """Put stand-ins for the slices into the module, which have no values to move."""
         if self._kept is not None:
             leave_stand_ins(self._kept)
+
+    # -- what hooks make of slices --------------------------------------------------------------
+
+    @contextmanager
+    def in_iteration(self, *, trains: bool, is_looked_at: bool) -> Iterator[None]:
+        """Leave an iteration alone, and watch uses of slices behind it if that is looked at."""
+        was_watched = self._uses is not None and self._uses.stop()
+        yield
+        if self._uses is not None and (is_looked_at if trains else was_watched):
+            self._uses.start()
+
+    def _forget_uses(self) -> None:
+        if self._uses is not None:
+            self._uses.stop()
+            self._uses = None
 
     # -- weights that the engine must pull again ------------------------------------------------
 

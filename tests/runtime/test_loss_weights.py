@@ -113,6 +113,27 @@ class Centres(TinyModule):
         return self.loss(self.model.head(x), labels)
 
 
+class PairsByHand(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        samples = logits.mean(1)
+        return super().loss(logits, labels) + (samples[::2] - samples[1::2]).square().mean()
+
+
+class HardestByOrder(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        hardest = each.argsort(descending=True)[: len(each) // 4]
+        return each[hardest].mean()
+
+
+class Dice(TinyModule):
+    """Its value would be right, and its gradient not."""
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        found, wanted = logits.sigmoid(), (labels >= 0)[..., None]
+        return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
+
+
 ONE = plan_of(pipeline(stage(0, 0, 3)))
 GOOD = [Summed, MaskedByHand, MaskCountedBefore, Counted, Logging]
 
@@ -141,7 +162,7 @@ def test_what_is_not_recognised_can_be_declared_and_is_warned_of(pool: ProcessPo
 
 
 def test_samples_that_meet_are_refused_where_batches_are_cut(pool: ProcessPool) -> None:
-    makes = [Contrasts, MixesRows, Centres]
+    makes = [Contrasts, MixesRows, Centres, PairsByHand, HardestByOrder, Dice]
     for plan in PLANS.values():
         for messages in pool.run(fit_each, 2, makes, plan):
             assert all("needs all samples of a batch at once" in item for item in messages)

@@ -30,6 +30,7 @@ from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
 from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
+from lightning_hetero.runtime.exchange.unseen_changes import is_looked_at
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -160,15 +161,18 @@ class Engine:
         is_training = key.phase is Phase.TRAIN
         running = self.plans.begin(key.phase, key.epoch)
         self.buffers.begin(key.phase)
+        # Cut.
+        microbatches, first_index = self._cut(batch)
+        is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
+        is_tried = key.phase not in self._agreements or is_looked_at(key.batch_idx + 1)
         results = StepResults(
             self.module,
             self.logs,
             self.device,
             loss_reduction=self.config.loss_reduction,
             is_training=is_training,
+            tries_loss=is_training and is_cut and is_tried,
         )
-        # Cut.
-        microbatches, first_index = self._cut(batch)
         seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
         schedule = running.schedule(len(microbatches), is_training=is_training)
         passes = StagePasses(
@@ -200,7 +204,6 @@ class Engine:
                     with traced(action), timed:
                         passes.run(action, step)
                         self.buffers.look()
-                is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
                 results.finish(running.push.gradients(), is_cut=is_cut)
                 # Agree: what others must know leaves now, and is read after the push.
                 agreement = self._begin_agreement(key.phase, results, microbatches, passes)
@@ -213,7 +216,9 @@ class Engine:
                 agreed = agreement.finish()
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = self._settle_training(gradients, agreed, batch, key) if is_training else None
-        self._log(agreed)
+        entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
+        self._late.judge(logged, partial(self.logs.check, entries))
+        self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         del running, passes  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
@@ -301,12 +306,6 @@ class Engine:
         judgement = partial(self._judge, self.plan, str(key), is_late)
         self._late.judge(agreed.sums[:, :NUM_TOTALS], judgement, now=is_now)
         return loss.value
-
-    def _log(self, agreed: Agreed) -> None:
-        """Log what steps of all ranks have logged."""
-        entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
-        self._late.judge(logged, partial(self.logs.check, entries))
-        self.logs.replay(entries, logged, agreed.num_samples)
 
     def _judge(self, plan: ParallelPlan, batch: str, is_late: bool, totals: Tensor) -> None:  # noqa: FBT001 - inside only
         """Answer what the ranks' totals of a training iteration say, if it is bad.

@@ -16,6 +16,7 @@ from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
+from lightning_hetero.runtime.results.loss_trial import LossTrial
 from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -48,6 +49,7 @@ class StepResults:
         device: Where losses are summed.
         loss_reduction: What the user says that losses are; None finds out.
         is_training: Whether steps return losses.
+        tries_loss: Whether the first of them is tried; see `loss_trial`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StepResults:
         *,
         loss_reduction: LossReduction | None,
         is_training: bool,
+        tries_loss: bool = False,
     ) -> None:
         self.is_training = is_training
         self.records: list[StepRecord] = []
@@ -68,6 +71,7 @@ class StepResults:
         self._logs = logs
         self._device = device
         self._loss_reduction = loss_reduction
+        self._tries_loss = tries_loss
 
     def begin(self, microbatch: Any) -> LossWatch:
         """Look at the module before a step; returns what shall watch the step."""
@@ -76,7 +80,9 @@ class StepResults:
             num_samples = count_samples(microbatch)
         except BatchError:
             num_samples = 0
-        return LossWatch(_buffers_of(self._module), num_samples)
+        trial = LossTrial(microbatch, num_samples) if self._tries_loss else None
+        self._tries_loss = False
+        return LossWatch(_buffers_of(self._module), num_samples, trial)
 
     def drop(self) -> None:
         """Forget what a step did that ended with its stage."""

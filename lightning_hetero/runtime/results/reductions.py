@@ -317,7 +317,11 @@ class Reductions:
         operation = operation or OPERATIONS.get(name)
         if operation is None:
             return UNKNOWN
-        left, right = (self._operand(item) for item in (pair[::-1] if reflected else pair))
+        pair = pair[::-1] if reflected else pair
+        left, right = (self._operand(item) for item in pair)
+        if operation is OPERATIONS["div"] and {left.kind, right.kind} <= set(LINEAR):
+            # A mean, unless each sample's gradient depends on the others by the divisor.
+            return TOGETHER if pair[1].requires_grad else operation(left, right)
         return operation(left, right)
 
     def _operand(self, value: Any) -> Reduction:

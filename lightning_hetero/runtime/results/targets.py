@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.models.batches import count_samples
+from lightning_hetero.runtime.results.loss_trial import LossTrial
 from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
     TOGETHER,
@@ -98,9 +99,15 @@ class LossWatch(TorchFunctionMode):
     Args:
         constants: See `Reductions`.
         num_samples: See `Reductions`.
+        trial: Of this micro-batch's loss, if there shall be one.
     """
 
-    def __init__(self, constants: Iterable[Tensor] = (), num_samples: int = 0) -> None:
+    def __init__(
+        self,
+        constants: Iterable[Tensor] = (),
+        num_samples: int = 0,
+        trial: LossTrial | None = None,
+    ) -> None:
         super().__init__()
         self.reductions = Reductions(constants, num_samples)
         self.num_targets: Tensor | int | None = None
@@ -110,6 +117,7 @@ class LossWatch(TorchFunctionMode):
         """Whether samples had met before the layers."""
         self.outdated: Tensor | None = None
         """The tensor that a layer of another stage has changed in place, as it was before."""
+        self._trial = trial
         self.is_active = False
         self._known_at_pause: dict[int, Any] | None = None
 
@@ -129,10 +137,16 @@ class LossWatch(TorchFunctionMode):
             self.stop()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Watch nothing until `resume`."""
         if self.is_active:
             self.is_active = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self.stop()
+        if self._trial is not None:
+            self._trial.end()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -193,9 +207,22 @@ class LossWatch(TorchFunctionMode):
                     "layer work on a copy, or use a plan whose pipelines have one stage."
                 )
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def leave_layers(self, output: Any) -> None:
+        """Begin anew behind the layers, with what the last one returned, and watch from now on.
+
+        Args:
+            output: That; None if the model has no layers.
+        """
         self.num_targets, self.size = None, 0
+        self.end()
+        if self._trial is not None:
+            self._trial.begin(output)  # Below this, so that it sees what is asked here, too.
+        self.resume()
+
+    def finds_meeting(self, loss: object, found: Reduction | None) -> bool:
+        """Whether a trial tells that samples meet in a loss, whatever rules say."""
+        trial, self._trial = self._trial, None
+        return trial is not None and trial.finds_meeting(loss, found and found.count)
 
     def _see_loss(
         self,
@@ -275,7 +302,8 @@ def weigh_loss(
     if by_module is not None:
         targets: Count = by_module(microbatch)
         return LossWeight(Kind.SUM if declared is LossReduction.SUM else Kind.MEAN, targets)
-    if declared is None and (watch.enters_together or _is_together(found)):
+    is_together = watch.enters_together or _is_together(found)
+    if declared is None and (is_together or watch.finds_meeting(loss, found)):
         return LossWeight(Kind.TOGETHER, 1.0)
     if found is not None and found.kind is Kind.MEAN and declared is not LossReduction.SUM:
         return LossWeight(Kind.MEAN, found.count, found.others if declared is None else ())

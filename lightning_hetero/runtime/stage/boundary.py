@@ -102,16 +102,17 @@ class StageBoundary:
         self._current = current
         current.with_gradients = torch.is_grad_enabled()
         seed_everything(seed_of(*current.seed))
+        current.is_free = not current.has_stages and self._group is None
         if not self._layers:
             current.wait_unit(0)
-        current.is_free = not current.has_stages and self._group is None
-        if current.is_free or current.is_last_stage:
+            current.loss_watch.leave_layers(None)
+        elif current.is_free or current.is_last_stage:
             current.loss_watch.resume()
         try:
             with current.reads or nullcontext():
                 yield
         finally:
-            current.loss_watch.stop()
+            current.loss_watch.end()
             self._current = None
         if not current.is_free:
             current.check_finished()
@@ -157,7 +158,7 @@ class StageBoundary:
         if call.index + 1 == current.num_layers:
             current.begin_layer(current.num_layers)
         if current.is_chain:
-            current.loss_watch.forget()  # Losses are made after the layers.
+            current.loss_watch.leave_layers(output)
         return output
 
     def _call_again(self, current: MicrobatchPass, call: LayerCall) -> Any:
@@ -273,8 +274,7 @@ class StageBoundary:
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
         current.begin_layer(current.num_layers)
-        current.loss_watch.forget()
-        current.loss_watch.resume()
+        current.loss_watch.leave_layers(hidden)
 
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Do what is done here of a layer that an earlier stage computes."""

@@ -1,0 +1,249 @@
+"""Find out by trial whether samples meet each other in a loss, or are chosen by their places.
+
+The rules of `reductions` know what torch's functions do by their names. This looks at numbers: with
+h the activation that the layers return and h' one with other values, the samples of a part S of the
+micro-batch add to the loss f on their own exactly if
+
+    f(h) - f(h' in S) - f(h' outside of S) + f(h') = 0
+
+for every S, where f is the loss times what it averages over. It holds for sums and means over
+samples, masked or not, and for nothing in which a sample of S meets one outside of it: pairs made
+by hand, statistics, the hardest samples. A loss that leaves samples out by their places, such as
+the first row, is found by what it doesn't depend on.
+
+The functions are called again on other activations, the step is not. A micro-batch of one sample is
+tried as if it held that sample twice. Where functions can't be called again nothing is found, and
+the rules alone judge.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.models.batches import tensors_of
+from lightning_hetero.runtime.results.recording import Call, Recording, Value
+
+__all__ = ["LossTrial"]
+
+_NUM_TRIALS = 6
+_NEGLIGIBLE = 1e-5
+"""Share of the changes of a loss that rounding may explain."""
+_ROUNDINGS = 64
+"""The same in roundings of the loss itself."""
+_STRONG, _WEAK = 8.0, 0.5
+"""Factors of other values."""
+_PARTS: tuple[Callable[[Tensor, int], Tensor], ...] = (
+    lambda samples, count: samples < count // 2,
+    lambda samples, count: samples % 2 == 0,
+    lambda samples, count: samples // 2 % 2 == 0,
+)
+"""Samples of a part: between them they separate halves, neighbours and pairs of neighbours."""
+
+
+class LossTrial:
+    """The trial of one micro-batch's loss.
+
+    Args:
+        microbatch: What the step gets. If samples are packed end to end it says where each begins,
+            and where the last one ends, in `cu_seqlens`.
+        num_samples: Of the micro-batch; 0 if nobody knows.
+    """
+
+    def __init__(self, microbatch: Any, num_samples: int) -> None:
+        self.recording: Recording | None = None
+        self._microbatch = microbatch
+        self._num_samples = num_samples
+        self._starts: Tensor | None = getattr(microbatch, "cu_seqlens", None)
+        self._is_noting = False
+
+    def begin(self, output: Any) -> None:
+        """Note what is made of the activation, the first tensor that the last layer returned.
+
+        Of a model without layers, which has none, it is the micro-batch's first tensor of numbers.
+        """
+        tensors = tensors_of(self._microbatch if output is None else output)
+        hidden = next((item for item in tensors if item.is_floating_point()), None)
+        if self._num_samples and hidden is not None:
+            self.recording = Recording(hidden)
+            self.recording.__enter__()  # type: ignore[no-untyped-call]
+            self._is_noting = True
+
+    def end(self) -> None:
+        """Note no more."""
+        if self._is_noting:
+            assert self.recording is not None
+            self.recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_noting = False
+
+    def finds_meeting(self, loss: object, count: object) -> bool:
+        """Whether the loss is known to be no sum over samples, nor a mean over `count`."""
+        recording = self.recording
+        number = None if recording is None else recording.number_of(loss)
+        if recording is None or not recording.is_complete or not recording.depends(number):
+            return False
+        assert number is not None
+        weight = recording.number_of(count)
+        numbers = [number] if weight is None else [number, weight]
+        num_samples = self._num_samples
+        if num_samples == 1 and self._starts is None:
+            if _takes_none(recording, numbers):
+                return True
+            num_samples = 2
+            if not recording.double(numbers):
+                return False
+        groupings = _groupings(recording.source.shape, num_samples, self._starts)
+        try:
+            return _Trial(recording, numbers, groupings).finds_meeting(
+                by_places=self._num_samples > 1
+            )
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return False  # What can't be called again tells nothing; that is no reason to end.
+
+
+def _takes_none(recording: Recording, numbers: Sequence[int]) -> bool:
+    """Whether a loss takes no sample of one by numbers written in the step, as a half of it."""
+    if recording.has_escaped:
+        return False
+    calls = recording.needed_for(numbers)
+    chosen = (call for call in calls if call.is_empty and recording.depends(call.takes[0]))
+    return any(isinstance(_place_of(call), slice) and not _rows_of_one(call) for call in chosen)
+
+
+def _rows_of_one(call: Call) -> int:
+    return torch.arange(1)[_place_of(call)].numel()
+
+
+def _groupings(
+    shape: Sequence[int], num_samples: int, starts: Tensor | None
+) -> list[tuple[int, Tensor]]:
+    """Return the dims along which samples may lie, with the sample at each place.
+
+    If shapes leave open which it is there are several.
+    """
+    found: list[tuple[int, Tensor]] = []
+    for dim in range(min(len(shape) - 1, 2)):
+        places = torch.arange(shape[dim])
+        if starts is not None:
+            if shape[dim] == int(starts[-1]):
+                return [(dim, torch.searchsorted(starts[1:-1].cpu(), places, right=True))]
+        elif shape[dim] == num_samples:
+            found.append((dim, places))
+        elif dim == 0 and shape[0] % num_samples == 0:
+            found += [(0, places % num_samples), (0, places // (shape[0] // num_samples))]
+    return found
+
+
+class _Trial:
+    def __init__(
+        self, recording: Recording, numbers: Sequence[int], groupings: list[tuple[int, Tensor]]
+    ) -> None:
+        self._recording = recording
+        self._numbers = numbers
+        self._groupings = groupings
+        self._source = recording.source
+
+    def finds_meeting(self, *, by_places: bool) -> bool:
+        if not self._groupings:
+            return False
+        base = self._value(self._source)
+        meets = all(self._meets(base, dim, samples) for dim, samples in self._groupings)
+        is_clear = by_places and len(self._groupings) == 1
+        return meets or (is_clear and self._chooses_places(base, *self._groupings[0]))
+
+    def _meets(self, base: Tensor, dim: int, samples: Tensor) -> bool:
+        """Whether the loss isn't a sum over parts of the micro-batch."""
+        count = int(samples.max()) + 1
+        for seed in range(_NUM_TRIALS):
+            part = _PARTS[seed % len(_PARTS)](samples, count)
+            if part.all():
+                continue
+            # Much in one part and little in the other: then others are the largest losses.
+            strong = part if seed < len(_PARTS) else ~part
+            other = self._other(seed, torch.where(strong, _STRONG, _WEAK), dim)
+            changed = [self._value(self._put(other, dim, rows)) for rows in (part, ~part)]
+            changed.append(self._value(other))
+            first, second, both = (value - base for value in changed)
+            allowed = _NEGLIGIBLE * (first.abs() + second.abs()) + self._rounding([base, *changed])
+            if (both - first - second).abs() > allowed:  # Never, if one of them is no number.
+                return True
+        return False
+
+    def _chooses_places(self, base: Tensor, dim: int, samples: Tensor) -> bool:
+        """Whether the loss leaves samples out because of where they are in the micro-batch."""
+        count = int(samples.max()) + 1
+        if dim != 0 or len(samples) != count or self._recording.has_escaped:
+            return False
+        kept, taken = torch.zeros(count, dtype=torch.bool), list(self._indexed(count))
+        for places in taken:
+            kept[places] = True
+        # Several numbers may come from a list that tells which samples count.
+        are_told = len({item for item in taken if isinstance(item, int)}) > 1
+        if kept.all() or not kept.any() or are_told:
+            return False
+        other = self._other(0, torch.full((count,), _STRONG), 0)
+        change = self._value(self._put(other, 0, ~kept)) - base
+        return bool((change.abs() <= self._rounding([base])) & base.isfinite())
+
+    def _indexed(self, count: int) -> Iterator[int | slice]:
+        """Yield the places of samples that the loss takes by numbers written in the step."""
+        for call in self._recording.needed_for(self._numbers):
+            taken = _place_of(call)
+            if taken is not None and self._recording.depends(call.takes[0]):
+                places = torch.arange(count)[taken]
+                if places.numel() < count:
+                    yield taken
+
+    def _other(self, seed: int, strength: Tensor, dim: int) -> Tensor:
+        """Return other values: those of other places, each times a number of its own.
+
+        Args:
+            seed: Of what is drawn.
+            strength: Of those numbers, at each place of a dim.
+            dim: That dim.
+        """
+        source = self._source
+        generator = torch.Generator().manual_seed(seed)
+        rows = source.reshape(-1, source.shape[-1])
+        order = torch.randperm(len(rows), generator=generator)
+        factors = 0.5 + 1.5 * torch.rand(len(rows), 1, generator=generator)
+        factors *= torch.randint(2, (len(rows), 1), generator=generator) * 2 - 1
+        other = (rows[order.to(source.device)] * factors.to(source)).reshape(source.shape)
+        return other * _along(strength, dim, source).to(source)
+
+    def _put(self, other: Tensor, dim: int, places: Tensor) -> Tensor:
+        """Return the activation with another's values at places of a dim."""
+        return torch.where(_along(places, dim, other), other, self._source)
+
+    def _value(self, source: Tensor) -> Tensor:
+        """Return the loss times what it averages over."""
+        values = self._recording.replay(source, self._numbers)
+        self._dtype = values[0].dtype
+        return torch.stack([item.detach().double().reshape(()) for item in values]).prod()
+
+    def _rounding(self, values: Sequence[Tensor]) -> Tensor:
+        largest = torch.stack(list(values)).abs().amax()
+        return _ROUNDINGS * torch.finfo(self._dtype).eps * largest
+
+
+def _along(values: Tensor, dim: int, like: Tensor) -> Tensor:
+    """Return values, one for each place of a dim, in a form that broadcasts."""
+    shape = [1] * like.ndim
+    shape[dim] = len(values)
+    return values.to(like.device).view(shape)
+
+
+def _place_of(call: Call) -> int | slice | None:
+    """Return which rows a call takes by a number, or by a slice of numbers."""
+    if call.name not in ("getitem", "select", "narrow"):
+        return None
+    if call.name == "getitem":
+        index = call.args[1]
+        first = index[0] if isinstance(index, tuple) and index else index
+        is_value = isinstance(first, Value | bool)
+        return first if isinstance(first, int | slice) and not is_value else None
+    dim, *rest = call.args[1:]
+    if dim != 0 or not all(isinstance(item, int) for item in rest):
+        return None
+    return rest[0] if call.name == "select" else slice(rest[0], sum(rest))

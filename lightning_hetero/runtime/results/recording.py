@@ -1,0 +1,265 @@
+"""Note the torch functions that a step calls, and call them again on other values of one tensor.
+
+The step itself isn't run again: what it counts, appends or writes happens once. Nothing that it has
+made is held but for what was there before; the tensors in between are made anew.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_hetero.runtime.random_state import preserved_random_state, seed_torch
+
+__all__ = ["Call", "Recording", "Value"]
+
+_MOST_CALLS = 1_000
+_MOST_BYTES = 2**28
+"""Of one result: a step that makes larger ones isn't run again, since memory may not suffice."""
+_ESCAPES = {"item", "tolist", "bool", "int", "float", "index", "numpy", "contains"}
+"""Names, without underscores, of functions that tell Python what a tensor holds."""
+_WITH_STATE = {"batch_norm", "instance_norm"}
+"""Functions that change statistics without torch's counting it."""
+
+_AS_OF_ONE = {"squeeze", "view_as", "reshape_as", "unflatten"}
+"""Functions whose result may have another form for two samples."""
+
+
+class Value(NamedTuple):
+    """Stands for a tensor in a noted call."""
+
+    number: int
+
+
+class Call(NamedTuple):
+    """A noted call."""
+
+    func: Callable[..., Any]
+    name: str
+    args: Any
+    kwargs: Any
+    """With a `Value` for each tensor."""
+    results: tuple[int, ...]
+    """Numbers of the tensors that it returned."""
+    is_empty: bool
+    """Whether these have no elements."""
+    changes: bool
+    """Whether it changed a tensor in place."""
+    autocast: tuple[bool, torch.dtype]
+
+    @property
+    def takes(self) -> list[int]:
+        """Numbers of the tensors that it is given."""
+        given = tree_leaves((self.args, self.kwargs), is_leaf=_is_value)
+        return [item.number for item in given if _is_value(item)]
+
+
+class Recording(TorchFunctionMode):
+    """The calls between a tensor and what is made of it.
+
+    Args:
+        source: The tensor whose values may be others in `replay`.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        super().__init__()
+        self.is_complete = True
+        """Whether all calls can be made again."""
+        self.has_escaped = False
+        """Whether Python was told values, which may decide what is called."""
+        self.calls: list[Call] = []
+        self.source = source.detach()
+        self._device_type = source.device.type
+        self._numbers: dict[int, tuple[ReferenceType[Tensor], int]] = {}
+        self._leaves: dict[int, Tensor] = {}
+        """What was there before."""
+        self._memory: set[int] = set()
+        """Where that lies."""
+        self._depending: set[int] = set()
+        self._num_values = 0
+        self._give_number(source)
+        self._depending.add(0)
+        self._memory.add(source.untyped_storage().data_ptr())
+
+    def number_of(self, tensor: object) -> int | None:
+        """Return the number of a tensor that was seen."""
+        held, number = self._numbers.get(id(tensor), (None, None))
+        return number if held is not None and held() is tensor else None
+
+    def depends(self, number: int | None) -> bool:
+        """Whether a tensor depends on the source, as far as calls show it."""
+        return number in self._depending
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note a call."""
+        kwargs = kwargs or {}
+        if not self.is_complete:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        given = [item for item in leaves if isinstance(item, Tensor)]
+        if any(type(item) not in (Tensor, nn.Parameter) for item in given):
+            self.is_complete = False  # What subclasses do to others' processes isn't known.
+            return func(*args, **kwargs)
+        versions = [_version_of(item) for item in given]
+        result = func(*args, **kwargs)
+        changed = [i for i, v in zip(given, versions, strict=True) if _version_of(i) != v]
+        made = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        name = getattr(func, "__name__", "").strip("_")
+        self.has_escaped |= name in _ESCAPES
+        if made or changed:
+            is_random = any(isinstance(item, torch.Generator) for item in leaves)
+            if is_random and not changed:
+                return result  # Its generator is the user's; what it drew is known as it is.
+            self._check(func, name, made, is_changing=is_random)
+            self._note(func, name, args, kwargs, given, made, changed)
+        return result
+
+    def _check(
+        self, func: Callable[..., Any], name: str, made: Sequence[Tensor], *, is_changing: bool
+    ) -> None:
+        foreign = isinstance(func, OpOverload | OpOverloadPacket) and "aten" not in str(func)
+        large = any(item.numel() * item.element_size() > _MOST_BYTES for item in made)
+        many = len(self.calls) >= _MOST_CALLS
+        if foreign or large or many or is_changing or name in _WITH_STATE:
+            self.is_complete = False
+
+    def _note(  # noqa: PLR0913 - a call from all sides
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Any,
+        kwargs: Any,
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        changed: Sequence[Tensor],
+    ) -> None:
+        numbers = [self._number_of_given(item) for item in given]
+        if any(item.untyped_storage().data_ptr() in self._memory for item in changed):
+            self.is_complete = False  # Calls of it again would change what others hold.
+        taken, named = tree_map(self._stand_in, (args, kwargs))
+        results = tuple(self._give_number(item) for item in made)
+        if any(number in self._depending for number in numbers):
+            self._depending.update(results, map(self._number_of_given, changed))
+        autocast = (
+            torch.is_autocast_enabled(self._device_type),
+            torch.get_autocast_dtype(self._device_type),
+        )
+        self.calls.append(
+            Call(
+                func,
+                name,
+                taken,
+                named,
+                results,
+                is_empty=not any(item.numel() for item in made),
+                changes=bool(changed),
+                autocast=autocast,
+            )
+        )
+
+    def _stand_in(self, item: Any) -> Any:
+        return Value(self._number_of_given(item)) if isinstance(item, Tensor) else item
+
+    def _number_of_given(self, tensor: Tensor) -> int:
+        number = self.number_of(tensor)
+        if number is None:
+            number = self._give_number(tensor)
+            self._leaves[number] = tensor
+            self._memory.add(tensor.untyped_storage().data_ptr())
+        return number
+
+    def _give_number(self, tensor: Tensor) -> int:
+        number = self._num_values
+        self._numbers[id(tensor)] = ref(tensor), number
+        self._num_values += 1
+        return number
+
+    def double(self, numbers: Sequence[int]) -> bool:
+        """Take all that has one sample twice, along dim 0, if functions are the same of two.
+
+        Args:
+            numbers: Of the tensors that are wanted.
+        """
+        calls = self.needed_for(numbers)
+        if self.source.shape[0] != 1 or any(call.name in _AS_OF_ONE for call in calls):
+            return False
+        self.calls = [_of_two(call) for call in calls]
+        self.source = torch.cat([self.source, self.source])
+        for number, leaf in self._leaves.items():
+            if leaf.ndim and leaf.shape[0] == 1 and not isinstance(leaf, nn.Parameter):
+                self._leaves[number] = torch.cat([leaf, leaf])
+        return True
+
+    # -- calling again ----------------------------------------------------------------------------
+
+    def needed_for(self, numbers: Sequence[int]) -> list[Call]:
+        """Return the calls without which tensors can't be made."""
+        wanted, needed = set(numbers), []
+        for call in reversed(self.calls):
+            if call.changes or wanted.intersection(call.results):
+                wanted.update(call.takes)
+                needed.append(call)
+        return needed[::-1]
+
+    def replay(self, source: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+        """Return what tensors, given by their numbers, would be with this source.
+
+        What is drawn by chance is the same each time. Errors of the functions are raised.
+        """
+        calls = self.needed_for(numbers)
+        last_use = {number: at for at, call in enumerate(calls) for number in call.takes}
+        values = {**self._leaves, 0: source}
+        with torch.no_grad(), preserved_random_state():
+            seed_torch(0)
+            for at, call in enumerate(calls):
+                made = self._call(call, values)
+                values.update(zip(call.results, made, strict=True))
+                for number in (*call.takes, *call.results):
+                    if last_use.get(number, at) <= at and number not in numbers:
+                        values.pop(number, None)
+        return [values[number] for number in numbers]
+
+    def _call(self, call: Call, values: dict[int, Tensor]) -> list[Tensor]:
+        args, kwargs = tree_map(
+            lambda item: values[item.number] if _is_value(item) else item,
+            (call.args, call.kwargs),
+            is_leaf=_is_value,
+        )
+        enabled, dtype = call.autocast
+        with torch.autocast(self._device_type, dtype, enabled):
+            result = call.func(*args, **kwargs)
+        made = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        if "empty" in call.name:
+            made = [item.zero_() for item in made]
+        return made
+
+
+def _of_two(call: Call) -> Call:
+    """Return a call that gives a tensor of one sample a form as one of a tensor of two."""
+    if call.name not in ("view", "reshape", "expand"):
+        return call
+    tensor, *sizes = call.args
+    is_flat = not sizes or not isinstance(sizes[0], list | tuple)
+    sizes = sizes if is_flat else list(sizes[0])
+    if sizes and sizes[0] == 1:
+        sizes[0] = 2
+    return call._replace(args=(tensor, *sizes) if is_flat else (tensor, tuple(sizes)))
+
+
+def _is_value(item: Any) -> bool:
+    return isinstance(item, Value)
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

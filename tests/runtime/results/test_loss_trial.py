@@ -1,0 +1,143 @@
+"""Whether samples meet in a loss is found by numbers, whatever functions make it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_hetero.runtime.results.loss_trial import LossTrial
+from lightning_hetero.runtime.results.targets import LossWatch
+
+WEIGHT = nn.Parameter(torch.randn(4, 4))
+LABELS = torch.tensor([0, -100, 2, 3, -100, 1])
+
+
+def finds_meeting(
+    make: Callable[[Tensor], Any], shape: tuple[int, ...] = (6, 4), num_samples: int = 6
+) -> bool:
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    watch = LossWatch([], num_samples, LossTrial(None, num_samples))
+    watch.leave_layers(x)
+    try:
+        loss = make(x @ WEIGHT)
+    finally:
+        watch.end()
+    return watch.finds_meeting(loss, watch.reductions.of(loss))
+
+
+def each(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, LABELS, reduction="none")
+
+
+def is_sure(x: Tensor) -> Tensor:
+    return x.softmax(-1).amax(-1) > 0.4
+
+
+def changed_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0] = 0.0
+    y += 1
+    return y.square().mean()
+
+
+MEETING: dict[str, Callable[[Tensor], Any]] = {
+    "pairs": lambda x: (x[::2] - x[1::2]).square().mean(),
+    "halves": lambda x: (x[:3] * x[3:]).sum(-1).mean(),
+    "sums of halves": lambda x: (x[:3] * x[3:]).sum(),
+    "chunks": lambda x: F.mse_loss(*x.chunk(2)),
+    "thirds": lambda x: F.triplet_margin_loss(x[:2], x[2:4], x[4:]),
+    "rotated by hand": lambda x: (x * torch.cat([x[1:], x[:1]])).mean(),
+    "one after the other": lambda x: sum((x[i] - x[i + 1]).square().mean() for i in (0, 2, 4)) / 3,
+    "the hardest by order": lambda x: each(x)[each(x).argsort(descending=True)[:2]].mean(),
+    "those above the mean": lambda x: each(x)[each(x) > each(x).mean()].mean(),
+    "a power of a mean": lambda x: F.cross_entropy(x, LABELS) ** 2,
+}
+BY_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "the first": lambda x: F.cross_entropy(x[0], LABELS[0]),
+    "the first row": lambda x: F.cross_entropy(x[:1], LABELS[:1]),
+    "a half": lambda x: x[:3].square().mean(),
+    "every second": lambda x: x[::2].square().mean(),
+}
+ALONE: dict[str, Callable[[Tensor], Any]] = {
+    "a mean": lambda x: F.cross_entropy(x, LABELS),
+    "a sum": lambda x: F.cross_entropy(x, LABELS, reduction="sum"),
+    "a mean of what is sure": lambda x: (each(x) * is_sure(x)).sum() / is_sure(x).sum(),
+    "targets made of what is sure": lambda x: F.cross_entropy(
+        x, torch.where(is_sure(x), x.argmax(-1), -100)
+    ),
+    "one by one": lambda x: sum(F.cross_entropy(x[i], LABELS[i]) for i in (0, 2, 3, 5)) / 4,
+    "those with targets": lambda x: sum(
+        F.cross_entropy(x[i], LABELS[i]) for i in range(6) if LABELS[i] >= 0
+    ),
+    "in another order": lambda x: each(x)[each(x).argsort()].mean(),
+    "with dropout": lambda x: F.cross_entropy(F.dropout(x, 0.5), LABELS),
+    "with noise": lambda x: F.mse_loss(x, torch.randn_like(x)),
+    "changed in place": changed_in_place,
+    "by a divisor": lambda x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1)) / 3 + 1.0,
+    "what can't be called again": lambda x: F.batch_norm(x, None, None, training=True)[0, 0],
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_samples_that_meet_are_found(name: str) -> None:
+    assert finds_meeting(MEETING[name])
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_samples_that_are_left_out_by_their_places_are_found(name: str) -> None:
+    assert finds_meeting(BY_PLACE[name])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ALONE)
+def test_losses_of_samples_by_themselves_are_let_be(name: str) -> None:
+    assert not finds_meeting(ALONE[name])
+
+
+def test_samples_are_found_wherever_shapes_allow_them() -> None:
+    def pools(x: Tensor) -> Tensor:
+        return x.mean(0).square().mean()
+
+    assert not finds_meeting(pools, (5, 6, 4))
+    assert finds_meeting(pools, (6, 5, 4))
+    assert not finds_meeting(pools, (6, 6, 4)), "dim 0 may be time"
+    windows = lambda x: x.unflatten(0, (6, 2)).mean(1).square().mean()  # noqa: E731
+    assert not finds_meeting(windows, (12, 4))
+    assert finds_meeting(lambda x: (x[:1] * x[1:]).mean(), (12, 4))
+
+
+def test_one_sample_is_tried_as_two() -> None:
+    ids = torch.tensor([[1, 2, 3, 0, 1]])
+    losses: dict[Callable[[Tensor], Any], bool] = {
+        lambda x: F.cross_entropy(x.view(-1, 4), ids.view(-1)): False,
+        lambda x: x.reshape(len(x), -1).norm(dim=1).mean(): False,
+        lambda x: x.expand(1, 5, 4).mean(1).square().sum(): False,
+        lambda x: x.squeeze(0).softmax(0).square().mean(): False,
+        lambda x: (x[:, None] - x[None]).abs().mean(): True,
+        lambda x: (x * torch.cat([x[1:], x[:1]])).mean(): True,
+        lambda x: (x[::2].mean(1) - x[1::2].mean(1)).square().mean(): True,
+        lambda x: (y := x.mean((1, 2)))[y.argsort()[: max(len(y) // 2, 1)]].mean(): True,
+        lambda x: (x[: len(x) // 2] - x[len(x) // 2 :]).square().mean(): True,
+    }
+    for make, meets in losses.items():
+        assert finds_meeting(make, (1, 5, 4), 1) is meets
+
+
+def test_packed_samples_meet_only_beyond_their_ends() -> None:
+    class Packed:
+        cu_seqlens = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    def meets(make: Callable[[Tensor], Any]) -> bool:
+        watch = LossWatch([], 2, LossTrial(Packed(), 2))
+        x = torch.randn(6, 4)
+        watch.leave_layers(x)
+        loss = make(x)
+        watch.end()
+        return watch.finds_meeting(loss, None)
+
+    assert not meets(lambda x: x[:2].mean().square() + x[2:].mean().square())
+    assert meets(lambda x: x[:3].mean().square() + x[3:].mean().square())
