@@ -23,6 +23,58 @@ class ClipsByStrategy(TinyModule):
         self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
 
 
+class ClipsEach(TinyModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_((0.01 / parameter.grad.norm()).clamp(max=1.0))
+
+
+class NormsByHand(TinyModule):
+    """Looks only once an epoch has ended."""
+
+    def on_train_epoch_end(self) -> None:
+        weights = torch.cat([item.detach().flatten() for item in self.model.head.parameters()])
+        self.norm = weights.square().sum().sqrt()
+
+
+class ZeroesRow(TinyModule):
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.model.embed.weight.data[0] = 0.0
+
+
+class TrustRatio(torch.optim.SGD):
+    """An optimizer whose name says nothing of what it needs."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        with torch.no_grad():
+            for item in self.param_groups[0]["params"]:
+                if item.grad is not None:
+                    item.sub_(0.01 * item.grad * item.norm() / (item.grad.norm() + 1.0))
+        return loss
+
+
+class StepsByRatio(TinyModule):
+    def configure_optimizers(self) -> Any:
+        return TrustRatio(self.parameters(), lr=0.1)
+
+
+class ByElements(TinyModule):
+    """Does to a slice what it would do to the whole."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for item in self.parameters():
+            item.grad.add_(item.detach(), alpha=0.1).clamp_(-0.05, 0.05)
+            item.grad[item.grad.abs() < 1e-6] = 0.0
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        weight = self.model.head.weight
+        weight.data.div_(weight.detach().norm(dim=1, keepdim=True).clamp(min=0.5))
+
+
 class Averages(TinyModule):
     """Its targets lie near those of an average of the head, which a hook keeps."""
 
@@ -75,7 +127,7 @@ class Counts(TinyModule):
         self.count += 1
 
 
-RIGHT: list[Callable[[], TinyModule]] = [ClipsByStrategy, AveragesWhatTravels]
+RIGHT: list[Callable[[], TinyModule]] = [ClipsByStrategy, AveragesWhatTravels, ByElements]
 
 
 def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessPool) -> None:
@@ -90,6 +142,10 @@ def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessP
     ("make", "told"),
     [
         (ClipsByHand, "gradient_clip_val"),
+        (ClipsEach, "norm is called on parameter model.embed.weight or its gradient"),
+        (NormsByHand, "whole_state_dict"),
+        (ZeroesRow, "setitem is called on parameter model.embed.weight"),
+        (StepsByRatio, 'ownership="parameter"'),
         (Averages, "under torch.no_grad()"),
         (AveragesData, "under torch.no_grad()"),
     ],
