@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from tests.processes import ProcessPool
@@ -155,6 +156,30 @@ def test_hooks_that_would_differ_between_ranks_are_refused(
 ) -> None:
     for (message,) in pool.run(fit_each, 2, [make], COPIES):
         assert told in message
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.model.embed)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.model.embed, optimizer, lr=0.1)
+
+
+class Thawed(TinyModule):
+    def configure_callbacks(self) -> list[Any]:
+        return [Thaws()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([item for item in self.parameters() if item.requires_grad], lr=0.2)
+
+
+def test_a_group_of_one_ranks_parameters_is_added_on_all(pool: ProcessPool) -> None:
+    (expected,) = pool.run(fit_each, 1, [Thawed], None)[0]
+    for (found,) in pool.run(fit_each, 2, [Thawed], STAGES):
+        assert isinstance(found, dict), found
+        same(found, expected)
 
 
 def test_buffers_that_an_evaluation_changes_are_one_devices_or_refused(pool: ProcessPool) -> None:

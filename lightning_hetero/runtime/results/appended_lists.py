@@ -39,7 +39,11 @@ class AppendedLists:
 
     def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
         attributes = self.module.__dict__
-        for name in _attributes_of(attributes).numbers:
+        names = _attributes_of(attributes)
+        for name in names.dicts:
+            items = attributes[name].items()
+            yield from ((f"{name}[{key!r}]", n) for key, n in items if type(n) in (int, float))
+        for name in names.numbers:
             value = attributes[name]
             if not isinstance(value, Tensor):
                 yield name, value

@@ -60,7 +60,7 @@ class SliceUses(TorchFunctionMode):
         was_active = self._is_active
         # What was entered over it, and not left, keeps its place: then it looks at nothing.
         if was_active and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
         self._is_active = False
         self._names.clear()
         return was_active

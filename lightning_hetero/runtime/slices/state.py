@@ -210,6 +210,18 @@ def agree_on_groups(
     names = iter(_names_of(store, optimizer))
     groups = [list(islice(names, len(group["params"]))) for group in optimizer.param_groups]
     gathered = comms.gather_objects(groups)
+    most = max(gathered, key=len)
+    if any(len(item) < len(most) for item in gathered):
+        # Where nothing was left of a new group it wasn't added.
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        told = max(comms.gather_objects(options), key=len)
+        for names_of, option in list(zip(most, told, strict=True))[len(groups) :]:
+            masters = [store.masters[name] for name in names_of]
+            optimizer.add_param_group({**option, "params": masters})
+        gathered = [item + most[len(item) :] for item in gathered]
     for group, *found in zip(optimizer.param_groups, *gathered, strict=True):
         if any(item != found[0] for item in found):
             united = {name for item in found for name in item}
