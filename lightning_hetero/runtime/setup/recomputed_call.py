@@ -83,7 +83,7 @@ class _RecomputedCall:
 
     def _call(self) -> Any:
         try:
-            tensors = self._kept.saved_tensors
+            tensors = self._kept.grad_fn.saved_tensors
         except RuntimeError as error:
             raise ModelError(
                 "An argument of a layer that is computed again in backward was changed in place "
@@ -147,9 +147,12 @@ class _Kept(torch.autograd.Function):
 
 
 def _keep(*tensors: Tensor) -> Any:
-    """Return what has them as its `saved_tensors`."""
+    """Return a tensor whose `grad_fn` has them as its `saved_tensors`.
+
+    The tensor itself must live on: torch 2.11's node lets them go with its output.
+    """
     anchor = torch.empty(0, requires_grad=True)
-    return _Kept.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+    return _Kept.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _autocast_now(kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
