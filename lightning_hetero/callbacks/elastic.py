@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -241,37 +241,41 @@ class ElasticRestart(Callback):
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
     def _stop_in_place(
-        self, trainer: pl.Trainer, leaving: Collection[int], saved: SavedCheckpoint
+        self,
+        trainer: pl.Trainer,
+        leaving: Collection[int],
+        save: Callable[[], SavedCheckpoint],
     ) -> None:
-        """Have the ranks that were told to go leave before the next step, and newcomers come in.
+        """Let ranks go that were told to, before the next step, and newcomers in.
 
-        All leave together, to be started again, where the others couldn't go on.
+        Saves only where those who stay haven't all rows; all leave where they couldn't go on.
         """
         assert self._checkpoint is not None
-        error = self._confirm(saved)
         notice = self._is_excluded or (self._watcher is not None and self._watcher.pending())
-        nodes = self._checkpoint.node_of_rank
-        rows = Ranks(run_of(trainer).control).gather((self.is_leaving, bool(notice), error))
+        ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
+        rows = ranks.gather((self.is_leaving, bool(notice)))
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
-        errors = [row[2] for row in rows if row[2] is not None]
         why = self._why_all_leave(trainer, leaving)
         if why is not None:
             rank_zero_info("Not going on in place, because %s.", why)
-            self._leave(trainer, leaving, saved)
-        elif errors and not leaving:
-            self._guests.refuse_after(saved)
-            rank_zero_warn(
-                f"Newcomers wait for the next checkpoint, since {saved.id} isn't safe: {errors[0]}"
-            )
-        else:
-            reason = (
-                f"{len(leaving)} ranks leave on a notice" if leaving else "newcomers are let in"
-            )
-            if leaving:
-                note(trainer, "leaving", ranks=sorted(leaving), in_place=True)
-            self._change = GenerationChange(f"After step {saved.id.step}, {reason}.", leaving)
+            self._leave(trainer, leaving, save)
+            return
+        if not all(ranks.gather(self._checkpoint.can_go_on_live(trainer, leaving))):
+            saved = save()
+            errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
+            if errors and not leaving:
+                self._guests.refuse_after(saved)
+                rank_zero_warn(
+                    f"Newcomers wait for the next checkpoint, since {saved.id} isn't safe: "
+                    f"{errors[0]}"
+                )
+                return
+        reason = f"{len(leaving)} ranks leave on a notice" if leaving else "newcomers are let in"
+        if leaving:
+            note(trainer, "leaving", ranks=sorted(leaving), in_place=True)
+        self._change = GenerationChange(f"After step {trainer.global_step}, {reason}.", leaving)
 
     def _why_all_leave(self, trainer: pl.Trainer, leaving: Collection[int]) -> str | None:
         """Return why the others couldn't go on without some ranks, None if they can."""
@@ -292,9 +296,14 @@ class ElasticRestart(Callback):
             return repr(error)
         return None
 
-    def _leave(self, trainer: pl.Trainer, leaving: Collection[int], saved: SavedCheckpoint) -> None:
-        """Wait until the checkpoint is safe, then end this process as all others do."""
-        start_s = time.monotonic()
+    def _leave(
+        self,
+        trainer: pl.Trainer,
+        leaving: Collection[int],
+        save: Callable[[], SavedCheckpoint],
+    ) -> None:
+        """Save, wait until the checkpoint is safe, then end this process as all others do."""
+        saved, start_s = save(), time.monotonic()
         error_seen = self._confirm(saved)
         try:
             leaving = self._await_upload(trainer, saved, start_s)

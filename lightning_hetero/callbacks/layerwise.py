@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Leaving:
     """The request of `save_and_leave`."""
 
     nodes: Collection[str]
-    then: Callable[[SavedCheckpoint], None]
+    then: Callable[[Callable[[], SavedCheckpoint]], None]
 
 
 class LayerwiseCheckpoint(Checkpoint):
@@ -142,9 +143,8 @@ class LayerwiseCheckpoint(Checkpoint):
         self.saved: SavedCheckpoint | None = None
         """The last checkpoint that was started."""
         self._every_n_train_steps = every_n_train_steps
-        self._writer_options = WriterOptions(
-            replicas=replicas, stall_s=stall_s, lasting_within_s=lasting_s
-        )
+        options = WriterOptions(replicas=replicas, stall_s=stall_s, lasting_within_s=lasting_s)
+        self._open = partial(Access, self.places, options=options, skip_unreadable=skip_unreadable)
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
         self._resume = resume
@@ -165,9 +165,9 @@ class LayerwiseCheckpoint(Checkpoint):
         return () if self._access is None else self._access.node_of_rank
 
     def save_and_leave(
-        self, nodes: Collection[str], then: Callable[[SavedCheckpoint], None]
+        self, nodes: Collection[str], then: Callable[[Callable[[], SavedCheckpoint]], None]
     ) -> None:
-        """Save when this step ends, parts of `nodes` to other ones too, then call `then`.
+        """When this step ends, call `then` with what saves it, parts of `nodes` to other ones too.
 
         Called by every rank in the same step.
         """
@@ -188,21 +188,15 @@ class LayerwiseCheckpoint(Checkpoint):
             if trainer.world_size > 1:
                 opened = None if run.strategy is None else run.strategy.processes.comms.connections
                 self._transport = GroupTransport(self._timeout, opened)
-            if not self._skip_unreadable and not run.knows_places:
+            if not self._skip_unreadable and not run.knows_all_ranks:
                 # Before anything is planned or measured.
                 probe(self.places, self._transport, is_first_of_node=trainer.local_rank == 0)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start_s = time.time()
-        is_first = trainer.local_rank == 0
-        self._access = access = Access(
-            self.places,
-            self._transport,
-            is_first_of_node=is_first,
-            options=self._writer_options,
-            skip_unreadable=self._skip_unreadable,
-        )
+        is_first, transport = trainer.local_rank == 0, self._transport
+        self._access = access = self._open(transport, is_first_of_node=is_first)
         owned = OwnedState(trainer)
         needs, goes_on = owned.needs(), _goes_on(trainer)
         found = self._live.recover(trainer, needs, self._transport) if goes_on else Found(None)
@@ -219,9 +213,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is not None:
             if not found.is_live:
                 self._last_step = recovered.id.step
-                self._trial.begin(
-                    recovered, access.tiers, self._transport, is_first_of_node=is_first
-                )
+                self._trial.begin(recovered, access.tiers, transport, is_first_of_node=is_first)
             made_s, set_up_s = self._made_at_s, self._set_up_at_s
             times = StartTimes(
                 made_s=made_s, set_up_s=set_up_s, planned_s=start_s, fetched_s=time.time()
@@ -311,7 +303,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.then(self._save(trainer, leaving))
+            leaving.then(partial(self._save, trainer, leaving))
         elif step % self._every_n_train_steps == 0 or step == trainer.max_steps:
             self._save(trainer)
             if step == trainer.max_steps or has_finished_epoch(trainer):
@@ -374,7 +366,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self._let_go()
         self._live = LiveSteps()
 
-    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> bool:
+    def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
+        """Whether the step that has ended is held here, and all its rows without some ranks."""
+        return self._live.can_go_on(trainer, leaving)
+
+    def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
         """Hold on to the last step's state, before anything is torn down; see `SavesSlices`."""
         return self._live.keep(trainer, self._start, generation)
 

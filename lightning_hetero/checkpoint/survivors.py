@@ -98,7 +98,7 @@ class NothingLive:
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A rank was not in the generation before, so it can have nothing."""
+    """A rank has just come, or has trained no step yet: it has nothing, and needs all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def why_not(offers: Sequence[Mapping[str, Any]], slices: Mapping[str, tuple[Slic
             return f"rank {rank} has nothing of the last step: {offer['why']}"
     left = {rank: offer for rank, offer in enumerate(offers) if "new" not in offer}
     if 0 not in left:
-        return "rank 0 is a newcomer"
+        return "rank 0 has trained no step in this process"
     if len({(o["generation"], o["step"], o["follows"]) for o in left.values()}) > 1:
         steps = (f"rank {rank} to {o['step']} before {o['follows']}" for rank, o in left.items())
         return f"the ranks that are left had come to different steps ({', '.join(steps)})"

@@ -311,12 +311,12 @@ class _Generations:
             raise AgreedExit(0)
         else:
             old, new = processes.form_generation(end.leaving)
-            self._end_fit(None if new.newcomers_since(old) else ended)
+            self._end_fit(ended)
         self._strategy.cluster_environment = processes.enter_generation(new)
         self._strategy.set_world_ranks()
         before.put_back(trainer)
         self._newcomers = new.newcomers_since(old)
-        trainer.strategy.run.knows_places = not self._newcomers
+        trainer.strategy.run.knows_all_ranks = not self._newcomers
         rank_zero_info(
             "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,
@@ -330,7 +330,7 @@ class _Generations:
             if notify is not None:
                 notify(trainer, old, new)
 
-    def _end_fit(self, generation: int | None) -> bool:
+    def _end_fit(self, generation: int) -> bool:
         """Let go of a generation's groups, and end its fit as Lightning does; see `keep_live`.
 
         Returns:

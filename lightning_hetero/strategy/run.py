@@ -37,14 +37,15 @@ class SavesSlices(Protocol):
         """Name of each rank's node."""
 
     def save_and_leave(
-        self, nodes: Collection[str], then: "Callable[[SavedCheckpoint], None]"
+        self, nodes: Collection[str], then: "Callable[[Callable[[], SavedCheckpoint]], None]"
     ) -> None:
-        """Save when this step ends, then call `then`."""
+        """When this step ends, call `then` with what saves it."""
 
-    def keep_live(self, trainer: pl.Trainer, generation: int | None) -> bool:
-        """Hold on to this rank's part of the last step's state, since another rank is lost.
+    def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
+        """Whether the step that has ended is held here, and all its rows without some ranks."""
 
-        To nothing where no generation is given: newcomers have no part of it, so it can't serve.
+    def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
+        """Hold on to this rank's part of the last step's state, since the generation has ended.
 
         Returns:
             Whether it holds on to anything.
@@ -88,8 +89,8 @@ class Run:
         """Who saves slices."""
         self.restarters: list[RestartsRun] = []
         """Who can restart the run without some of its machines."""
-        self.knows_places = False
-        """Whether all ranks have used the places of checkpoints, in the generation before."""
+        self.knows_all_ranks = False
+        """Whether all were in the generation before: they know its places and what was logged."""
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart, or change of ranks in place, to the
         state being back; None before any."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -91,10 +92,11 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
 def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_again(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 is lost while the newcomer is there."""
+    """Rank 0 is lost while the newcomer is there. No checkpoint is saved but the first and last."""
     num_steps = 60
     expected = undisturbed(2, num_steps)
-    with playing(tmp_path / "run", 2, num_steps=num_steps, every=100, heartbeat_s=30.0) as node:
+    options = {"num_steps": num_steps, "every": 100, "heartbeat_s": 30.0, "redundancy": 1}
+    with playing(tmp_path / "run", 2, **options) as node:
         node.let_go_on_to(2)
         node.wait_for_step(0, 2)
         node.join(NEW)
@@ -125,7 +127,30 @@ def test_a_process_joins_and_leaves_between_two_steps_and_no_step_is_trained_aga
     noted = [item for item in events if item["event"] == "generation"]
     changes = [(item["lost"], item["joined"], item["ranks"]) for item in noted]
     assert changes == [([], [2], 3), ([0], [], 2), ([2], [], 1)]
-    assert [item["steps_again"] for item in noted][::2] == [0, 0]
+    assert [item["steps_again"] for item in noted] == [0, 0, 0]
+    assert [item["is_live"] for item in events if item["event"] == "recovered"] == [True] * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [None, "full"])
+@pytest.mark.parametrize("others", [True, False])
+def test_ranks_that_stop_save_only_where_somebody_has_not_all_rows(
+    error: str | None, monkeypatch: pytest.MonkeyPatch, *, others: bool
+) -> None:
+    """And newcomers wait where that save isn't safe."""
+    rows = [[(False, False)] * 2, [True, others], [None, error]]
+    ranks = SimpleNamespace(gather=lambda _: rows.pop(0))
+    monkeypatch.setattr("lightning_hetero.callbacks.elastic.Ranks", lambda _: ranks)
+    elastic: Any = ElasticRestart(in_place=True)
+    strategy = SimpleNamespace(processes=SimpleNamespace(membership=mock.MagicMock()))
+    trainer: Any = SimpleNamespace(world_size=2, global_step=7)
+    run = SimpleNamespace(control=None, strategy=strategy)
+    monkeypatch.setattr("lightning_hetero.callbacks.elastic.run_of", lambda _: run)
+    elastic._checkpoint = mock.Mock(node_of_rank=("a", "b"))
+    save = mock.Mock()
+    elastic._stop_in_place(trainer, frozenset(), save)
+    assert save.called == (not others)
+    assert (elastic._change is None) == (not others and error is not None)
 
 
 def test_a_sigterm_between_two_fits_is_heeded_by_the_next_and_the_last_leaves_no_handler() -> None:

@@ -21,7 +21,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_metadata,
     dump_random_state,
 )
-from lightning_hetero.checkpoint.survivors import Follows, LiveState
+from lightning_hetero.checkpoint.survivors import Follows, LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.generations import _Generations
@@ -276,7 +276,7 @@ def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode() -> None:
     class Ends(Callback):
         def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.during = {module.training for module in pl_module.modules()}
-            _Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(None)
+            _Generations(trainer.strategy, trainer, timedelta(seconds=2))._end_fit(0)
             self.after = {module.training for module in pl_module.modules()}
             raise Stop
 
@@ -302,10 +302,19 @@ def test_nothing_is_kept_before_a_plateau_scheduler_has_stepped(
     assert "waits for a plateau" in state.why
 
 
-def test_nothing_is_kept_where_newcomers_come() -> None:
-    steps = live.LiveSteps()
-    steps.keep(None, None, None)
-    assert "newcomers" in steps.state.why
+def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
+    state: Any = object.__new__(LiveState)
+    for own in (state, Newcomer()):
+        steps = live.LiveSteps()
+        steps.state = own
+        for _ in range(2):  # Two generations in a row that end before a step.
+            assert steps.keep(None, None, 1) == (own is state)
+            assert steps.state is own
+    # Who has trained since, and has nothing of the last step, is no newcomer any more.
+    steps._noted = live._IN_STEP
+    for _ in range(2):
+        assert not steps.keep(None, None, 1)
+        assert steps.state is live._IN_STEP
     assert steps._watched == steps._trackers == []
 
 

@@ -134,7 +134,7 @@ def test_ranks_that_do_not_go_together_say_why_alike() -> None:
         ([states[1], states[3]], "of the generation before"),
         ([states[0], states[2]], "kept by lost ranks alone ([1, 3] of the generation before)"),
         ([states[0], states[2], Newcomer()], "kept by lost ranks alone ([1, 3] of"),
-        ([Newcomer(), *states], "rank 0 is a newcomer"),
+        ([Newcomer(), *states], "rank 0 has trained no step"),
     ):
         found = recover_all(list(own))
         assert all(isinstance(item, NothingLive) for item in found)

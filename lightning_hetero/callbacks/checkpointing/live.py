@@ -13,7 +13,7 @@ generators of random numbers, and 0.3 µs for each tensor more. A module or a ca
 `on_save_checkpoint` is asked after each step, which takes as long as its hook, and 0.4 ms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,12 @@ from lightning_hetero.checkpoint.survivors import (
     Follows,
     Keepers,
     LiveState,
+    Newcomer,
     NothingLive,
     recover_from_survivors,
 )
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 
 if TYPE_CHECKING:
@@ -68,7 +70,6 @@ _IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
 _IN_EVALUATION = NothingLive(
     "the end of an epoch, or a validation of its own, follows its last step, and was under way"
 )
-_NEWCOMERS = NothingLive("newcomers have no part of it")
 _NO_STEP = NothingLive("it had trained no step in this process")
 _NO_COPIES = NothingLive("the run has no redundancy")
 _PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
@@ -112,7 +113,7 @@ class LiveSteps:
     """One rank's last step; called by every rank alike, and `keep` by those that are left."""
 
     def __init__(self) -> None:
-        self.state: LiveState | NothingLive = _NO_STEP
+        self.state: LiveState | NothingLive | Newcomer = Newcomer()
         """The step to continue from: set by `keep`, until the next generation ends a step."""
         self._noted: _Noted | NothingLive = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
@@ -216,14 +217,19 @@ class LiveSteps:
             gathered=Gathered(trainer, self._metrics),
         )
 
-    def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int | None) -> bool:
+    def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
+        """Whether the step that has ended is held, and all its rows without some ranks."""
+        if isinstance(self._noted, NothingLive) or self._noted.follows is Follows.END:
+            return False
+        return not serve_without(_keepers(trainer).slices, leaving).missing
+
+    def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int) -> bool:
         """Hold on to the last step's state, if it is still there; communicates nothing.
 
         Args:
-            trainer: Whose fit has ended because a rank is lost; not torn down yet.
+            trainer: Whose fit has ended because ranks are lost, leave or come; not torn down yet.
             start: Names the run's checkpoints.
-            generation: Number of the generation that has ended; None where newcomers come, which
-                have no part of it: nothing is kept then.
+            generation: Number of the generation that has ended.
 
         Returns:
             Whether it is.
@@ -232,10 +238,9 @@ class LiveSteps:
         cut_short, self._before_evaluation = self._before_evaluation, None
         if cut_short is not None:
             cut_short.put_back()
-        if generation is None:
-            self.state = _NEWCOMERS
-        elif isinstance(noted, NothingLive):
-            if not isinstance(self.state, LiveState):
+        if isinstance(noted, NothingLive):
+            # What a generation that has trained no step began with is there still.
+            if noted is not _NO_STEP:
                 self.state = noted
         else:
             try:
@@ -287,15 +292,16 @@ class LiveSteps:
 
     def go_on(self, trainer: pl.Trainer, found: Found) -> None:
         """Let what this process has besides go with the state that was found and restored."""
-        if found.is_live:
+        if found.is_live and run_of(trainer).knows_all_ranks:
             assert isinstance(self.state, LiveState)
             assert found.recovered is not None
             ends = self.state.follows is Follows.END
             go_on_after_step(trainer, found.recovered, ends=ends)
             trainer.fit_loop.epoch_loop._results = self._means
             trainer._logger_connector._callback_metrics.update(self._newest)
-        elif found.why_not_live is not None:
-            # As in a new process: they would count steps twice that are trained again.
+        elif found.is_live or found.why_not_live is not None:
+            # As in a new process, which newcomers are: all ranks must have gathered the same. And
+            # steps that are trained again would count twice.
             for metric in metrics_of(trainer.lightning_module):
                 metric.reset()
 

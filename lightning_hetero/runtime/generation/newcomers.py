@@ -11,9 +11,9 @@
    One that was called and shows no sign of life is gone, as a member would be.
 
 A generation that forms because a rank was lost calls guests as well, unless those who are left go
-on from their own slices, of which newcomers have no part: then the next one does. Whoever dies on
-the way holds up nobody before it is called, and the others for as long as a lost rank's heartbeat
-may be late then.
+on from their own slices, and are back at once without waiting for anybody: then the next one does.
+Whoever dies on the way holds up nobody before it is called, and the others for as long as a lost
+rank's heartbeat may be late then.
 """
 
 import json

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.generation import entering, newcomers
 from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
-from lightning_hetero.runtime.generation.membership import Generation, Member, Membership
+from lightning_hetero.runtime.generation.membership import Generation, Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
-from lightning_hetero.strategy.generations import _End, _Generations
 from tests.processes import free_port
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
@@ -282,22 +281,6 @@ def test_where_no_run_is_one_is_told_so_in_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "create_connection", late)
     with told_to_join(f"127.0.0.1:{store.port}"), pytest.raises(PeerError, match="No run to join"):
         join_membership(FACTS, start_timeout=timedelta(seconds=0.3))
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_who_lets_newcomers_in_copies_no_slices_that_could_not_serve(comes: bool) -> None:  # noqa: FBT001
-    members = tuple(Member(number, "a") for number in range(3))
-    old = Generation(number=4, members=members[:2])
-    new = Generation(number=5, members=members if comes else members[:1])
-    strategy, trainer, checkpoint = mock.Mock(), mock.MagicMock(), mock.Mock()
-    strategy.processes.generation = 4
-    strategy.processes.form_generation.return_value = old, new
-    strategy.processes.enter_generation.side_effect = InterruptedError
-    trainer.strategy.run.checkpoints = [checkpoint]
-    fits = _Generations(strategy, trainer, timedelta(seconds=2))
-    with pytest.raises(InterruptedError):
-        fits._begin_next(_End(reason="", leaving=frozenset()), mock.Mock())
-    checkpoint.keep_live.assert_called_once_with(trainer, None if comes else 4)
 
 
 def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
