@@ -114,7 +114,8 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> int | None:
     Raises:
         ValueError: Its steps change nothing.
     """
-    whole = _run(optimizer, lambda tensors: tensors)
+    drawn = _draw_all(optimizer)
+    whole = _run(optimizer, drawn, lambda tensors: tensors)
     if any(torch.equal(first, last) for first, last in whole):
         raise ValueError("a step changes nothing")
     results = [last for _, last in whole]
@@ -122,7 +123,7 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> int | None:
     if is_cut:
         trials += [partial(_piece, rows) for rows in _PIECES]
     for parts in trials:
-        found = [last for _, last in _run(optimizer, parts)]
+        found = [last for _, last in _run(optimizer, drawn, parts)]
         if not all(map(torch.equal, found, _per_group(results, parts))):
             return None
     return zlib.crc32(b"".join(_bytes_of(results)))
@@ -145,26 +146,37 @@ def _bytes_of(tensors: Iterable[Tensor]) -> Iterable[bytes]:
     return (t.cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
-def _run(optimizer: Optimizer, parts: _Parts) -> list[tuple[Tensor, Tensor]]:
+def _draw_all(optimizer: Optimizer) -> list[list[list[Tensor]]]:
+    """Return, for each group with parameters, tensors and a gradient of each for every step."""
+    generator, drawn = torch.Generator().manual_seed(0), []
+    for group in _groups_of(optimizer):
+        dims = frozenset(min(max(item.ndim, 1), 2) for item in group["params"])
+        like = group["params"][0], _SHAPES[dims]
+        drawn.append([_draw(generator, *like) for _ in range(1 + _NUM_STEPS)])
+    return drawn
+
+
+def _groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if group["params"]]
+
+
+def _run(
+    optimizer: Optimizer, drawn: Sequence[Sequence[list[Tensor]]], parts: _Parts
+) -> list[tuple[Tensor, Tensor]]:
     """Return each parameter before and after some steps of a copy of the optimizer."""
-    generator = torch.Generator().manual_seed(0)
     copy, groups = _copy_of(optimizer), []
-    for group in optimizer.param_groups:
-        if group["params"]:
-            dims = frozenset(min(max(item.ndim, 1), 2) for item in group["params"])
-            like = group["params"][0], _SHAPES[dims]
-            options = {key: deepcopy(value) for key, value in group.items() if key != "params"}
-            if "lr" in options and not options["lr"]:
-                options["lr"] = 1e-2  # At the start of a warm-up nothing would move.
-            drawn = parts(_draw(generator, *like))
-            items = [nn.Parameter(tensor) for tensor in drawn]
-            copy.param_groups.append({**options, "params": items})
-            copy.state.update({item: state for item in items if (state := _begun(optimizer, item))})
-            groups.append((like, items))
+    for group, (values, *gradients) in zip(_groups_of(optimizer), drawn, strict=True):
+        options = {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        if "lr" in options and not options["lr"]:
+            options["lr"] = 1e-2  # At the start of a warm-up nothing would move.
+        items = [nn.Parameter(tensor) for tensor in parts(_copies(values))]
+        copy.param_groups.append({**options, "params": items})
+        copy.state.update({item: state for item in items if (state := _begun(optimizer, item))})
+        groups.append((gradients, items))
     first = [item.detach().clone() for _, items in groups for item in items]
-    for _ in range(_NUM_STEPS):
-        for like, items in groups:
-            for item, gradient in zip(items, parts(_draw(generator, *like)), strict=True):
+    for step in range(_NUM_STEPS):
+        for gradients, items in groups:
+            for item, gradient in zip(items, parts(_copies(gradients[step])), strict=True):
                 item.grad = gradient
         copy.step()
     last = [item.detach() for _, items in groups for item in items]
@@ -174,7 +186,11 @@ def _run(optimizer: Optimizer, parts: _Parts) -> list[tuple[Tensor, Tensor]]:
 def _draw(
     generator: torch.Generator, like: Tensor, shapes: Iterable[tuple[int, ...]]
 ) -> list[Tensor]:
-    return [torch.randn(shape, generator=generator).to(like).clone() for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(like) for shape in shapes]
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
 
 
 def _begun(optimizer: Optimizer, item: Tensor) -> dict[str, Any]:
