@@ -18,6 +18,7 @@ from lightning_hetero.runtime.generation import entering, newcomers
 from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
 from lightning_hetero.runtime.generation.membership import Generation, Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
+from lightning_hetero.strategy.generations import _Generations
 from tests.processes import free_port
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
