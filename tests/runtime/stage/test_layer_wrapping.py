@@ -123,6 +123,11 @@ def test_other_values_are_refused(value: Any) -> None:
         LayerOptions(activation_checkpointing=value)
 
 
+def test_who_asks_for_selective_recomputation_is_told_what_there_is_instead() -> None:
+    with pytest.raises(ConfigurationError, match=r"'selective'.*'full'.*activation_budget_bytes"):
+        LayerOptions(activation_checkpointing="selective")  # type: ignore[arg-type]
+
+
 def test_a_budget_is_no_second_setting() -> None:
     with pytest.raises(ConfigurationError, match=r"'full' and activation_budget_bytes is 1000\."):
         LayerOptions(activation_checkpointing="full", activation_budget_bytes=1000)
