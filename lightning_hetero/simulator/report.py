@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.recomputation import describe_recomputation
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes
 from lightning_hetero.simulator.simulate import Simulation
@@ -106,8 +107,8 @@ def plan_table(
         counts: Micro-batches of each pipeline.
     """
     unit, unit_bytes = memory_unit(facts)
-    places = ("pipeline", "stage", "device", "ranks", "TP", "layers", "micro-batches")
-    header = (*places, f"memory {unit}", "busy")
+    places = ("pipeline", "stage", "device", "ranks", "TP", "layers", "recomputed")
+    header = (*places, "micro-batches", f"memory {unit}", "busy")
     sections = []
     for members in alike_pipelines(plan, facts, counts):
         section = []
@@ -123,6 +124,7 @@ def plan_table(
                     _ranges(ranks),
                     str(stage.tp_degree),
                     f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
+                    _recomputed(stage),
                     _work(counts[members[0]], plan.pipelines[members[0]]) if index == 0 else "",
                     _memory(known, unit_bytes),
                     "" if None in busy else f"{max(b for b in busy if b is not None):.0%}",
@@ -136,6 +138,11 @@ def plan_table(
             tuple(tuple(row[c] for c in shown) for row in section) for section in sections
         ),
     )
+
+
+def _recomputed(stage: StagePlan) -> str:
+    """Return what a stage computes again, in words; "" if that is nothing, or unsaid."""
+    return describe_recomputation(stage.recomputed_layers or None, stage.activation_budget_bytes)
 
 
 def _work(count: int | None, pipeline: PipelinePlan) -> str:
@@ -278,7 +285,10 @@ def alike_pipelines(
     for index, pipeline in enumerate(plan.pipelines):
         # Slices of equal pipelines may differ by a few bytes, which nobody wants to read.
         stages = tuple(
-            (stage.tp_degree, stage.layers, known.device, f"{known.used_bytes or 0:.2e}")
+            (
+                (stage.tp_degree, stage.layers, _recomputed(stage)),
+                (known.device, f"{known.used_bytes or 0:.2e}"),
+            )
             for stage, known in zip(pipeline.stages, facts[index], strict=True)
         )
         groups.setdefault((stages, counts[index], pipeline.microbatch_size), []).append(index)

@@ -54,6 +54,19 @@ def test_columns_of_which_nothing_is_known_are_left_out():
     assert table.rows[1] == ("", "1", "A", "1,3,5,…", "1", "3-5 (3)")
 
 
+def test_what_stages_recompute_is_said_where_any_does():
+    even = PLAN.to_dict()
+    for stages, first in zip(
+        (0, 1), ({"recomputed_layers": 2}, {"recomputed_layers": 0}), strict=True
+    ):
+        even["pipelines"][stages]["stages"][0] |= first
+    even["pipelines"][2]["stages"][1]["activation_budget_bytes"] = 3 * 2**30
+    table = plan_table(ParallelPlan.from_dict(even), facts_of(*"AAAA"), [1] * 4)
+    found = [row[table.header.index("recomputed")] for row in table.rows]
+    assert found == ["2 layers", "", "", "", "", "within 3 GiB"]
+    assert [row[0] for row in table.rows] == ["0", "", "1,3 (2 ×)", "", "2", ""]
+
+
 def test_small_models_are_shown_in_mebibytes():
     table = plan_table(PLAN, facts_of(*"AAAA", memory=MemoryTerms(3.0 * 2**20)), [1] * 4)
     assert table.rows[0][table.header.index("memory MiB")] == "3.0"
