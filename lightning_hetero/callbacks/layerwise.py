@@ -179,6 +179,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         run = run_of(trainer)
         run.join(run.checkpoints, self)
+        run.begin_change = lambda: self._live.begin_change()
         self._set_up_at_s = time.time()
         if not self._resume:
             refuse_under_torchrun()
@@ -269,7 +270,6 @@ class LayerwiseCheckpoint(Checkpoint):
     ) -> None:
         self._trial.see_gradients(optimizer)
         self._wait_for_snapshot()
-        self._live.begin_change()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -10,6 +10,7 @@ has to be read for them (here, unless another package is named):
 - `Strategy._lightning_module`, `_precision_plugin`: set around what `ParallelStrategy` does with
   them, which would move slices or check the plugin's type,
 - `_optimizers_to_device`: what `Strategy.setup` and `load_optimizer_state_dict` call,
+- `Precision._after_closure`: after it nothing but the optimizer's step is left,
 - `LightningOptimizer._optimizer`: whom `optimizer_state` is asked for,
 - `WeightAveraging._average_model` (also `callbacks`), `StochasticWeightAveraging._average_model`:
   copies of the module that must be cut, and saved,

@@ -128,8 +128,11 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         rows = TokenRows(4 * EPOCH)
         loader = StatefulDataLoader(rows, batch_size=4, shuffle=True)
+        module: Any = Model(ToyOptions(num_layers=1))
+        if hook == "configure_gradient_clipping":
+            setattr(module, hook, lambda *_, **__: loses.configure_gradient_clipping(trainer))
         with pytest.raises(Stop):
-            trainer.fit(Model(ToyOptions(num_layers=1)), loader, StatefulDataLoader(rows))
+            trainer.fit(module, loader, StatefulDataLoader(rows))
         return loses.kept, saves
 
     return run
@@ -141,6 +144,7 @@ def lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("on_train_batch_start", 2, {}),
         ("on_before_optimizer_step", 3, {"accumulate_grad_batches": 2}),
         ("on_before_zero_grad", EPOCH + 2, {}),
+        ("configure_gradient_clipping", 2, {"gradient_clip_val": 1.0}),
         ("on_train_batch_start", EPOCH + 1, {}),
         ("on_validation_batch_start", 2, {"val_check_interval": 2}),
         ("on_train_batch_start", 2, {"val_check_interval": 2}),

@@ -131,7 +131,11 @@ class LiveSteps:
         """The newest values that were logged by then, which callbacks may monitor."""
 
     def begin_change(self) -> None:
-        """Count the slices as changing, from before an optimizer's step to the step's end."""
+        """Count the slices as changing, from before an optimizer's step to the step's end.
+
+        Not from its hooks and clipping on, in which ranks wait for each other: they change nothing
+        that is noted.
+        """
         if not isinstance(self._noted, NothingLive):
             self._noted = _IN_STEP
 

@@ -98,7 +98,8 @@ def _made_of(form: Any, device: torch.device) -> Any:
         return torch.tensor(given, dtype=getattr(torch, name), device=device)
     if kind == "dataclass":
         module, name, forms = rest
-        made = reduce(getattr, name.split("."), importlib.import_module(module))
+        root: Any = importlib.import_module(module)
+        made = reduce(getattr, name.split("."), root)
         return made(**{key: _made_of(item, device) for key, item in forms.items()})
     if kind == "value":
         return rest[0]
