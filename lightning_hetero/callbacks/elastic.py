@@ -90,9 +90,9 @@ class ElasticRestart(Callback):
             where rows are gone with both their keepers, a step was half made or made by some, or
             hooks of an epoch's end ran, from the newest checkpoint, and the log says why. A
             validation that was due is done (again) by those who go on, and what follows it. Ranks
-            that leave on a notice, or newcomers, cost no step: all save before them. What can't be done
-            so (no checkpoint yet, the store's node lost or told to go, a fault that comes back)
-            ends the processes, as without it.
+            that leave on a notice, or newcomers, cost no step: all save before them. What can't be
+            done so (no checkpoint yet, the store's node lost or told to go, a fault that comes
+            back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
             lost; dead processes are noticed at once.
 
