@@ -34,7 +34,7 @@ class LiveActivations:
             known = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *shared)}
             outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
             pack, unpack = outer or (lambda tensor: tensor, lambda tensor: tensor)
-            drops = outer is not None and pack.__qualname__.endswith("._reserve")
+            drops = outer is not None and pack.__qualname__.endswith("RecomputedCall.reserve")
 
             def note(tensor: Tensor) -> Any:
                 storage = tensor.untyped_storage()

@@ -39,7 +39,9 @@ def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         ModelError: In backward: an argument was changed in place, or the function does something
             else the second time.
     """
-    return _RecomputedCall(function, args, kwargs).run()
+    call = _RecomputedCall(function, args, kwargs)
+    with saved_tensors_hooks(call.reserve, call.fetch):
+        return function(*args, **kwargs)
 
 
 class _Slot:
@@ -76,29 +78,14 @@ class _RecomputedCall:
         """Weak: what backward has freed isn't kept when it is computed again."""
         self._num_filled = 0
 
-    def run(self) -> Any:
-        """Call the function, for the first time."""
-        with saved_tensors_hooks(self._reserve, self._fetch):
-            return self._call()
-
-    def _call(self) -> Any:
-        try:
-            tensors = self._kept.grad_fn.saved_tensors
-        except RuntimeError as error:
-            raise ModelError(
-                "An argument of a layer that is computed again in backward was changed in place "
-                f"after the layer got it. Let it be, or don't recompute the layer. ({error})"
-            ) from None
-        given = self._others | dict(zip(self._tensor_keys, tensors, strict=True))
-        args = [given.pop(index) for index in range(self._num_args)]
-        return self._function(*args, **given)
-
-    def _reserve(self, tensor: Tensor) -> _Slot:
+    def reserve(self, tensor: Tensor) -> _Slot:
+        """Return what autograd saves in place of a tensor."""
         slot = _Slot(tensor)
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def _fetch(self, slot: _Slot) -> Tensor:
+    def fetch(self, slot: _Slot) -> Tensor:
+        """Return the tensor that backward wants."""
         if slot.tensor is None:
             self._call_again()
         tensor, slot.tensor = slot.tensor, None  # It goes while backward goes on.
@@ -122,6 +109,18 @@ class _RecomputedCall:
             except _AllFilled:
                 return
         raise _other_work(f"{self._num_filled} tensors instead of {len(self._slots)}")
+
+    def _call(self) -> Any:
+        try:
+            tensors = self._kept.grad_fn.saved_tensors
+        except RuntimeError as error:
+            raise ModelError(
+                "An argument of a layer that is computed again in backward was changed in place "
+                f"after the layer got it. Let it be, or don't recompute the layer. ({error})"
+            ) from None
+        given = self._others | dict(zip(self._tensor_keys, tensors, strict=True))
+        args = [given.pop(index) for index in range(self._num_args)]
+        return self._function(*args, **given)
 
     def _fill(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()  # Else what a node returned and saved would hold that node.

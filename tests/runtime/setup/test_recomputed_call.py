@@ -104,6 +104,11 @@ def test_the_rest_is_not_computed_once_all_is_there() -> None:
     assert calls == ["needed", "not needed"]
 
 
+def test_the_function_gets_the_very_arguments_the_first_time() -> None:
+    given = torch.ones(2, requires_grad=True) * 1
+    assert computed_again(lambda hidden: (hidden.exp(), hidden), given)[1] is given
+
+
 def test_arguments_that_were_changed_are_refused() -> None:
     hidden = torch.ones(2, requires_grad=True) * 1
     output = computed_again(torch.exp, hidden)
