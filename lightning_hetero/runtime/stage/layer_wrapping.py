@@ -45,7 +45,8 @@ class LayerOptions:
     """Whether `torch.compile` compiles each layer."""
 
     def __post_init__(self) -> None:
-        value, budget = self.activation_checkpointing, self.activation_budget_bytes
+        value: object = self.activation_checkpointing
+        budget = self.activation_budget_bytes
         is_period = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if value not in ("none", "full") and not is_period:
             raise ConfigurationError(
