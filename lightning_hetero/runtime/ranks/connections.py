@@ -38,6 +38,9 @@ class Connections:
 
     def __init__(self, *, may_end: bool = False) -> None:
         self._opened: _Opened = set()
+        # What is there already outlives this, such as a membership's own connection to its store,
+        # whatever another thread does while connections are opened.
+        self._kept: _Opened = _sockets() if may_end else set()
         self._may_end = may_end
         self._is_hung_up = False
         self._others: set[_Address] = set()
@@ -91,7 +94,7 @@ class Connections:
     def hang_up(self, *, spared_port: int | None = None) -> None:
         """End the connections, and what waits for them, but those to a port (the store's)."""
         self._is_hung_up = True
-        for item in _sockets():
+        for item in _sockets() - self._kept:
             with suppress(OSError), _end_of(item[0]) as end:
                 if not _listens(end) and self._is_of_group(item, end, spared_port):
                     end.shutdown(socket.SHUT_RDWR)

@@ -51,6 +51,20 @@ def test_who_waits_for_a_rank_that_never_comes_is_called_back() -> None:
     comes.set()
 
 
+def test_what_was_there_before_is_never_hung_up() -> None:
+    """Such as a membership's own connection, though a group has listened where it comes from."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as kept,
+        server.accept()[0] as other,
+    ):
+        connections = Connections(may_end=True)
+        connections.share(lambda _: [[kept.getsockname()]])
+        connections.hang_up()
+        kept.sendall(b"x")
+        assert other.recv(1) == b"x"
+
+
 @pytest.mark.parametrize("may_end", [False, True])
 def test_what_is_opened_is_returned_or_raised_and_hung_up(may_end: bool) -> None:  # noqa: FBT001
     connections = Connections(may_end=may_end)
