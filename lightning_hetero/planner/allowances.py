@@ -11,15 +11,58 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.planner.arrangement import classify_nodes
+from lightning_hetero.planner.stage_times import StageTimes
+from lightning_hetero.planner.workload import Objective
 
-__all__ = ["smaller_allowances"]
+__all__ = ["Scores", "smaller_allowances"]
 
 _MOST_TYPES = 5
 """Types of which all choices are made; of more only the best ones, and all but one."""
 _MOST_CHOICES = 400
 """Choices of whole nodes, equal ones told apart by number, up to which all are made."""
+
+
+class Scores:
+    """What a search minimises, seconds or their price, and what devices could do at best.
+
+    Args:
+        times: Seconds of stages on the cluster.
+        objective: What is minimised.
+    """
+
+    def __init__(self, times: StageTimes, objective: Objective) -> None:
+        self._times = times
+        self._nodes = times.cost.cluster.nodes
+        self._is_price = objective is Objective.COST
+        self._speeds: dict[tuple[int, ...], list[float]] = {}
+
+    def weigh(self, time_s: float, nodes: Sequence[int]) -> float:
+        """Return the score of an iteration's seconds on some nodes."""
+        if self._is_price:
+            return time_s / 3600 * (self._times.cost.cluster.price_of(nodes) or 0.0)
+        return time_s
+
+    def least(self, part: Sequence[int], tp_degrees: Sequence[int]) -> float:
+        """Return about the least score of plans on a part of the cluster, by its work alone."""
+        degrees = tuple(tp_degrees)
+        if degrees not in self._speeds:
+            seconds = self._times.seconds_per_device
+            self._speeds[degrees] = [1 / seconds(n, degrees) for n in range(len(self._nodes))]
+        power = float(np.dot(part, self._speeds[degrees]))
+        if not power:
+            return math.inf
+        num_microbatches = self._times.workload.num_microbatches
+        return self.weigh(num_microbatches / power, np.flatnonzero(part).tolist())
+
+    def burden(self, node: int, tp_degrees: Sequence[int]) -> float:
+        """Return what a device's work costs on a node: seconds, or money if that counts."""
+        seconds = self._times.seconds_per_device(node, tp_degrees)
+        entry = self._nodes[node]
+        return seconds * (entry.price_per_hour or 0.0) / entry.count if self._is_price else seconds
 
 
 def smaller_allowances(cluster: Cluster, burden: Sequence[float]) -> list[tuple[int, ...]]:

@@ -11,15 +11,12 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-
-import numpy as np
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.allowances import smaller_allowances
+from lightning_hetero.planner.allowances import Scores, smaller_allowances
 from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.bound import bound_iteration_price
 from lightning_hetero.planner.enumeration import enumerate_arrangements
@@ -134,6 +131,7 @@ class PlanSearch:
         self.estimator = self.estimators[-1]
         keeping = equal.keeping()
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
+        self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh)
         self.enumerated = False
         self.num_estimated = 0
@@ -219,43 +217,56 @@ class PlanSearch:
             if every is not None:
                 self.enumerated = True
                 return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS)
-        found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS)
+        glance = self._score_at_a_glance(counts)
+        found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS, likely=glance)
         limit = self.judge.work_done + _SIMULATED_ACTIONS
         self.progress("Leaving devices out", 0.4)
-        for part in self._likeliest_parts(counts, self._best(found)):
+        for part in self._likeliest_parts(counts, self._best(found), glance):
             budget = max(0, limit - self.judge.work_done)
             best = self._best(found)
-            found += self._search(part, _SIMULATED_OF_A_PART, budget, below=best)
+            found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=best, below=best)
         return sorted(dict.fromkeys(found), key=self.judge.score)
 
     def _best(self, found: Sequence[Candidate]) -> float:
         return min(map(self.judge.score, found), default=float("inf"))
 
     def _search(
-        self, counts: Sequence[int], most: int, budget: int, below: float = float("inf")
+        self,
+        counts: Sequence[int],
+        most: int,
+        budget: int,
+        *,
+        likely: float,
+        below: float = float("inf"),
     ) -> list[Candidate]:
-        """Return the candidates that fit of all proposals for some devices."""
-        every = propose_arrangements(self.estimator, counts, self.tp_degrees)
+        """Return the candidates that fit of all proposals for some devices.
+
+        A degree that can't come near a `likely` score by its work is no degree for all pipelines.
+        """
+        worst = likely * _WORTH_SIMULATING
+        alone = [tp for tp in self.tp_degrees if self.scores.least(counts, [tp]) <= worst]
+        every = propose_arrangements(self.estimator, counts, self.tp_degrees, alone)
         found = self._simulate(every, most, budget, below)
         mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
         below = min(below, self._best(found))
         return found + self._simulate(mixed, _SIMULATED_OF_A_PART, budget, below)
 
-    def _likeliest_parts(self, counts: Sequence[int], best: float) -> list[tuple[int, ...]]:
+    def _likeliest_parts(
+        self, counts: Sequence[int], best: float, glance: float
+    ) -> list[tuple[int, ...]]:
         """Return the parts of the cluster that look best at a glance.
 
         A part is looked at only where its devices could do better than the best so far, and is
         worth a search if it would with what the search of the whole cluster gained on a glance.
         """
-        burden = [self._burden(node) for node in range(len(counts))]
-        glance = self._score_at_a_glance(counts)
+        burden = [self.scores.burden(node, self.tp_degrees) for node in range(len(counts))]
         worst = _WORTH_SIMULATING * (max(best, glance) if glance < float("inf") else best)
         rated: list[tuple[float, int, tuple[int, ...]]] = []
         left = _ESTIMATED_STAGES_OF_PARTS
         parts = smaller_allowances(self.cost.cluster, burden)
         for number, part in enumerate(parts):
             self.progress("Leaving devices out", 0.4 + 0.1 * number / len(parts))
-            if left <= 0 or self._least_score(part) * _LEAST_OVERHEAD >= best:
+            if left <= 0 or self.scores.least(part, self.tp_degrees) * _LEAST_OVERHEAD >= best:
                 continue
             before = self.num_estimated
             score = self._score_at_a_glance(part, worst)
@@ -270,29 +281,6 @@ class PlanSearch:
         self.num_estimated += len(few)
         estimates = self._estimate(few, self.estimator, 1, worst)
         return self._rough_score(estimates[0]) if estimates else float("inf")
-
-    @cached_property
-    def _speeds(self) -> list[float]:
-        """Micro-batches a second of a device of each node, at best."""
-        seconds = self.estimator.seconds_per_device
-        return [1.0 / seconds(node, self.tp_degrees) for node in range(len(self.nodes))]
-
-    def _burden(self, node: int) -> float:
-        """Return what a device's work costs on a node: seconds, or money if that counts."""
-        seconds = self.estimator.seconds_per_device(node, self.tp_degrees)
-        if self.options.objective is Objective.COST:
-            return seconds * (self.nodes[node].price_per_hour or 0.0) / self.nodes[node].count
-        return seconds
-
-    def _least_score(self, part: Sequence[int]) -> float:
-        """Return about the least score of plans on a part of the cluster, by its work alone."""
-        power = float(np.dot(part, self._speeds))
-        if not power:
-            return float("inf")
-        seconds = self.workload.num_microbatches / power
-        if self.options.objective is Objective.COST:
-            return self._priced(seconds, np.flatnonzero(part).tolist())
-        return seconds
 
     def _simulate(
         self,
@@ -391,13 +379,7 @@ class PlanSearch:
         return self._weigh(estimate.time_s, estimate.arrangement)
 
     def _weigh(self, time_s: float, arrangement: Arrangement) -> float:
-        """Return what to minimise: seconds, or their price on the nodes of an arrangement."""
-        if self.options.objective is Objective.COST:
-            return self._priced(time_s, used_nodes(arrangement))
-        return time_s
-
-    def _priced(self, time_s: float, nodes: Sequence[int]) -> float:
-        return time_s / 3600 * (self.cost.cluster.price_of(nodes) or 0.0)
+        return self.scores.weigh(time_s, used_nodes(arrangement))
 
     def _price(self, found: ParallelPlan) -> float | None:
         used = {self.cost.node_of_rank[rank] for rank in found.ranks}

@@ -9,7 +9,7 @@ fastest, as in Algorithm 1. All are starting points; estimates and then the simu
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,22 +57,23 @@ _MAX_BOUNDED_OF_DEGREES = 20_000
 
 
 def propose_arrangements(
-    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int]
+    estimator: Estimator, counts: Sequence[int], tp_degrees: Sequence[int], alone: Sequence[int]
 ) -> list[Arrangement]:
     """Return arrangements worth estimating.
 
     Args:
         estimator: Costs, workload and cluster.
         counts: Devices of each node that may be used.
-        tp_degrees: Tensor-parallel degrees to consider.
+        tp_degrees: Tensor-parallel degrees that pipelines may have side by side.
+        alone: Those among them that all pipelines may have.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
-    for tp_degree in tp_degrees:
+    for tp_degree in alone:
         if sum(types.units(tp_degree)):
             groupings += _dealt(types, [tp_degree] * len(types.names), 64)
             groupings += _by_effective_power(types, tp_degree)
-    groupings += _by_rate(types, tp_degrees)
+    groupings += _by_rate(types, tp_degrees, alone)
     groupings += _every_one(types, tp_degrees)
     return _mapped(groupings, types, list(MappingOrder))
 
@@ -82,7 +83,7 @@ def propose_mixed_degrees(
 ) -> list[Arrangement]:
     """Return arrangements whose stages have a degree by device type: A100 TP 1 before V100 TP 4.
 
-    The arguments are those of `propose_arrangements`.
+    Stages of a pipeline may have any of `tp_degrees` side by side.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     groupings: list[list[Group]] = []
@@ -96,7 +97,7 @@ def glance_at(
 ) -> list[Arrangement]:
     """Return a few arrangements that show about what some devices could do: all dealt evenly.
 
-    The arguments are those of `propose_arrangements`.
+    All may have any of `tp_degrees`.
     """
     types = DeviceTypes(estimator, counts, tp_degrees)
     choices = [(tp_degree,) * len(types.names) for tp_degree in tp_degrees]
@@ -206,25 +207,30 @@ def _num_compositions(units: Sequence[int], longest: int) -> int:
     return int(min(within, math.prod(count + 1 for count in units)))
 
 
-def _by_rate(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:
+def _by_rate(
+    types: DeviceTypes, tp_degrees: Sequence[int], alone: Sequence[int]
+) -> Iterator[list[Group]]:
     """Choose what finishes the most: in the memory there is, and if recomputing cost nothing."""
     degrees = [tp for tp in tp_degrees if sum(types.units(tp))]
+    # Per TP degree and over all of them.
+    choices = dict.fromkeys([*((tp,) for tp in degrees if tp in alone), tuple(degrees)])
+    choices.pop((), None)
     plain = {tp: _rates(types, tp, recompute=False) for tp in degrees}
-    yield from _each_type_alone(types, plain)
-    yield from _chosen_by_rate(types, degrees, plain)
+    yield from _each_type_alone(types, choices, plain)
+    yield from _chosen_by_rate(types, choices, plain)
     stretched = {tp: _rates(types, tp, recompute=True) for tp in degrees}
     if any(np.any(stretched[tp][1].slope_s < plain[tp][1].slope_s) for tp in degrees):
-        yield from _each_type_alone(types, stretched)
-        yield from _chosen_by_rate(types, degrees, stretched)
+        yield from _each_type_alone(types, choices, stretched)
+        yield from _chosen_by_rate(types, choices, stretched)
 
 
 def _chosen_by_rate(
-    types: DeviceTypes, degrees: Sequence[int], rates: Mapping[int, tuple[IntArray, PipelineRates]]
+    types: DeviceTypes,
+    choices: Iterable[Sequence[int]],
+    rates: Mapping[int, tuple[IntArray, PipelineRates]],
 ) -> Iterator[list[Group]]:
-    """Choose per TP degree and over all of them."""
-    for chosen in [*([tp] for tp in degrees), degrees] if len(degrees) > 1 else [degrees]:
-        if not chosen:
-            continue
+    """Choose pipelines of each choice of degrees."""
+    for chosen in choices:
         merged = PipelineRates(
             devices=np.concatenate([rates[tp][1].devices for tp in chosen]),
             slope_s=np.concatenate([rates[tp][1].slope_s for tp in chosen]),
@@ -248,24 +254,27 @@ def _chosen_by_rate(
 
 
 def _each_type_alone(
-    types: DeviceTypes, rates: Mapping[int, tuple[IntArray, PipelineRates]]
+    types: DeviceTypes,
+    choices: Iterable[Sequence[int]],
+    rates: Mapping[int, tuple[IntArray, PipelineRates]],
 ) -> Iterator[list[Group]]:
     """Let no pipeline mix types: the best degrees and lengths of each type, combined.
 
     By a time T, n pipelines of t seconds a micro-batch and f seconds besides finish n·(T - f)/t.
     Types add up, so the best of each is the best of all together. T, when all is finished, is found
     by Newton steps. What is a little behind may leave more memory and exchange less, so more are
-    tried than the best: of every degree alone and of all, and pipelines of equal lengths.
+    tried than the best, of each choice of degrees, and pipelines of equal lengths.
     """
     kinds = range(len(types.names))
     every = {tp: [list(_alone(types, tp, kind, rates[tp])) for kind in kinds] for tp in rates}
-    together = [[option for rows in every.values() for option in rows[kind]] for kind in kinds]
-    for rows in [*every.values(), together] if len(every) > 1 else every.values():
+    for degrees in choices:
+        rows = [[option for tp in degrees for option in every[tp][kind]] for kind in kinds]
         options = [found for found in rows if found]
         if options:
             for choice in _best_choices(options, types.estimator.workload.num_microbatches):
                 yield [group for option in choice for group in option.groups(types)]
-    for rows in every.values():
+        if len(degrees) > 1:
+            continue
         by_length = [{option.num_stages: option for option in found} for found in rows if found]
         for length in _LENGTHS:
             if by_length and all(length in found for found in by_length):

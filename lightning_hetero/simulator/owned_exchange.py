@@ -100,7 +100,8 @@ class _OwnedExchange(ExchangeTable):
             # Ranks of the same nodes that own as much are alike.
             kinds = [on_nodes.kind(ranks) for ranks in unit.holders]
             firsts = dict(zip(kinds, unit.holders, strict=True))
-            known = {kind: self._seconds(firsts[kind], on_nodes, params) for kind in firsts}
+            found = self._seconds(list(firsts.values()), on_nodes, params)
+            known = dict(zip(firsts, found, strict=True))
             pairs = [known[kind] for kind in kinds]
             push, pull = cost.layout.pushed_bytes, cost.layout.weight_bytes
             self.push_s.append([late + push * rate for late, rate in pairs])
@@ -147,29 +148,36 @@ class _OwnedExchange(ExchangeTable):
         return found, idle
 
     def _seconds(
-        self, ranks: Sequence[int], on_nodes: "_OnNodes", params: float
-    ) -> tuple[float, float]:
-        """Return latency, and seconds for each byte of a value, of one unit on one pipeline."""
+        self, every: Sequence[Sequence[int]], on_nodes: "_OnNodes", params: float
+    ) -> list[tuple[float, float]]:
+        """Return latency, and seconds for each byte of a value, of one unit on some pipelines.
+
+        `every` are each pipeline's holders of the unit.
+        """
         node_of, owned = self._cost.node_of_rank, on_nodes.owned
-        per_byte_s, latency_s = self._rates_from(node_of[ranks[0]])
-        shares, owners = on_nodes.shares.copy(), on_nodes.owners.copy()
-        for rank in ranks:
-            if rank in owned:
-                shares[node_of[rank]] -= owned[rank]
-                owners[node_of[rank]] -= 1
+        rates = [self._rates_from(node_of[ranks[0]]) for ranks in every]
+        per_byte_s, latency_s = np.array([r[0] for r in rates]), np.array([r[1] for r in rates])
+        shares, owners, holders = (
+            np.repeat(row[None], len(every), axis=0)
+            for row in (on_nodes.shares, on_nodes.owners, on_nodes.holders)
+        )
+        leaving, mine = np.zeros((2, len(every)))
+        for row, ranks in enumerate(every):
+            for rank in ranks:
+                if rank in owned:
+                    shares[row, node_of[rank]] -= owned[rank]
+                    owners[row, node_of[rank]] -= 1
+            holders[row, node_of[ranks[0]]] -= 1
+            leaving[row] = params * max(0.0, 1.0 - _own_part(owned, ranks)) / len(ranks)
+            mine[row] = params * owned.get(ranks[0], 0.0)
         others = np.where(owners > 0, np.maximum(shares, 0.0), 0.0)
-        total = float(others.sum())
-        sent_s = received_s = late = 0.0
-        if total:
-            leaving = params * max(0.0, 1.0 - _own_part(owned, ranks)) / len(ranks)
-            sent_s = leaving * float(others @ per_byte_s) / total
-            late = float(latency_s[owners > 0].max())
-        if mine := params * owned.get(ranks[0], 0.0):
-            holders = on_nodes.holders.copy()
-            holders[node_of[ranks[0]]] -= 1
-            received_s = mine * float(holders @ per_byte_s)
-            late = max(late, float(latency_s[holders > 0].max(initial=0.0)))
-        return late, max(sent_s, received_s)
+        total = others.sum(axis=1)
+        is_sending, is_receiving = total > 0, mine > 0
+        sent_s = leaving * (others * per_byte_s).sum(axis=1) / np.where(is_sending, total, 1.0)
+        received_s = mine * (holders * per_byte_s).sum(axis=1)
+        met = ((owners > 0) & is_sending[:, None]) | ((holders > 0) & is_receiving[:, None])
+        late_s = np.where(met, latency_s, 0.0).max(axis=1)
+        return list(zip(late_s.tolist(), np.maximum(sent_s, received_s).tolist(), strict=True))
 
     def _rates_from(self, node: int) -> tuple[FloatArray, FloatArray]:
         """Return seconds per byte, and of latency, of messages between a node and every node."""

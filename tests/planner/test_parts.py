@@ -155,9 +155,9 @@ def test_whatever_is_proposed_with_one_degree_is_proposed_with_several():
     workload = Workload(sequence_length=512, global_batch_size=64)
     cost = RooflineCost(Cluster(nodes=tuple(nodes)), BERT)
     estimator = Estimator(cost, workload, equal_microbatches=False)
-    several = set(propose_arrangements(estimator, [8] * 6, (1, 2, 4, 8)))
+    several = set(propose_arrangements(estimator, [8] * 6, (1, 2, 4, 8), (1, 2, 4, 8)))
     for degree in (1, 4):
-        assert set(propose_arrangements(estimator, [8] * 6, (degree,))) <= several
+        assert set(propose_arrangements(estimator, [8] * 6, (degree,), (degree,))) <= several
 
 
 def sailor_plan(model_name, fast, slow, workload, **options):

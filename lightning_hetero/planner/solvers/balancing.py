@@ -10,14 +10,16 @@ time_i is the seconds of a micro-batch's forward and backward on stage i, embedd
 included (the paper prints the fraction l_i/g_i upside down); memory_i counts the micro-batches that
 the stage holds at once. The functions are tables, so they need be neither linear nor monotone: a
 dynamic programme over (stage, layers placed) finds the least maximum, a second one the least sum
-among the splits that reach it.
+among the splits that reach it. Where times rise with layers, as they nearly always do, bisection
+finds the maximum.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["balance_layers"]
 
@@ -32,30 +34,44 @@ def balance_layers(times_s: Sequence[FloatArray], num_layers: int) -> tuple[int,
     """
     if not 1 <= len(times_s) <= num_layers:
         return None
-    tables = [np.asarray(times, dtype=np.float64).copy() for times in times_s]
-    for table in tables:
-        table[0] = np.inf
-    least_max = _solve(tables, num_layers, np.maximum)
-    if least_max is None:
+    tables = np.array(times_s, dtype=np.float64)
+    tables[:, 0] = np.inf
+    slowest = _least_slowest(tables, num_layers)
+    if slowest is None:
         return None
-    slowest = max(table[n] for table, n in zip(tables, least_max, strict=True))
-    within = [np.where(table <= slowest, table, np.inf) for table in tables]
-    return _solve(within, num_layers, np.add)
+    return _solve(np.where(tables <= slowest, tables, np.inf), num_layers, np.add)
 
 
-def _solve(
-    tables: Sequence[FloatArray], num_layers: int, combine: np.ufunc
-) -> tuple[int, ...] | None:
+def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:
+    """Return the least maximum of the stages' times, or None if no split fits."""
+    if not (tables[:, 1:-1] <= tables[:, 2:]).all():
+        split = _solve(tables, num_layers, np.maximum)
+        return split and float(tables[np.arange(len(tables)), split].max())
+    # Where more layers take longer, the times that stages may take say how many they can hold.
+    levels = np.sort(tables[:, 1:], axis=None)
+    low, high = int(np.searchsorted(levels, tables[:, 1].max())), len(levels) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if (tables <= levels[middle]).sum() >= num_layers:
+            high = middle
+        else:
+            low = middle + 1
+    level = float(levels[low])
+    enough = (tables <= level).sum() >= num_layers
+    return level if enough and level < np.inf else None
+
+
+def _solve(tables: FloatArray, num_layers: int, combine: np.ufunc) -> tuple[int, ...] | None:
     """Minimise the stages' combined times; `combine` is maximum or add."""
     placed = np.arange(num_layers + 1)
-    # before[l, n]: layers already placed when n more make l; a dummy entry where n > l.
-    before = placed[:, None] - placed[None, :]
-    before[before < 0] = num_layers + 1
     best = np.full(num_layers + 2, np.inf)
     best[0] = 0.0
     choices = []
     for table in tables:
-        cost = combine(best[before], table[None, :])
+        # before[l, n]: layers already placed when n more make l; a dummy entry where n > l.
+        most = int(np.flatnonzero(table < np.inf).max(initial=0))
+        before = _layers_before(num_layers)[:, : most + 1]
+        cost = combine(best[before], table[: most + 1])
         choice = np.argmin(cost, axis=1)
         choices.append(choice)
         best[:-1] = cost[placed, choice]
@@ -67,3 +83,11 @@ def _solve(
         layers.append(int(choice[left]))
         left -= layers[-1]
     return tuple(reversed(layers))
+
+
+@lru_cache
+def _layers_before(num_layers: int) -> IntArray:
+    placed = np.arange(num_layers + 1)
+    before: IntArray = placed[:, None] - placed[None, :]
+    before[before < 0] = num_layers + 1
+    return before
