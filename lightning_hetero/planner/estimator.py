@@ -79,8 +79,6 @@ class Estimator(PipelineEstimator):
     def least_s(self, arrangement: Arrangement) -> float:
         """Return about the least seconds of an arrangement: without exchange, and links kept busy.
 
-        A pipeline takes at least `fill + slope·K`, as `PipelineEstimate.least_s` says. With T all
-        of them finish Σ (T - fill)/slope micro-batches, or T is below some fill and too little.
         Infinite if a pipeline doesn't fit or there is too little work.
         """
         parts = self._parts(arrangement, None)
@@ -88,14 +86,27 @@ class Estimator(PipelineEstimator):
             parts = self._parts(arrangement, 0.0) or parts
         if parts is None:
             return np.inf
+        return self._finish_s(arrangement, {key: part.least_s for key, part in parts.items()})
+
+    def least_work_s(self, arrangement: Arrangement) -> float:
+        """Return at most as much as `least_s`: with fractions of layers, in any memory."""
+        keys = map(self.key, dict.fromkeys(arrangement))
+        return self._finish_s(arrangement, {key: self.pipeline_work_s(key) for key in keys})
+
+    def _finish_s(
+        self, arrangement: Arrangement, pipelines_s: Mapping[PipelineKey, tuple[float, float]]
+    ) -> float:
+        """Return when an arrangement is done whose pipelines take `fill + slope·K` seconds.
+
+        By T they finish Σ (T - fill)/slope micro-batches, or T is below some fill and too little.
+        """
         total = self.workload.num_microbatches
         if self.equal_microbatches:
             share = total // len(arrangement)
-            return max(fill + share * slope for fill, slope in (p.least_s for p in parts.values()))
+            return max(fill + share * slope for fill, slope in pipelines_s.values())
         repeats = Counter(map(self.key, arrangement))
         work, power = float(total), 0.0
-        for key, part in parts.items():
-            fill, slope = part.least_s
+        for key, (fill, slope) in pipelines_s.items():
             work += repeats[key] * fill / slope
             power += repeats[key] / slope
         return work / power

@@ -60,6 +60,7 @@ class PipelineEstimator(StageTimes):
         self._ends_of: dict[EqualTimes, list[float]] = {}
         self._capacities: dict[tuple[StageShape, int, int], float] = {}
         self._steps: dict[tuple[StageTable, int, int, float | None], float] = {}
+        self._work: dict[PipelineKey, tuple[float, float]] = {}
 
     def pipeline(
         self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None = None
@@ -75,6 +76,22 @@ class PipelineEstimator(StageTimes):
         if key not in self._pipelines:
             self._pipelines[key] = self._estimate_pipeline(pipeline, *key[1:])
         return self._pipelines[key]
+
+    def pipeline_work_s(self, key: PipelineKey) -> tuple[float, float]:
+        """Return seconds besides, and of each micro-batch, that a pipeline's work takes at least.
+
+        With P_s micro-batches a second of stage s, all layers on it, and any fractions of layers,
+        K micro-batches take T with K = T·Σ P_s·(1 - 1/K)^(s-1) (`bound`): for large K, when it is
+        least, that is K/P + Σ (s-1)·P_s/P² with P = Σ P_s.
+        """
+        if key not in self._work:
+            degrees, classes, _ = key
+            stages = zip(classes, degrees, strict=True)
+            powers = [self.most_per_s(self.classes.index(c), degree) for c, degree in stages]
+            power = sum(powers)
+            before = sum(stage * rate for stage, rate in enumerate(powers))
+            self._work[key] = before / power**2, 1.0 / power
+        return self._work[key]
 
     def _estimate_pipeline(
         self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None

@@ -279,7 +279,7 @@ class PlanSearch:
         """Return the best estimate for some devices dealt evenly; infinite if none fits."""
         few = glance_at(self.estimator, counts, self.tp_degrees)
         self.num_estimated += len(few)
-        estimates = self._estimate(few, self.estimator, 1, worst)
+        estimates = self._estimate(few, [self.estimator], 1, worst)
         return self._rough_score(estimates[0]) if estimates else float("inf")
 
     def _simulate(
@@ -297,30 +297,25 @@ class PlanSearch:
         self.num_estimated += len(arrangements)
         fitting: list[Candidate] = []
         for estimator in self.estimators:
-            found, is_recomputing = self._simulate_by(estimator, arrangements, most, budget, below)
+            found, is_recomputing = self._simulate_by(
+                [estimator], arrangements, most, budget, below
+            )
             if is_recomputing:
-                # It takes at least as long as with recomputation.
+                both = [estimator, self._keeping[estimator]]
                 enough = min(below, self._best(found))
-                near = [
-                    arrangement
-                    for arrangement in arrangements
-                    if self._weigh(estimator.least_s(arrangement), arrangement)
-                    <= enough * _WORTH_SIMULATING
-                ]
-                keeping = self._keeping[estimator]
-                found += self._simulate_by(keeping, near, most, budget, enough)[0]
+                found += self._simulate_by(both, arrangements, most, budget, enough)[0]
             fitting += found
         return sorted(dict.fromkeys(fitting), key=self.judge.score)
 
     def _simulate_by(
         self,
-        estimator: Estimator,
+        estimators: Sequence[Estimator],
         arrangements: Sequence[Arrangement],
         most: int,
         budget: int,
         below: float,
     ) -> tuple[list[Candidate], bool]:
-        """Return candidates of one estimator that fit, and whether one of them recomputes.
+        """Return candidates of the last estimator that fit, and whether one of them recomputes.
 
         Simulated are the `most` likeliest, all that are estimated below the best of them, and of
         each number of pipelines the best that comes near it. Stops at estimates far above `below`.
@@ -330,14 +325,14 @@ class PlanSearch:
         best, is_recomputing = float("inf"), False
         seen: set[object] = set()
         numbers: set[int] = set()
-        for estimate in self._estimate(arrangements, estimator, most, worst):
+        for estimate in self._estimate(arrangements, estimators, most, worst):
             score, number = self._rough_score(estimate), len(estimate.arrangement)
             enough = len(fitting) >= most
             is_far = score > worst or (enough and score > best * _WORTH_SIMULATING)
             if is_far or (self.judge.work_done > limit and fitting):
                 break
             # What differs in nodes alone, and takes as long, is simulated once.
-            kind = (score, *sorted(map(estimator.key, estimate.arrangement)))
+            kind = (score, *sorted(map(self.estimator.key, estimate.arrangement)))
             if kind in seen or (enough and score >= best and number in numbers):
                 continue
             seen.add(kind)
@@ -350,24 +345,34 @@ class PlanSearch:
         return fitting, is_recomputing
 
     def _estimate(
-        self, arrangements: Sequence[Arrangement], estimator: Estimator, most: int, worst: float
+        self,
+        arrangements: Sequence[Arrangement],
+        estimators: Sequence[Estimator],
+        most: int,
+        worst: float,
     ) -> list[Estimate]:
         """Return the best estimates first: `most` of them, all that are near the best, and others.
 
-        Arrangements that would take too long even without bubbles and exchange are left out, and
-        those that would then score above `worst`.
+        The last estimator makes them. Arrangements that would take too long even without bubbles
+        and exchange are left out, and those that would then score above `worst`: each by its work
+        first, then by what every estimator says, each of which says at least as much as the last.
         """
-        least = [
-            self._weigh(estimator.least_s(arrangement), arrangement) for arrangement in arrangements
-        ]
+        bounds = [estimators[0].least_work_s, *(estimator.least_s for estimator in estimators)]
         estimates: list[tuple[float, int, Estimate]] = []
-        for index in sorted(range(len(least)), key=least.__getitem__):
-            enough = len(estimates) >= most and least[index] > max(
+        heap = [(0.0, index, 0) for index in range(len(arrangements))]
+        while heap:
+            least, index, number = heapq.heappop(heap)
+            enough = len(estimates) >= most and least > max(
                 estimates[most - 1][0], estimates[0][0] * WORTH_IMPROVING
             )
-            if enough or least[index] > worst:
+            if enough or least > worst:
                 break
-            estimate = estimator.estimate(arrangements[index])
+            arrangement = arrangements[index]
+            if number < len(bounds):
+                score = self._weigh(bounds[number](arrangement), arrangement)
+                heapq.heappush(heap, (max(score, least), index, number + 1))
+                continue
+            estimate = estimators[-1].estimate(arrangement)
             if estimate is not None:
                 score = self._rough_score(estimate)
                 bisect.insort(estimates, (score, index, estimate))

@@ -35,6 +35,7 @@ class StageTimes:
         for entry in cost.cluster.nodes:
             self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
+        self._rates: dict[tuple[int, int], float] = {}
         self._keys: dict[PipelineNodes, PipelineKey] = {}
         self._stage_tables: dict[
             tuple[int, int, bool, bool, tuple[int, int, float | None]], StageTable
@@ -83,6 +84,15 @@ class StageTimes:
             forward, backward = self.stage_times_s(node, tp_degree, first=False, last=False)
             best = min(best, tp_degree * float(forward[-1] + backward[-1]))
         return best
+
+    def most_per_s(self, node: int, tp_degree: int) -> float:
+        """Return the most micro-batches a second of a unit that has all layers, or such parts."""
+        key = self.classes[node], tp_degree
+        if key not in self._rates:
+            seconds = np.add(*self.stage_times_s(node, tp_degree, first=False, last=False))
+            rates = np.arange(1, self.num_layers + 1) / seconds[1:]
+            self._rates[key] = float(rates.max()) / self.num_layers
+        return self._rates[key]
 
     def most_layers(
         self, node: int, tp_degree: int, use: MemoryUse, *, recompute: bool = False

@@ -141,6 +141,8 @@ class _IntervalSearch:
         self.ends = last + 1
         self.programs_left = max_programs
         self.bounds: dict[int, CoverBound] = {}
+        # Prices of one candidate bound all others: by what the cheapest composition then costs.
+        self.priced_groups = np.full(len(self.candidates), np.inf)
         self.pool: set[int] = set()
         self.resolved: set[int] = set()
         self.objective = 0.0
@@ -179,6 +181,7 @@ class _IntervalSearch:
 
     def _search_intervals(self) -> None:
         heap: list[tuple[float, int, int]] = []
+        self._relax(len(self.candidates) - 1)
         self._push(heap, 0, len(self.candidates) - 1)
         while heap:
             negative_bound, low, high = heapq.heappop(heap)
@@ -197,7 +200,11 @@ class _IntervalSearch:
         self.bound = self.objective
 
     def _push(self, heap: list[tuple[float, int, int]], low: int, high: int) -> None:
-        bound = self._interval_bound(low, high)
+        """Push an interval by what is known of it, without another programme."""
+        if high in self.bounds:
+            bound = self._interval_bound(low, high)
+        else:
+            bound = float(np.floor(self.priced_groups[high] + 1e-6) * self.candidates[low])
         if self._improves(bound):
             heapq.heappush(heap, (-bound, low, high))
 
@@ -218,7 +225,11 @@ class _IntervalSearch:
         if candidate not in self.bounds:
             self._spend(1)
             allowed = self.compositions[: self.ends[candidate]]
-            self.bounds[candidate] = cover_bound(allowed, self.counts, self.pool)
+            found = self.bounds[candidate] = cover_bound(allowed, self.counts, self.pool)
+            cheapest = np.minimum.accumulate(self.compositions @ found.prices)[self.ends - 1]
+            price = float(self.counts @ found.prices)
+            priced = np.where(cheapest > 0, price / np.maximum(cheapest, 1e-12), np.inf)
+            self.priced_groups = np.minimum(self.priced_groups, priced)
         return self.bounds[candidate]
 
     def _resolve(self, num_groups: int, first: int) -> None:
