@@ -7,6 +7,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.memory_fit import owned_capacity
@@ -16,12 +19,18 @@ from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.propagate_equal import (
     EqualTimes,
+    circle_s,
     propagate_equal,
     steady_round_s,
 )
 
 __all__ = ["PipelineEstimate", "PipelineEstimator"]
 
+_LINKS_SET_THE_PACE = 1.02
+"""A circle of stages that takes so much longer than its slowest stage has slow links."""
+_WORTH_MOVING = 1e-6
+_NEVER_S = 1e12
+"""Seconds of layers that don't fit."""
 _STEADY_ROUNDS = 2
 """Micro-batches per stage after which a pipeline's end grows evenly."""
 
@@ -130,11 +139,12 @@ class PipelineEstimator(StageTimes):
         owned_params: float | None,
     ) -> PipelineEstimate | None:
         tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, owned_params)
-        layers = self.balanced(tables)
-        if layers is None:
+        balanced = self.balanced(tables)
+        if balanced is None:
             return None
-        pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
         hops = [self.hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
+        layers = self._balanced_with_links(tables, balanced, hops, num_pipelines)
+        pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
         times = EqualTimes(
             forward_s=tuple([forward for forward, _ in pairs]),
             backward_s=tuple([backward for _, backward in pairs]),
@@ -155,7 +165,7 @@ class PipelineEstimator(StageTimes):
                 ]
             ),
             most_microbatches=most_microbatches,
-            is_memory_bound=self.is_slowed(tables, layers),
+            is_memory_bound=self.is_slowed(tables, balanced),
             is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
             capacity_params=0.0
             if owned_params is None
@@ -165,6 +175,47 @@ class PipelineEstimator(StageTimes):
                 most_microbatches,
             ),
         )
+
+    def _balanced_with_links(
+        self,
+        tables: Sequence[StageTable],
+        layers: tuple[int, ...],
+        hops: Sequence[tuple[float, float]],
+        num_pipelines: int,
+    ) -> tuple[int, ...]:
+        """Return the layers of each stage, moved where a link sets the pace and not a stage.
+
+        Eq. 4 knows stages alone; two stages with a slow link between them are faster with less on
+        each. Moved is one layer at a time, as long as K micro-batches take less:
+        `circle·(K - 1)` after the first has passed all stages and links.
+        """
+        if len(layers) == 1:
+            return layers
+        blocking = self.cost.layout.blocking_messages
+        hops_s = np.sum(hops, axis=1)
+        every_s = np.minimum([table.total_s for table in tables], _NEVER_S)
+        stages = np.arange(len(layers))
+        count = max(1, self.workload.num_microbatches // num_pipelines)
+
+        def seconds(split: IntArray) -> FloatArray:
+            work_s = every_s[stages, split]
+            return circle_s(work_s, hops_s, blocking=blocking) * (count - 1) + work_s.sum(axis=-1)
+
+        best = np.array(layers)
+        work_s = every_s[stages, best]
+        if circle_s(work_s, hops_s, blocking=blocking) < work_s.max() * _LINKS_SET_THE_PACE:
+            return layers
+        moves = np.array([*itertools.permutations(np.eye(len(layers), dtype=np.int64), 2)])
+        moves = moves[:, 0] - moves[:, 1]
+        best_s = float(seconds(best))
+        while True:
+            tried = best + moves
+            tried = tried[tried.min(axis=1) > 0]
+            tried_s = seconds(tried)
+            least = int(np.argmin(tried_s)) if len(tried_s) else 0
+            if not len(tried_s) or tried_s[least] >= best_s * (1 - _WORTH_MOVING):
+                return tuple(best.tolist())
+            best, best_s = tried[least], float(tried_s[least])
 
     def _step_s(
         self, table: StageTable, num_layers: int, num_pipelines: int, owned_params: float | None

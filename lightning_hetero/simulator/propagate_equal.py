@@ -14,10 +14,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_hetero.core.arrays import IntArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline, propagate
 
-__all__ = ["EqualTimes", "propagate_all", "propagate_equal", "steady_round_s"]
+__all__ = ["EqualTimes", "circle_s", "propagate_all", "propagate_equal", "steady_round_s"]
 
 _SAME = 1e-9
 """Share of a micro-batch's seconds by which rounds may differ that count as the same."""
@@ -124,15 +124,29 @@ def steady_round_s(times: EqualTimes, *, blocking: bool = False) -> float:
     sets the pace, or a link that is busy for longer.
     """
     work_s = np.add(times.forward_s, times.backward_s)
-    hops_s = np.array([0.0, *np.add(times.forward_message_s, times.backward_message_s), 0.0])
-    done = np.cumsum([0.0, *work_s])
-    passed = np.cumsum([0.0, *hops_s])
-    first, last = _circles(len(work_s))
+    hops_s = np.add(times.forward_message_s, times.backward_message_s)
+    links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
+    return max(float(circle_s(work_s, hops_s, blocking=blocking)), *links_s)
+
+
+def circle_s(work_s: FloatArray, hops_s: FloatArray, *, blocking: bool = False) -> FloatArray:
+    """Return the seconds of a micro-batch in the slowest circle of stages.
+
+    Args:
+        work_s: Forward and backward of each stage, [..., stages].
+        hops_s: Messages between each two stages, there and back.
+        blocking: Whether a message keeps both its ends from computing.
+    """
+    done = np.zeros((*work_s.shape[:-1], work_s.shape[-1] + 1))
+    np.cumsum(work_s, axis=-1, out=done[..., 1:])
+    passed = np.cumsum([0.0, 0.0, *hops_s, 0.0])
+    first, last = _circles(work_s.shape[-1])
     # A blocking message also keeps the circle's outer stages from computing.
     outer = int(blocking)
-    circles_s = done[last + 1] - done[first] + passed[last + 1 + outer] - passed[first + 1 - outer]
-    links_s = (0.0, *times.forward_message_s, *times.backward_message_s)
-    return max(float((circles_s / (last - first + 1)).max()), *links_s)
+    messages_s = passed[last + 1 + outer] - passed[first + 1 - outer]
+    circles_s = done[..., last + 1] - done[..., first] + messages_s
+    slowest: FloatArray = (circles_s / (last - first + 1)).max(axis=-1)
+    return slowest
 
 
 @lru_cache
