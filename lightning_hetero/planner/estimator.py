@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
-from lightning_hetero.planner.arrangement import Arrangement
+from lightning_hetero.planner.arrangement import Arrangement, used_nodes
 from lightning_hetero.planner.memory_fit import idle_capacity
 from lightning_hetero.planner.pipeline_estimator import PipelineEstimate, PipelineEstimator
 from lightning_hetero.planner.recompute_tables import RecomputeTables
@@ -170,7 +170,11 @@ class Estimator(PipelineEstimator):
             exchange = self._exchange(arrangement, keys, parts)
             self._exchanges[arrangement, owned_params] = exchange
         kinds = list(parts.values())
-        pulled_s = exchange.pull_start_s([part.times.forward_s for part in kinds])
+        foreign_s = self._foreign_s(arrangement, parts, repeats)
+        weight, pushed = self.cost.layout.weight_bytes, self.cost.layout.pushed_bytes
+        pulled_s = _later(
+            exchange.pull_start_s([part.times.forward_s for part in kinds]), foreign_s, weight
+        )
         waits_s = [_wait_s(part, starts) for part, starts in zip(kinds, pulled_s, strict=True)]
         fills = [self.fill_s(part) + wait for part, wait in zip(kinds, waits_s, strict=True)]
         slopes = [part.slope_s for part in kinds]
@@ -188,7 +192,9 @@ class Estimator(PipelineEstimator):
             for part, share, wait in zip(kinds, shares, waits_s, strict=True)
         ]
         backward_s = [part.times.backward_s for part in kinds]
-        pushed_s = exchange.push_end_s(ends_s, backward_s, [True] * len(kinds))
+        pushed_s = _later(
+            exchange.push_end_s(ends_s, backward_s, [True] * len(kinds)), foreign_s, pushed
+        )
         left = {key: list(share) for key, share in zip(parts, shares, strict=True)}
         return Estimate(
             arrangement=arrangement,
@@ -200,7 +206,11 @@ class Estimator(PipelineEstimator):
                 for end, step in zip(row, part.step_s, strict=True)
             ),
             is_recomputing=any(part.is_recomputing for part in kinds),
-            capacity_params=sum(repeats[key] * part.capacity_params for key, part in parts.items()),
+            capacity_params=sum(
+                repeats[key] * room.num_ranks * room.capacity
+                for key, part in parts.items()
+                for room in part.rooms
+            ),
         )
 
     def _parts(
@@ -218,6 +228,34 @@ class Estimator(PipelineEstimator):
                     return None
                 parts[key] = part
         return parts
+
+    def _foreign_s(
+        self,
+        arrangement: Arrangement,
+        parts: Mapping[PipelineKey, PipelineEstimate],
+        repeats: Mapping[PipelineKey, int],
+    ) -> list[list[float]]:
+        """Return about the seconds, for each byte of a parameter, of what ranks own for others.
+
+        What a stage's ranks have no room for they send to ranks that have, in proportion to the
+        room that those have beside what they hold; every pipeline sends it there. All zeros where
+        holders own alike.
+        """
+        rooms = [(repeats[key] * r.num_ranks, r) for key, part in parts.items() for r in part.rooms]
+        given = sum(count * (room.claimed - room.owned) for count, room in rooms)
+        if not given:
+            return [[0.0] * len(part.layers) for part in parts.values()]
+        spare = sum(count * (room.capacity - room.owned) for count, room in rooms)
+        taken = len(arrangement) * min(1.0, given / spare) if spare > 0 else 0.0
+        ranks = [self.rank_of_node[node] for node in used_nodes(arrangement)]
+        bytes_per_s, _ = self.cost.link(ranks[0], ranks[-1])
+        return [
+            [
+                max(room.claimed - room.owned, taken * (room.capacity - room.owned)) / bytes_per_s
+                for room in part.rooms
+            ]
+            for part in parts.values()
+        ]
 
     def _exchange(
         self,
@@ -238,6 +276,16 @@ class Estimator(PipelineEstimator):
             for key, part in parts.items()
         ]
         return ExchangeTable(holders, self.cost)
+
+
+def _later(
+    times_s: Sequence[Sequence[float]], more_s: Sequence[Sequence[float]], factor: float
+) -> list[list[float]]:
+    """Return [pipeline][stage] times, each so much later."""
+    return [
+        [time + factor * more for time, more in zip(*rows, strict=True)]
+        for rows in zip(times_s, more_s, strict=True)
+    ]
 
 
 def _wait_s(part: PipelineEstimate, start_s: Sequence[float]) -> float:

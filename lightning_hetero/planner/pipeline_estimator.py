@@ -6,6 +6,7 @@ Pipelines of one class (same devices in the same order) are balanced and timed o
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from lightning_hetero.simulator.propagate_equal import (
     steady_round_s,
 )
 
-__all__ = ["PipelineEstimate", "PipelineEstimator"]
+__all__ = ["PipelineEstimate", "PipelineEstimator", "StageRoom"]
 
 _LINKS_SET_THE_PACE = 1.02
 """A circle of stages that takes so much longer than its slowest stage has slow links."""
@@ -55,8 +56,24 @@ class PipelineEstimate:
     """Whether more memory would make it faster."""
     is_recomputing: bool
     """Whether a stage recomputes a layer."""
-    capacity_params: float
-    """Parameters that all its ranks together have room to own."""
+    rooms: tuple["StageRoom", ...]
+    """What each stage's ranks may own; empty if holders share ownership alike."""
+
+
+class StageRoom(NamedTuple):
+    """Parameters that ranks of a stage may own, where room decides who owns what."""
+
+    num_ranks: int
+    """Ranks of the stage."""
+    claimed: float
+    """What each would own if holders shared alike."""
+    capacity: float
+    """What each has room to own."""
+
+    @property
+    def owned(self) -> float:
+        """What each owns of what it holds."""
+        return max(0.0, min(self.claimed, self.capacity))
 
 
 class PipelineEstimator(StageTimes):
@@ -167,9 +184,9 @@ class PipelineEstimator(StageTimes):
             most_microbatches=most_microbatches,
             is_memory_bound=self.is_slowed(tables, balanced),
             is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
-            capacity_params=0.0
+            rooms=()
             if owned_params is None
-            else self._capacity(
+            else self._rooms(
                 [table.sized(count) for table, count in zip(tables, layers, strict=True)],
                 num_pipelines,
                 most_microbatches,
@@ -230,11 +247,11 @@ class PipelineEstimator(StageTimes):
             found = self._steps[key] = cost.update_s(shape, owned_params)
         return found
 
-    def _capacity(
+    def _rooms(
         self, shapes: Sequence[StageShape], num_pipelines: int, most_microbatches: int
-    ) -> float:
-        """Return the parameters that all ranks of the stages together have room to own."""
-        tokens, total = sum(self.workload.microbatch), 0.0
+    ) -> tuple[StageRoom, ...]:
+        """Return what ranks of the stages may own."""
+        tokens, rooms = sum(self.workload.microbatch), []
         for stage, shape in enumerate(shapes):
             held = min(len(shapes) - stage, most_microbatches)
             key = shape, num_pipelines, held
@@ -242,8 +259,9 @@ class PipelineEstimator(StageTimes):
                 self._capacities[key] = owned_capacity(
                     self.cost, shape, num_pipelines, tokens * held, tokens
                 )
-            total += shape.tp_degree * self._capacities[key]
-        return total
+            claimed = self.cost.num_owned_params(shape, num_pipelines)
+            rooms.append(StageRoom(shape.tp_degree, claimed, self._capacities[key]))
+        return tuple(rooms)
 
     def hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         """Return seconds of a hidden state between two stages, and of its gradient back.
