@@ -4,7 +4,8 @@ Larger micro-batches launch fewer kernels and read weights less often; they also
 activations, so that more is recomputed, and there are fewer of them to fill a pipeline. Time over
 size has one valley but for rounding, so two sizes in a row that are worse end the search. A size
 counts as worse without a search of its own if the layouts that were likeliest with the size before
-are, by their estimates, too slow to be improved as far as the best plan. From the best size
+are, by their estimates, too slow to be improved as far as the best plan, and its search looks at
+nothing else that is. From the best size
 pipelines of one kind may then take another (`unequal_sizes`).
 """
 
@@ -50,18 +51,17 @@ def plan_best_size(
     for size in _sizes(workload.global_batch_size):
         sized = replace(workload, sequences_per_microbatch=size)
         search = PlanSearch(cost, sized, options or PlanningOptions(), progress)
-        found: PlanningResult | None = None
-        if best is None or before is None or search.comes_close(before, best.score):
-            try:
-                found = search.run()
-            except PlanningError as error:
-                failures.append(error)
-                if best is None:
-                    continue
-                break  # Larger ones need more memory still.
+        try:
+            found = _plan_size(search, before, best)
+        except PlanningError as error:
+            failures.append(error)
+            if best is None:
+                continue
+            break  # Larger ones need more memory still.
+        if found is not None:
             before = search
             bounds.append((found.lower_bound_s, found.lower_bound_price))
-        else:
+        elif best is not None:
             bounds.append(search.lower_bounds(best.best.simulation.iteration_time_s))
         if found is not None and (best is None or found.score < best.score):
             best, num_worse = found, 0
@@ -78,6 +78,15 @@ def plan_best_size(
         lower_bound_price=min(prices, default=None),
     )
     return with_unequal_sizes(uniform, cost, options or PlanningOptions())
+
+
+def _plan_size(
+    search: PlanSearch, before: PlanSearch | None, best: PlanningResult | None
+) -> PlanningResult | None:
+    """Return the result of a size, or None if it is worse than the best of the sizes before it."""
+    if best is None or before is None or best.best.plan.host_owners:
+        return search.run()
+    return search.run_near(best.score) if search.comes_close(before, best.score) else None
 
 
 def _sizes(global_batch_size: int) -> Iterator[int]:

@@ -89,10 +89,6 @@ def plan(
     return PlanSearch(cost, workload, options or PlanningOptions(), progress).run()
 
 
-class _FitsNowhere(PlanningError):
-    """No plan has room for the model on devices alone."""
-
-
 class PlanSearch:
     """One search, with what it has learnt.
 
@@ -144,13 +140,16 @@ class PlanSearch:
         Raises:
             PlanningError: The model fits nowhere.
         """
-        try:
-            return self._run()
-        except _FitsNowhere:
-            relaxed = cost_on_hosts(self.cost)
-            if relaxed is None:
-                raise
-        found = PlanSearch(relaxed, self.workload, self.options, self.progress)._run()
+        result = self.run_near(float("inf"))
+        if result is not None:
+            return result
+        relaxed = cost_on_hosts(self.cost)
+        found = relaxed and PlanSearch(
+            relaxed, self.workload, self.options, self.progress
+        ).run_near(float("inf"))
+        if not found:
+            text = explain_no_room(relaxed or self.cost, self.workload, self.tp_degrees)
+            raise PlanningError(text)
         microbatch = self.workload.microbatch
         pairs = [with_host_owners(item.plan, self.cost, microbatch) for item in found.candidates]
         candidates = [
@@ -160,11 +159,12 @@ class PlanSearch:
         candidates.sort(key=lambda item: item.simulation.iteration_time_s)
         return replace(found, candidates=tuple(candidates))
 
-    def _run(self) -> PlanningResult:
+    def run_near(self, score: float) -> PlanningResult | None:
+        """Return what `run` does if devices alone have room and some plan comes near a score."""
         self.progress("Proposing groups", 0.0)
-        candidates = self._simulated()
+        candidates = self._simulated(score)
         if not candidates:
-            raise _FitsNowhere(explain_no_room(self.cost, self.workload, self.tp_degrees))
+            return None
         self.progress("Improving the best plans", 0.6)
         ranked = improve_best(candidates, self.judge, self.estimators, is_tiny=self.enumerated)
         self.progress("Bounding", 0.95)
@@ -206,24 +206,26 @@ class PlanSearch:
                 return True
         return False
 
-    def _simulated(self) -> list[Candidate]:
+    def _simulated(self, below: float) -> list[Candidate]:
         """Return the candidates that fit, best first: of the cluster, then of parts of it.
 
-        A part is looked at only where its devices could do better than the best so far.
+        A part is looked at only where its devices could do better than the best so far, and nothing
+        that is far above `below`.
         """
         counts = tuple(node.count for node in self.nodes)
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
             every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
                 self.enumerated = True
-                return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS)
+                return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS, below)
         glance = self._score_at_a_glance(counts)
-        found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS, likely=glance)
+        near = {"likely": min(glance, below), "below": below}
+        found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS, **near)
         limit = self.judge.work_done + _SIMULATED_ACTIONS
         self.progress("Leaving devices out", 0.4)
-        for part in self._likeliest_parts(counts, self._best(found), glance):
+        for part in self._likeliest_parts(counts, min(below, self._best(found)), glance):
             budget = max(0, limit - self.judge.work_done)
-            best = self._best(found)
+            best = min(below, self._best(found))
             found += self._search(part, _SIMULATED_OF_A_PART, budget, likely=best, below=best)
         return sorted(dict.fromkeys(found), key=self.judge.score)
 
@@ -237,7 +239,7 @@ class PlanSearch:
         budget: int,
         *,
         likely: float,
-        below: float = float("inf"),
+        below: float,
     ) -> list[Candidate]:
         """Return the candidates that fit of all proposals for some devices.
 
