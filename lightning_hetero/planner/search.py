@@ -202,7 +202,7 @@ class PlanSearch:
             return True
         for arrangement in heapq.nsmallest(_LIKELIEST, known, key=known.__getitem__):
             estimate = self.estimator.estimate(arrangement)
-            if estimate and self._rough_score(estimate) < score * _WORTH_SIMULATING:
+            if estimate and self._rough_score(estimate) < score * WORTH_IMPROVING:
                 return True
         return False
 
