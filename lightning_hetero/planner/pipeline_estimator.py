@@ -216,7 +216,9 @@ class PipelineEstimator(StageTimes):
 
         def seconds(split: IntArray) -> FloatArray:
             work_s = every_s[stages, split]
-            return circle_s(work_s, hops_s, blocking=blocking) * (count - 1) + work_s.sum(axis=-1)
+            later_s = circle_s(work_s, hops_s, blocking=blocking) * (count - 1)
+            total_s: FloatArray = later_s + work_s.sum(axis=-1)
+            return total_s
 
         best = np.array(layers)
         work_s = every_s[stages, best]

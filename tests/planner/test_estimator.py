@@ -41,6 +41,28 @@ def test_estimates_are_within_3_percent_of_the_simulator(arrangement):
     assert estimate.time_s == pytest.approx(judge.score(candidate), rel=0.03)
 
 
+def test_estimates_count_links_that_set_the_pace_and_states_that_others_own():
+    """T4s have no room for states: an A100 over 1 Gb/s owns them, and layers make room for it."""
+    cluster = Cluster(
+        nodes=(Node(device="A100-80GB", count=1), Node(device="T4", count=8)),
+        inter_node_bytes_per_s=1.25e8,
+    )
+    workload = Workload(sequence_length=8192, global_batch_size=64, sequences_per_microbatch=4)
+    cost = RooflineCost(cluster, ModelSpec.load("gpt-neo-2.7b"))
+    estimator = Estimator(cost, workload, equal_microbatches=False)
+    judge = Judge(estimator, lambda seconds, _arrangement: seconds)
+    arrangement = (PipelineNodes((1,) * 7, (1,) * 6 + (0,)),)
+    estimate = estimator.estimate(arrangement)
+    score = judge.score(Candidate.of(estimate))
+    assert estimate.time_s == pytest.approx(score, rel=0.01)
+    mixed = PipelineNodes((2, 2, 2, 2, 1), (1, 1, 1, 1, 0))
+    estimate = estimator.estimate((mixed,))
+    by_stages_alone = Candidate(
+        arrangement=(mixed,), layers=(estimator.balance(mixed, 1, 16),), num_microbatches=(16,)
+    )
+    assert judge.score(Candidate.of(estimate)) < 0.9 * judge.score(by_stages_alone)
+
+
 GROUPS = [Group((1,) * 2, ("A100-80GB", "H800-80GB"))] * 4 + [Group((1,), ("A100-80GB",))] * 4
 
 

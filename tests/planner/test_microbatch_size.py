@@ -2,7 +2,9 @@
 
 import pytest
 
+from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan, plan_best_size
 from lightning_hetero.planner.search import PlanSearch
 from lightning_hetero.planner.unequal_sizes import sizes_of, with_unequal_sizes
@@ -32,6 +34,20 @@ def test_no_other_size_is_faster(length, monkeypatch):
         times[size] = plan(cluster, model, sized).best.simulation.iteration_time_s
     assert found.best.simulation.iteration_time_s <= min(times.values())
     assert found.lower_bound_s <= min(times.values())
+
+
+def test_a_search_near_a_score_that_no_plan_comes_near_finds_nothing():
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=8),))
+    cost = RooflineCost(cluster, ModelSpec.load("bert-large"))
+    workload = Workload(sequence_length=512, global_batch_size=16)
+    best = PlanSearch(cost, workload, PlanningOptions()).run()
+    near, far = (
+        PlanSearch(cost, workload, PlanningOptions()).run_near(best.score * share)
+        for share in (1.01, 0.5)
+    )
+    assert near is not None
+    assert near.score == best.score
+    assert far is None
 
 
 def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes():

@@ -46,7 +46,9 @@ def _least_slowest(tables: FloatArray, num_layers: int) -> float | None:
     """Return the least maximum of the stages' times, or None if no split fits."""
     if not (tables[:, 1:-1] <= tables[:, 2:]).all():
         split = _solve(tables, num_layers, np.maximum)
-        return split and float(tables[np.arange(len(tables)), split].max())
+        if split is None:
+            return None
+        return float(tables[np.arange(len(tables)), split].max())
     # Where more layers take longer, the times that stages may take say how many they can hold.
     levels = np.sort(tables[:, 1:], axis=None)
     low, high = int(np.searchsorted(levels, tables[:, 1].max())), len(levels) - 1
