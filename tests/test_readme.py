@@ -122,6 +122,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "fit, validate, test, predict": (
         "test_lightning_features.py::test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank",
+        "runtime/test_hooks_on_slices.py::test_hooks_that_would_differ_between_ranks_are_refused",
     ),
     "`32-true`, `bf16-mixed`": (
         "runtime/test_gradient_sums.py::test_gradients_of_bf16_are_summed_in_fp32",

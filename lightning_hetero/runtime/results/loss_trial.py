@@ -98,8 +98,9 @@ class LossTrial:
             return _Trial(recording, numbers, groupings).finds_meeting(
                 by_places=self._num_samples > 1
             )
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            return False  # What can't be called again tells nothing; that is no reason to end.
+        except Exception:
+            # What can't be called again, whatever the reason, tells nothing: no reason to end.
+            return False
 
 
 def _takes_none(recording: Recording, numbers: Sequence[int]) -> bool:

@@ -266,7 +266,9 @@ class Reductions:
         if call.name in _FLOORS and first is not None and first.kind is Kind.SUM:
             return first if all(item is CONSTANT for item in known[1:]) else UNKNOWN
         if call.name in _JOINING:
-            return fold([item or UNKNOWN for item in known])
+            # One number of one sample: a list of samples' numbers, which count alike, or of losses?
+            is_open = len(known) == self._num_samples == 1
+            return UNKNOWN if is_open else fold([item or UNKNOWN for item in known])
         return self._combine(call)
 
     def _needs_all(self, call: TorchCall, known: Sequence[Reduction | None]) -> bool:

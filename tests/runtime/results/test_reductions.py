@@ -196,6 +196,16 @@ def test_means_over_other_targets_go_together_only_if_their_shares_stay() -> Non
             check_ratios(*ends(*pairs), "loss")
 
 
+def test_a_list_of_one_number_of_one_sample_may_be_one_of_samples() -> None:
+    for num_samples, kind in ((1, Kind.UNKNOWN), (2, Kind.MEAN)):
+        with LossWatch([], num_samples) as watch:
+            x = torch.randn(num_samples, 4)
+            loss = torch.stack([F.cross_entropy(x, LABELS[2 : 2 + num_samples])]).mean()
+        found = watch.reductions.of(loss)
+        assert found is not None
+        assert found.kind is kind
+
+
 def test_indices_of_any_kind_are_no_reductions() -> None:
     assert judged(lambda x: x[..., None][:, 1:2].sum(-1).mean()) == (Kind.MEAN, 6)
     assert judged(lambda x: torch.stack([x, x])[..., 0][0].mean()) == (Kind.MEAN, 6)
