@@ -29,6 +29,8 @@ __all__ = ["PipelineEstimate", "PipelineEstimator", "StageRoom"]
 
 _LINKS_SET_THE_PACE = 1.02
 """A circle of stages that takes so much longer than its slowest stage has slow links."""
+_MOST_STAGES_MOVED = 8
+"""Longer pipelines have as many moves as stages squared, and little on each stage."""
 _WORTH_MOVING = 1e-6
 _NEVER_S = 1e12
 """Seconds of layers that don't fit."""
@@ -206,7 +208,7 @@ class PipelineEstimator(StageTimes):
         each. Moved is one layer at a time, as long as K micro-batches take less:
         `circle·(K - 1)` after the first has passed all stages and links.
         """
-        if len(layers) == 1:
+        if not 1 < len(layers) <= _MOST_STAGES_MOVED:
             return layers
         blocking = self.cost.layout.blocking_messages
         hops_s = np.sum(hops, axis=1)
