@@ -130,10 +130,12 @@ class _Move(torch.autograd.Function):
         return ctx.back(gradient, *ctx.arguments), None, None, *[None for _ in ctx.arguments]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _move(tensor: Tensor, there: _Step, back: _Step, *arguments: Any) -> Tensor:
-    # torch 2.11 captures the sums in backward, too, and computes other gradients then.
+def _run_move(tensor: Tensor, there: _Step, back: _Step, *arguments: Any) -> Tensor:
     return _Move.apply(tensor, there, back, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# torch 2.11 would capture the sums in backward, too, and compute other gradients.
+_move: Callable[..., Tensor] = torch.compiler.disable(_run_move)  # type: ignore[no-untyped-call]
 
 
 def sum_gradients(tensor: Tensor, peers: TPGroup) -> Tensor:
