@@ -89,7 +89,7 @@ class Estimator(PipelineEstimator):
         return self._finish_s(arrangement, {key: part.least_s for key, part in parts.items()})
 
     def least_work_s(self, arrangement: Arrangement) -> float:
-        """Return at most as much as `least_s`: with fractions of layers, in any memory."""
+        """Return about what `least_s` is at least: with fractions of layers, in any memory."""
         keys = map(self.key, dict.fromkeys(arrangement))
         return self._finish_s(arrangement, {key: self.pipeline_work_s(key) for key in keys})
 

@@ -106,11 +106,12 @@ class PipelineEstimator(StageTimes):
         return self._pipelines[key]
 
     def pipeline_work_s(self, key: PipelineKey) -> tuple[float, float]:
-        """Return seconds besides, and of each micro-batch, that a pipeline's work takes at least.
+        """Return about the least seconds besides, and of each micro-batch, of a pipeline's work.
 
         With P_s micro-batches a second of stage s, all layers on it, and any fractions of layers,
-        K micro-batches take T with K = T·Σ P_s·(1 - 1/K)^(s-1) (`bound`): for large K, when it is
-        least, that is K/P + Σ (s-1)·P_s/P² with P = Σ P_s.
+        K micro-batches take T with K = T·Σ P_s·(1 - 1/K)^(s-1) (`bound`): for large K that is
+        K/P + Σ (s-1)·P_s/P² with P = Σ P_s. No bound for a few micro-batches: whole layers may then
+        leave less on slow first stages.
         """
         if key not in self._work:
             degrees, classes, _ = key

@@ -357,7 +357,7 @@ class PlanSearch:
 
         The last estimator makes them. Arrangements that would take too long even without bubbles
         and exchange are left out, and those that would then score above `worst`: each by its work
-        first, then by what every estimator says, each of which says at least as much as the last.
+        first, then by what every estimator says, each about as much as the last or more.
         """
         bounds = [estimators[0].least_work_s, *(estimator.least_s for estimator in estimators)]
         estimates: list[tuple[float, int, Estimate]] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ModelError
@@ -123,4 +124,81 @@ def test_another_result_the_second_time_is_refused(second: Callable[[Tensor], Te
     turns = iter([torch.exp, second])
     output = computed_again(lambda hidden: next(turns)(hidden), torch.ones(2, requires_grad=True))
     with pytest.raises(ModelError, match="must do the same both times"):
+        output.sum().backward()
+
+
+def test_what_the_function_changes_in_place_after_it_was_saved_is_refused() -> None:
+    def changing(hidden: Tensor) -> Tensor:
+        middle = hidden.exp()
+        return middle.add_(1).square()
+
+    output = computed_again(changing, torch.ones(2, requires_grad=True))
+    with pytest.raises(ModelError, match="changes a tensor in place"):
+        output.sum().backward()
+
+
+def test_hooks_that_modules_always_call_are_called_where_the_second_call_stops() -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    entered: list[str] = []
+    layer[1].register_forward_pre_hook(lambda *_: entered.append("in"))
+    layer[1].register_forward_hook(lambda *_: entered.append("out"), always_call=True)
+    computed_again(layer, torch.ones(1, 8)).sum().backward()
+    assert entered == ["in", "out", "in", "out"]
+
+
+def test_a_function_that_catches_all_errors_ends_nothing() -> None:
+    def careful(hidden: Tensor) -> Tensor:
+        try:
+            return hidden.exp()
+        except Exception:
+            return hidden.square()
+
+    def wrapping(hidden: Tensor) -> Tensor:
+        try:
+            return hidden.exp()
+        except Exception as error:
+            raise ValueError("no exp") from error
+
+    for function in (careful, wrapping):
+        hidden = torch.zeros(2, requires_grad=True)
+        computed_again(function, hidden).sum().backward()
+        assert hidden.grad is not None
+        assert hidden.grad.tolist() == [1, 1]
+
+
+def test_a_hook_that_a_function_puts_on_its_argument_runs_once() -> None:
+    def halving(hidden: Tensor) -> Tensor:
+        hidden.register_hook(lambda gradient: gradient / 2)
+        return hidden.exp()
+
+    start = torch.zeros(2, requires_grad=True)
+    computed_again(halving, start * 1).sum().backward()
+    assert start.grad is not None
+    assert start.grad.tolist() == [0.5, 0.5]
+
+
+def test_arguments_made_in_inference_mode_are_taken() -> None:
+    with torch.inference_mode():
+        bias = torch.ones(2)
+    hidden = torch.zeros(2, requires_grad=True)
+    computed_again(lambda hidden, bias: (hidden + bias).square(), hidden, bias).sum().backward()
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [2, 2]
+
+
+def test_autocast_is_the_same_without_tensors_among_the_arguments() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = computed_again(lambda given: F.linear(given["x"], weight), {"x": torch.ones(1, 2)})
+    output.sum().backward()
+    assert weight.grad is not None
+
+
+def test_errors_of_hooks_around_the_call_stay_as_they_are() -> None:
+    def unpack(packed: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with saved_tensors_hooks(lambda tensor: tensor, unpack):
+        output = computed_again(torch.exp, torch.ones(2, requires_grad=True))
+    with pytest.raises(RuntimeError, match="out of memory"):
         output.sum().backward()
