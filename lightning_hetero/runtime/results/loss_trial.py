@@ -87,14 +87,14 @@ class LossTrial:
         weight = recording.number_of(count)
         numbers = [number] if weight is None else [number, weight]
         num_samples = self._num_samples
-        if num_samples == 1 and self._starts is None:
-            if _takes_none(recording, numbers):
-                return True
-            num_samples = 2
-            if not recording.double(numbers):
-                return False
-        groupings = _groupings(recording.source.shape, num_samples, self._starts)
         try:
+            if num_samples == 1 and self._starts is None:
+                if _takes_none(recording, numbers):
+                    return True
+                num_samples = 2
+                if not recording.double(numbers):
+                    return False
+            groupings = _groupings(recording.source.shape, num_samples, self._starts)
             return _Trial(recording, numbers, groupings).finds_meeting(
                 by_places=self._num_samples > 1
             )
@@ -108,7 +108,7 @@ def _takes_none(recording: Recording, numbers: Sequence[int]) -> bool:
     if recording.has_escaped:
         return False
     calls = recording.needed_for(numbers)
-    chosen = (call for call in calls if call.is_empty and recording.depends(call.takes[0]))
+    chosen = (call for call in calls if call.takes_nothing and recording.depends(call.takes[0]))
     return any(isinstance(_place_of(call), slice) and not _rows_of_one(call) for call in chosen)
 
 
@@ -144,6 +144,8 @@ class _Trial:
         self._numbers = numbers
         self._groupings = groupings
         self._source = recording.source
+        # Samples meet in single numbers: what is coarser before is as coarse for each alone.
+        self._eps = max(call.rounding for call in recording.needed_for(numbers))
 
     def finds_meeting(self, *, by_places: bool) -> bool:
         if not self._groupings:
@@ -184,8 +186,10 @@ class _Trial:
         if kept.all() or not kept.any() or are_told:
             return False
         other = self._other(0, torch.full((count,), _STRONG), 0)
-        change = self._value(self._put(other, 0, ~kept)) - base
-        return bool((change.abs() <= self._rounding([base])) & base.isfinite())
+        changes = [(self._value(self._put(other, 0, rows)) - base).abs() for rows in (~kept, kept)]
+        # Where all targets are ignored it depends on nothing, wherever that is.
+        allowed = self._rounding([base])
+        return bool((changes[0] <= allowed) & (changes[1] > allowed) & base.isfinite())
 
     def _indexed(self, count: int) -> Iterator[int | slice]:
         """Yield the places of samples that the loss takes by numbers written in the step."""
@@ -220,12 +224,11 @@ class _Trial:
     def _value(self, source: Tensor) -> Tensor:
         """Return the loss times what it averages over."""
         values = self._recording.replay(source, self._numbers)
-        self._dtype = values[0].dtype
         return torch.stack([item.detach().double().reshape(()) for item in values]).prod()
 
     def _rounding(self, values: Sequence[Tensor]) -> Tensor:
         largest = torch.stack(list(values)).abs().amax()
-        return _ROUNDINGS * torch.finfo(self._dtype).eps * largest
+        return _ROUNDINGS * self._eps * largest
 
 
 def _along(values: Tensor, dim: int, like: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ _ESCAPES = {"item", "tolist", "bool", "int", "float", "index", "numpy", "contain
 """Names, without underscores, of functions that tell Python what a tensor holds."""
 _WITH_STATE = {"batch_norm", "instance_norm"}
 """Functions that change statistics without torch's counting it."""
+_DRAWING_BY_VALUE = {"standard_gamma", "sample_dirichlet", "poisson", "binomial"}
+"""Functions that draw more or fewer numbers depending on what they get: later ones are others."""
 
 _AS_OF_ONE = {"squeeze", "view_as", "reshape_as", "unflatten"}
 """Functions whose result may have another form for two samples."""
@@ -46,8 +48,10 @@ class Call(NamedTuple):
     """With a `Value` for each tensor."""
     results: tuple[int, ...]
     """Numbers of the tensors that it returned."""
-    is_empty: bool
-    """Whether these have no elements."""
+    takes_nothing: bool
+    """Whether these have no elements, while the first tensor that it is given has one row."""
+    rounding: float
+    """Of the coarsest single number among them, as a share of it; 0 if there is none."""
     changes: bool
     """Whether it changed a tensor in place."""
     autocast: tuple[bool, torch.dtype]
@@ -104,11 +108,12 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         """Note a call."""
         kwargs = kwargs or {}
-        if not self.is_complete:
+        # Compilers look at what is called here by themselves, and bear no look at tensors.
+        if torch.compiler.is_compiling() or not self.is_complete:
             return func(*args, **kwargs)
         leaves = tree_leaves((args, kwargs))
         given = [item for item in leaves if isinstance(item, Tensor)]
-        if any(type(item) not in (Tensor, nn.Parameter) for item in given):
+        if not all(map(_is_plain, given)):
             self.is_complete = False  # What subclasses do to others' processes isn't known.
             return func(*args, **kwargs)
         versions = [_version_of(item) for item in given]
@@ -117,7 +122,9 @@ class Recording(TorchFunctionMode):
         made = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
         name = getattr(func, "__name__", "").strip("_")
         self.has_escaped |= name in _ESCAPES
-        if made or changed:
+        if not all(map(_is_plain, made)):
+            self.is_complete = False
+        elif made or changed:
             is_random = any(isinstance(item, torch.Generator) for item in leaves)
             if is_random and not changed:
                 return result  # Its generator is the user's; what it drew is known as it is.
@@ -131,7 +138,7 @@ class Recording(TorchFunctionMode):
         foreign = isinstance(func, OpOverload | OpOverloadPacket) and "aten" not in str(func)
         large = any(item.numel() * item.element_size() > _MOST_BYTES for item in made)
         many = len(self.calls) >= _MOST_CALLS
-        if foreign or large or many or is_changing or name in _WITH_STATE:
+        if foreign or large or many or is_changing or name in _WITH_STATE | _DRAWING_BY_VALUE:
             self.is_complete = False
 
     def _note(  # noqa: PLR0913 - a call from all sides
@@ -162,7 +169,8 @@ class Recording(TorchFunctionMode):
                 taken,
                 named,
                 results,
-                is_empty=not any(item.numel() for item in made),
+                takes_nothing=_takes_nothing(given, made),
+                rounding=_rounding_of(made),
                 changes=bool(changed),
                 autocast=autocast,
             )
@@ -259,6 +267,23 @@ def _of_two(call: Call) -> Call:
 
 def _is_value(item: Any) -> bool:
     return isinstance(item, Value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torch's own, with strides, and not inside of `torch.func`."""
+    is_own = type(tensor) in (Tensor, nn.Parameter)
+    is_wrapped = is_own and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_own and not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _takes_nothing(given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    has_one_row = bool(given) and given[0].shape[:1] == (1,)
+    return has_one_row and not any(item.numel() for item in made)
+
+
+def _rounding_of(made: Sequence[Tensor]) -> float:
+    numbers = (item for item in made if item.numel() == 1 and item.is_floating_point())
+    return max((torch.finfo(item.dtype).eps for item in numbers), default=0.0)
 
 
 def _version_of(tensor: Tensor) -> int:

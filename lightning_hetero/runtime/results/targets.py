@@ -172,6 +172,8 @@ class LossWatch(TorchFunctionMode):
     ) -> Any:
         """Look at what torch is asked and answers."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)  # Compilers trace what is called here, too.
         if self.outdated is not None:
             self.check_current((args, kwargs))
         result = func(*args, **kwargs)

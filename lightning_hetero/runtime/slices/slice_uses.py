@@ -26,6 +26,8 @@ __all__ = ["SliceUses"]
 _OWN, _TORCH = "lightning_hetero.", "torch."
 _TELLING = {"numpy", "tolist"}
 """Names of functions that give all values away."""
+_OF_FORM = "new_"
+"""How functions begin that take nothing of a tensor but its dtype and device."""
 _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
 """Names of functions that take rows by their numbers."""
 
@@ -81,15 +83,16 @@ class SliceUses(TorchFunctionMode):
     def _look(self, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> None:
         given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         cut = [(item, known) for item in given if (known := self._name_of(item)) is not None]
-        if not cut:
+        if not cut or name.startswith(_OF_FORM):
             return
         first, parameter = cut[0]
         if name in _TELLING or (name in _CHOOSING and _chooses(args)):
             self._refuse(name, parameter)
         rows = {item.shape[0] for item, _ in cut}
         largest = max(item.numel() for item, _ in cut)
+        changed = set(map(id, given))
         for made in tree_leaves(result):
-            if not isinstance(made, Tensor) or any(made is item for item in given):
+            if not isinstance(made, Tensor) or id(made) in changed:
                 continue
             if made.ndim and (made.shape[0] in rows or made.numel() >= max(largest, 1)):
                 self._mark(made, parameter)

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.runtime.results.loss_trial import LossTrial
+from lightning_hetero.runtime.results.recording import Recording
 from lightning_hetero.runtime.results.targets import LossWatch
 
 WEIGHT = nn.Parameter(torch.randn(4, 4))
 LABELS = torch.tensor([0, -100, 2, 3, -100, 1])
+ADJACENT = torch.eye(4).to_sparse()
 
 
 def finds_meeting(
@@ -42,6 +44,17 @@ def changed_in_place(x: Tensor) -> Tensor:
     y[:, 0] = 0.0
     y += 1
     return y.square().mean()
+
+
+def in_bfloat16(x: Tensor) -> Tensor:
+    rows = x.repeat(200, 1).bfloat16()
+    return F.cross_entropy(rows, LABELS.repeat(200)).float() + 0.1 * rows.abs().mean().float()
+
+
+def of_last_times(x: Tensor) -> Tensor:
+    """All of its targets are ignored, and a row of another order is taken."""
+    times = torch.stack([x, x])
+    return F.cross_entropy(times[-1], torch.full((6,), -100), reduction="sum")
 
 
 MEETING: dict[str, Callable[[Tensor], Any]] = {
@@ -77,6 +90,11 @@ ALONE: dict[str, Callable[[Tensor], Any]] = {
     "with dropout": lambda x: F.cross_entropy(F.dropout(x, 0.5), LABELS),
     "with noise": lambda x: F.mse_loss(x, torch.randn_like(x)),
     "changed in place": changed_in_place,
+    "rounded before the end": in_bfloat16,
+    "of nothing": of_last_times,
+    "drawn by trial": lambda x: x.mean() + torch.poisson(x.square()).mean(),
+    "by torch.func": lambda x: torch.vmap(F.cross_entropy)(x, LABELS.clamp(0)).mean(),
+    "with sparse tensors": lambda x: (ADJACENT @ x.T).square().mean(),
     "by a divisor": lambda x: F.kl_div(x.log_softmax(-1), x.detach().softmax(-1)) / 3 + 1.0,
     "what can't be called again": lambda x: F.batch_norm(x, None, None, training=True)[0, 0],
 }
@@ -98,6 +116,22 @@ def test_losses_of_samples_by_themselves_are_let_be(name: str) -> None:
     assert not finds_meeting(ALONE[name])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_losses_are_let_be() -> None:
+    compiled = torch.compile(
+        lambda x: F.cross_entropy(x, LABELS) * 2, backend="eager", fullgraph=True
+    )
+    assert not finds_meeting(compiled)
+
+
+def test_what_a_trial_has_no_memory_for_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> bool:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Recording, "double", fails)
+    assert not finds_meeting(lambda x: x.square().mean(), (1, 5, 4), 1)
+
+
 def test_samples_are_found_wherever_shapes_allow_them() -> None:
     def pools(x: Tensor) -> Tensor:
         return x.mean(0).square().mean()
@@ -117,6 +151,7 @@ def test_one_sample_is_tried_as_two() -> None:
         lambda x: x.reshape(len(x), -1).norm(dim=1).mean(): False,
         lambda x: x.expand(1, 5, 4).mean(1).square().sum(): False,
         lambda x: x.squeeze(0).softmax(0).square().mean(): False,
+        lambda x: x[0][5:].sum() + x.square().mean(): False,
         lambda x: (x[:, None] - x[None]).abs().mean(): True,
         lambda x: (x * torch.cat([x[1:], x[:1]])).mean(): True,
         lambda x: (x[::2].mean(1) - x[1::2].mean(1)).square().mean(): True,
