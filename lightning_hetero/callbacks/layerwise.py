@@ -228,6 +228,8 @@ class LayerwiseCheckpoint(Checkpoint):
         if found.is_live:
             assert recovered is not None
             self._start = access.enter_behind(recovered)
+            # What was saved at that step may lack the parts of lost ranks, or even of others.
+            self._last_step = 0
         self._recovered = recovered
         if recovered and recovered.report.place == "memory" and is_complete(trainer):
             # Nothing is left to train, but the run before may have failed to save its end.

@@ -103,6 +103,9 @@ class Tells(Callback):
         pl_module.tell("step", float(outputs["loss"]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        (saving,) = trainer.strategy.run.checkpoints
+        # In this generation: lost ranks may have left what was saved before without their parts.
+        assert saving.saved.id.step == trainer.global_step
         means = {key: float(value) for key, value in trainer.callback_metrics.items()}
         stopping = trainer.early_stopping_callback
         pl_module.tell("end", means, None if stopping is None else stopping.wait_count)
@@ -145,7 +148,6 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         loader = StatefulDataLoader(TokenRows(4 * EPOCH), batch_size=4, shuffle=True)
         trainer.fit(module, loader, StatefulDataLoader(TokenRows(8), batch_size=2))
         assert all(left <= 0 for left in tells.left.values())
-        assert saving.saved is None or trainer.global_step == saving._last_step
         noted = [item for item in read_log(log.path) if item["event"] == "recovered"]
         assert [item["is_live"] for item in noted] == [True] * len(tells.left)
         return module.told
