@@ -231,3 +231,20 @@ def test_whoever_stops_waits_for_what_is_aborted(ranks: tuple[Watched, Watched])
     goes_on.set()
     stopping.join(PATIENCE_S)
     assert order == ["aborted", "stopped"]
+
+
+def test_whoever_stops_before_aborting_has_begun_may(
+    ranks: tuple[Watched, Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = ranks
+    ended, begin = threading.Event(), threading.Thread.start
+    ended.set()
+
+    def begin_late(thread: threading.Thread) -> None:
+        other.detector.stop()
+        begin(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", begin_late)
+        other.detector._end_run("A rank failed.", ended)
+    assert other.has_aborted.wait(PATIENCE_S)

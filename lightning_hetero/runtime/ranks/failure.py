@@ -273,8 +273,9 @@ class FailureDetector:
 
     def _end_run(self, reason: str, stopped: threading.Event) -> None:
         """Give the main thread time to raise and to clean up, then end the process."""
-        self._aborting = threading.Thread(target=self._abort_quietly, name="abort", daemon=True)
-        self._aborting.start()
+        aborting = threading.Thread(target=self._abort_quietly, name="abort", daemon=True)
+        aborting.start()
+        self._aborting = aborting  # Begun, so that the main thread may wait for it.
         start_s = time.monotonic()
         while not stopped.wait(self._interval_s / 5):
             limit_s = self._timeout_s if self._raised.is_set() else self._grace_s
