@@ -2,9 +2,11 @@
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from lightning_hetero.runtime.ranks import failure
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.failure import FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Silence
+from tests.processes import ProcessPool
+from tests.runtime.runs import Case, pipeline, plan_of, stage, train
 
 PATIENCE_S = 60.0
 
@@ -248,3 +252,22 @@ def test_whoever_stops_before_aborting_has_begun_may(
         patched.setattr(threading.Thread, "start", begin_late)
         other.detector._end_run("A rank failed.", ended)
     assert other.has_aborted.wait(PATIENCE_S)
+
+
+def num_gloo_threads(_: int) -> int:
+    """Return how many there are; they end shortly after their groups."""
+    deadline_s = time.monotonic() + 20.0
+    while time.monotonic() < deadline_s:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        count = sum(name.startswith("gloo_tcp") for name in names)
+        if count == 0:
+            break
+        time.sleep(0.05)
+    return count
+
+
+@pytest.mark.dist
+def test_no_thread_of_a_runs_groups_outlives_it(pool: ProcessPool) -> None:
+    case = Case(plan=plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3))), world_size=2)
+    pool.run(train, 2, case)
+    assert pool.run(num_gloo_threads, 2) == [0, 0]

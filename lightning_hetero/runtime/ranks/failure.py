@@ -139,6 +139,7 @@ class FailureDetector:
         self._is_judged = threading.Event()
         """Set once there is a reason why the run can't go on."""
         self._raised = threading.Event()
+        self._judging: threading.Thread | None = None
         self._stopped = threading.Event()
 
     @contextmanager
@@ -183,9 +184,10 @@ class FailureDetector:
         self._raised.clear()
         self._stopped = threading.Event()
         beating = self.beat()
-        threading.Thread(
+        self._judging = threading.Thread(
             target=self._watch, args=(beating, self._stopped), name="failure-detector", daemon=True
-        ).start()
+        )
+        self._judging.start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -204,6 +206,11 @@ class FailureDetector:
         self._is_watching = False
         self._stopped.set()
         heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.wakes_judge.set()
+        if self._judging is not None:
+            # Communicators whose last holder is another thread never end theirs.
+            self._judging.join(10 * self._interval_s)
         return heartbeat
 
     def report(self, error: BaseException) -> None:
@@ -248,7 +255,7 @@ class FailureDetector:
     def _watch(self, heard: Heartbeat, stopped: threading.Event) -> None:
         store = Silence(2 * self._interval_s)
         while not stopped.is_set():
-            heard.has_failed.wait(self._interval_s / 2)
+            heard.wakes_judge.wait(self._interval_s / 2)
             if stopped.is_set():
                 return
             self._reason = self._judge(heard, store)

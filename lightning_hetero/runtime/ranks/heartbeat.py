@@ -113,8 +113,8 @@ class Heartbeat:
         """Whether some rank has lost a connection, so that silence means more than usual."""
         self.has_begun = threading.Event()
         """Set once the store has answered."""
-        self.has_failed = threading.Event()
-        """Set once there is a failure."""
+        self.wakes_judge = threading.Event()
+        """Set once there is a failure, or nobody judges what this hears any more."""
         self.num_rounds = 0
         """Rounds in which the store has answered."""
         self.is_store_gone = False
@@ -242,7 +242,7 @@ class Heartbeat:
         if self.failure is None and gone is not None:
             self.failed_rank, self.failure = gone
         if self.failure is not None:
-            self.has_failed.set()
+            self.wakes_judge.set()
         if self._rank != 0 and store.check([_SERVER_LEFT]):
             self._see_server_leave()
 
