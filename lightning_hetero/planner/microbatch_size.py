@@ -4,9 +4,9 @@ Larger micro-batches launch fewer kernels and read weights less often; they also
 activations, so that more is recomputed, and there are fewer of them to fill a pipeline. Time over
 size has one valley but for rounding, so two sizes in a row that are worse end the search. A size
 counts as worse without a search of its own if the layouts that were likeliest with the size before
-are, by their estimates, too slow to be improved as far as the best plan, and its search looks at
-nothing else that is. From the best size
-pipelines of one kind may then take another (`unequal_sizes`).
+are, by their estimates, too slow to be improved as far as the best plan. On many devices its search
+looks at nothing else that is, either. From the best size pipelines of one kind may then take
+another (`unequal_sizes`).
 """
 
 from collections.abc import Iterator
@@ -23,6 +23,8 @@ __all__ = ["plan_best_size"]
 
 _MOST_SAMPLES = 64
 _WORSE_IN_A_ROW = 2
+_FEW_DEVICES = 16
+"""Up to so many a whole search is cheap, and begins with layouts that only improving makes best."""
 
 
 def plan_best_size(
@@ -86,7 +88,10 @@ def _plan_size(
     """Return the result of a size, or None if it is worse than the best of the sizes before it."""
     if best is None or before is None or best.best.plan.host_owners:
         return search.run()
-    return search.run_near(best.score) if search.comes_close(before, best.score) else None
+    if not search.comes_close(before, best.score):
+        return None
+    is_cheap = search.cost.cluster.num_ranks <= _FEW_DEVICES
+    return search.run_near(float("inf") if is_cheap else best.score)
 
 
 def _sizes(global_batch_size: int) -> Iterator[int]:

@@ -50,6 +50,16 @@ def test_a_search_near_a_score_that_no_plan_comes_near_finds_nothing():
     assert far is None
 
 
+def test_few_devices_get_a_size_that_only_improving_makes_best():
+    cluster = Cluster(
+        nodes=(Node(device="A10", count=8), Node(device="T4", count=8)),
+        inter_node_bytes_per_s=1.25e9,
+    )
+    cost = RooflineCost(cluster, ModelSpec.load("gpt-neo-2.7b"))
+    found = plan_best_size(cost, Workload(sequence_length=512, global_batch_size=8))
+    assert found.workload.sequences_per_microbatch == 2
+
+
 def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes():
     cost = RooflineCost(tiny_cluster((70, 4, 1.5), (989, 1, 80), bytes_per_s=100e9), tiny_model(8))
     workload = Workload(sequence_length=128, global_batch_size=256, sequences_per_microbatch=16)
