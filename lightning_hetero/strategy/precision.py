@@ -61,14 +61,15 @@ class HeteroPrecision(Precision):
         """Set by the strategy: the sum of a tensor over all ranks."""
         self.owned_gradients: Callable[[Iterable[Tensor]], list[Tensor]] | None = None
         """Set by the strategy: of parameters' gradients, what this rank alone counts."""
-        self.begin_change: Callable[[], None] = lambda: None
+        self.begin_change: Callable[[], None] | None = None
         """Set by the strategy: called when an optimizer is about to change the slices."""
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         # Hooks and clipping, in which ranks wait for each other; the step itself waits for nobody.
         super()._after_closure(model, optimizer)
-        self.begin_change()
+        if self.begin_change is not None:
+            self.begin_change()
 
     @override
     def backward(  # type: ignore[override]
