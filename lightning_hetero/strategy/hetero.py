@@ -333,7 +333,7 @@ class HeteroStrategy(HookedStrategy):
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.owned_gradients = self._slices.owned_gradients
         self.precision_plugin.sum_over_ranks = self._sum_over_ranks
-        self.precision_plugin.begin_change = lambda: self.run.begin_change()
+        self.precision_plugin.begin_change = self.run.begin_change
         if trains:
             self.setup_optimizers(trainer)
             self._slices.check_optimizers(self.optimizers)

@@ -91,7 +91,7 @@ class Run:
         """Who can restart the run without some of its machines."""
         self.knows_all_ranks = False
         """Whether all were in the generation before: they know its places and what was logged."""
-        self.begin_change: Callable[[], None] = lambda: None
+        self.begin_change: Callable[[], None] | None = None
         """Called when an optimizer is about to change the slices, after all that ranks wait for."""
         self.restart_s: float | None = None
         """Seconds from the last step before the newest restart, or change of ranks in place, to the

@@ -43,6 +43,10 @@ class Look(L.Callback):
         self.disturb = disturb
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        with torch._C.DisableTorchFunction():  # Rows of slices are refused to hooks.
+            self._look(trainer)
+
+    def _look(self, trainer: L.Trainer) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
         store = strategy.engine.store
