@@ -66,7 +66,8 @@ def report_recovery(
         {
             "bytes": [[int(source), count] for source, count in own.items()],
             "finished": None if noted is None else asdict(noted),
-            "machine": machine_id(),
+            # As nodes tell themselves apart, who may not have met yet.
+            "node": f"{machine_id()} {places.local_dir}",
         },
     )
     sources: Counter[Source] = Counter()
@@ -83,7 +84,7 @@ def report_recovery(
         f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)}, load "
         f"{seconds['load']:.2f} s;{lost} {seconds['meet']:.2f} s to meet, "
         f"{seconds['plan and set up']:.2f} s to plan and set up; {trainer.world_size} ranks "
-        f"on {len({row['machine'] for row in rows})} machines, {recovered.world_size} had saved it."
+        f"on {len({row['node'] for row in rows})} nodes, {recovered.world_size} had saved it."
     )
     note(
         trainer,
