@@ -257,6 +257,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self._save(trainer)
         if recovered is not None:
             go_on(trainer, recovered)
+            self._live.begin_training(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
 

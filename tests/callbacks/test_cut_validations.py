@@ -184,6 +184,12 @@ class Stops(Callback):
             [],
             {"max_epochs": None, "max_steps": EPOCH + 2, "val_check_interval": 2},
         ),
+        # Twice before another step has ended.
+        (
+            [("on_before_zero_grad", 2, 1), ("on_after_backward", 2, 1)],
+            [],
+            {"max_epochs": 1},
+        ),
         # After a step that a hook has made the last.
         ([("on_validation_batch_start", EPOCH + 2, 2)], [Stops], {}),
     ],

@@ -322,6 +322,18 @@ def test_whoever_has_trained_no_step_keeps_what_it_came_with() -> None:
     assert steps._watched == steps._trackers == []
 
 
+def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
+    steps, nothing = live.LiveSteps(), live.NothingLive("the ranks had come to different steps")
+    steps.state = object.__new__(LiveState)
+    monkeypatch.setattr(live, "recover_from_survivors", lambda *_: nothing)
+    monkeypatch.setattr(live, "_keepers", lambda _: None)
+    none: Any = None
+    assert steps.recover(none, [], none).why_not_live == nothing.why
+    # Another rank is lost before a step, and those who are left may be at one by then.
+    assert not steps.keep(none, none, 2)
+    assert steps.state is nothing
+
+
 def strategy_with(membership: Any) -> Any:
     boundary = SimpleNamespace(first_call=None)
     return SimpleNamespace(

@@ -125,6 +125,8 @@ class LiveSteps:
         """The last step of an epoch whose end is under way."""
         self._before_evaluation: Gathered | None = None
         """What the module had gathered before the validation that is under way."""
+        self._before_first_step: Gathered | None = None
+        """The same before the first step that is trained from `state` on."""
         self._means: Any = None
         """The means of the epoch that were logged by the step of `state`."""
         self._newest: dict[str, Any] = {}
@@ -186,7 +188,8 @@ class LiveSteps:
         strategy = run_of(trainer).strategy
         if strategy is None or not strategy.processes.outlives_ranks:
             return
-        self.state, self._means = _NO_STEP, None  # All have ended a step since the last recovery.
+        # All have ended a step since the last recovery.
+        self.state, self._means, self._before_first_step = _NO_STEP, None, None
         engine = strategy.engine
         if not engine.store.has_standbys:
             self._noted = _NO_COPIES
@@ -242,6 +245,8 @@ class LiveSteps:
         cut_short, self._before_evaluation = self._before_evaluation, None
         if cut_short is not None:
             cut_short.put_back()
+        if self._before_first_step is not None:
+            self._before_first_step.put_back()
         if isinstance(noted, NothingLive):
             # What a generation that has trained no step began with is there still.
             if noted is not _NO_STEP:
@@ -292,6 +297,7 @@ class LiveSteps:
         if not isinstance(live, NothingLive):
             return Found(live, is_live=True)
         rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
+        self.state = live  # Nobody goes on from what was later than that checkpoint any more.
         return Found(None, why_not_live=live.why)
 
     def go_on(self, trainer: pl.Trainer, found: Found) -> None:
@@ -303,11 +309,24 @@ class LiveSteps:
             go_on_after_step(trainer, found.recovered, ends=ends)
             trainer.fit_loop.epoch_loop._results = self._means
             trainer._logger_connector._callback_metrics.update(self._newest)
+            self._before_first_step = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
         elif found.is_live or found.why_not_live is not None:
             # As in a new process, which newcomers are: all ranks must have gathered the same. And
             # steps that are trained again would count twice.
             for metric in metrics_of(trainer.lightning_module):
                 metric.reset()
+
+    def begin_training(self, trainer: pl.Trainer) -> None:
+        """Have what was logged again, which Lightning has reset since the fit began."""
+        if self._before_first_step is not None:
+            self._before_first_step.put_back()
+            connector = trainer._logger_connector
+            connector._callback_metrics.update(self._newest)
+            if isinstance(self.state, LiveState) and self.state.follows is Follows.STEP:
+                # Else the epoch's means would begin with the next batch, as with its first one.
+                connector._first_loop_iter = True
+            # What was put back may be changed in place.
+            self._before_first_step = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
 
     def _rewind(self, trainer: pl.Trainer, noted: _Noted) -> None:
         """Put the loops' counters back to a step's end; the loops are thrown away after it."""
