@@ -43,28 +43,29 @@ _Files = Mapping[str, int]
 
 
 def prune(
-    store: Store,
+    tier: Tier,
     *,
     keep: int | None,
-    shared: bool,
     busy: Collection[CheckpointId] = (),
     superseded: Collection[CheckpointId] = (),
     known: dict[CheckpointId, _Files] | None = None,
+    newest: CheckpointId | None = None,
 ) -> list[CheckpointId]:
     """Delete all that is older than a run's newest `keep` complete checkpoints; return what went.
 
     Other runs' checkpoints are none of its business: of each run the newest ones stay.
 
     Args:
-        store: The tier's store.
+        tier: Where. What is complete shows in a remote one, which holds all parts; in a node's own
+            what is noted as confirmed, and is whole as far as it is here, counts as complete.
         keep: Complete checkpoints to keep; None keeps all.
-        shared: Whether the store holds all parts (remote), so that completeness shows in it; else
-            only what is noted as confirmed, and is whole as far as it is here, counts as complete.
         busy: Checkpoints that are being read.
         superseded: What goes in any case where it isn't complete.
         known: The files of complete checkpoints. Where these are all still there, no manifest is
             read; what is found complete is added.
+        newest: What is newer stays and isn't looked at: its own confirmation is under way.
     """
+    store, shared = tier.store, tier.kind is TierKind.REMOTE
     files = store.list()
     known = {} if known is None else known
     of_folder: dict[str, dict[str, int]] = defaultdict(dict)
@@ -81,8 +82,11 @@ def prune(
     gone = {item for item in newest_first if item in superseded and not is_complete(item)}
     for run in {item.run for item in newest_first} if keep is not None else ():
         items = [item for item in newest_first if item.run == run]
+        agreed = [
+            item for item in items if newest is None or item.run != newest.run or item <= newest
+        ]
         # Manifests are read only until enough are found.
-        last = next(itertools.islice(filter(is_complete, items), (keep or 1) - 1, None), None)
+        last = next(itertools.islice(filter(is_complete, agreed), (keep or 1) - 1, None), None)
         gone |= {item for item in items if last is not None and item < last}
     gone -= {*busy}
     remove_files(store, [name for item in gone for name in of_folder[item.folder]])
@@ -123,12 +127,12 @@ class TierKeeper:
             if complete is not None:
                 self._confirm(complete)
             prune(
-                self.tier.store,
+                self.tier,
                 keep=keep,
-                shared=self.tier.kind is TierKind.REMOTE,
                 busy=busy,
                 superseded=superseded,
                 known=self._known,
+                newest=complete,
             )
         except Exception as error:
             # Stores raise their client library's own types. What isn't deleted now is another time.

@@ -183,7 +183,7 @@ def _prune_memory(older_than_hours: float) -> None:
 
 def _prune(tier: Tier, keep: int) -> None:
     try:
-        gone = prune(tier.store, keep=keep, shared=True)
+        gone = prune(tier, keep=keep)
     except OSError as error:
         raise CheckpointError(f"Can't prune {tier.store}: {error}.") from error
     print(f"deleted {len(gone)} checkpoints" + "".join(f"\n  {item}" for item in gone))

@@ -127,7 +127,7 @@ def test_pruning_by_hand_never_costs_the_newest_complete_checkpoint(
         before = step_of(stores, kind)
         num_lost += before != STEPS[-1]
         for store in stores:
-            prune(store, keep=1, shared=True)
+            prune(Tier(kind=TierKind.REMOTE, store=store), keep=1)
         assert step_of(stores, kind) == before, seed
     assert num_lost > len(SEEDS) / 4, "hardly anything was damaged"
 

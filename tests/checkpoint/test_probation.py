@@ -108,7 +108,7 @@ def test_what_is_put_aside_counts_as_nothing_until_it_is_acquitted() -> None:
         assert found.report.place == place
         put_in_quarantine(tiers, failed(3, math.nan, step, place))
     # What can't be trusted replaces nothing.
-    assert prune(stores[TierKind.DISK], keep=1, shared=False) == []
+    assert prune(Tier(kind=TierKind.DISK, store=stores[TierKind.DISK]), keep=1) == []
     put_in_quarantine(tiers, failed(3, math.nan, 1, "disk"))
     with pytest.raises(CheckpointError, match="put aside"):
         recover(needs, tiers)

@@ -39,7 +39,7 @@ def test_pruning_takes_two_requests_whatever_it_deletes_and_manifests_go_first()
 
     run_ranks(3, save)
     assert store.removals == []
-    assert [item.step for item in prune(store, keep=1, shared=True)] == [1, 2]
+    assert [item.step for item in prune(Tier(kind=TierKind.REMOTE, store=store), keep=1)] == [1, 2]
     assert len(store.removals) == 2
     manifests, files = store.removals
     assert len(manifests) == 6
@@ -96,6 +96,20 @@ def test_pruning_reads_no_manifest_of_what_this_start_has_confirmed_itself(kind:
     assert len(read) == world_size
     steps = {int(name.split("-")[1]) for name in store.files if name.startswith("step-")}
     assert steps == {9, 10}
+
+
+def test_a_late_note_doesnt_look_at_checkpoints_that_came_after_it() -> None:
+    plan, store = ParallelPlan.even(world_size=1, num_layers=4), CountingReads()
+    tier = Tier(kind=TierKind.REMOTE, store=store, keep=9)
+    writer = CheckpointWriter([tier])
+    for step in (1, 2, 3):
+        writer.save(contents(step, plan, 1)[0]).wait_until_confirmed(20)
+    writer.close()
+    keeper = TierKeeper(tier, [0], Progress())
+    store.manifests.clear()
+    keeper.settle(CheckpointId(2), keep=1)
+    assert store.manifests == []
+    assert [item.step for item in checkpoints_in(store.files)] == [2, 3]
 
 
 def test_what_was_confirmed_and_has_lost_a_file_since_is_not_counted_on() -> None:
