@@ -93,4 +93,6 @@ def test_a_rank_that_lost_a_connection_looks_again_at_once_until_it_knows_why() 
     assert heartbeat._pause_s() < 1.0
     heartbeat._suspected_at_s -= 6001.0
     assert heartbeat._pause_s() == 1000.0
+    # After a failure rank 0 doesn't wait until the others have seen it leave.
+    heartbeat.failure = "it is dead"
     heartbeat.end(60.0)
