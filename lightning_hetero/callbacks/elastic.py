@@ -94,7 +94,7 @@ class ElasticRestart(Callback):
             done so (no checkpoint yet, the store's node lost or told to go, a fault that comes
             back) ends the processes, as without it.
         heartbeat_timeout: How late a rank's heartbeat may be with `in_place` before it counts as
-            lost; dead processes are noticed at once.
+            lost, once training has begun (20 s before); dead processes are noticed at once.
 
     Raises:
         ConfigurationError: There is no LayerwiseCheckpoint, a number isn't above 0, or `in_place`

@@ -292,6 +292,7 @@ class HookedStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self.has_begun_training = True
+        self._processes.begin_training()
         self.engine.mark_weights_stale()
 
     @override

@@ -29,7 +29,7 @@ from lightning_hetero.runtime.generation.entering import (
 )
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.generation.membership import Generation, Membership
-from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.communicators import Communicators, reduce_over
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import (
     AgreedExit,
@@ -130,6 +130,7 @@ class Processes:
             if self._detector is None:
                 rank, world_size = environment.global_rank(), environment.world_size()
                 self._detector = self._make_detector(self._connect_store(), rank, world_size)
+                self._detector.is_starting = True
             self._detector.start()
         if not dist.is_initialized():
             self._connections.open(lambda: self._init_process_group(device))
@@ -138,6 +139,11 @@ class Processes:
                 device=device, timeout=self._timeout, connections=self._connections
             )
         return self._environment
+
+    def begin_training(self) -> None:
+        """Expect heartbeats in time from now on: all processes have started."""
+        if self._detector is not None:
+            self._detector.is_starting = False
 
     def _make_detector(self, store: Store, rank: int, world_size: int) -> FailureDetector:
         detector = FailureDetector(
@@ -370,14 +376,8 @@ class Processes:
             logged = group.removeprefix(SAME_EVERYWHERE)
             with self.watching():
                 return torch.full_like(tensor, self._hook_logs.compare(logged, float(tensor)))
-        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        operation: Any = ReduceOp.SUM if is_mean else reduce_op
-        if isinstance(operation, str):
-            operation = getattr(ReduceOp, operation.upper())
-        tensor = tensor.clone()
         with self.watching():
-            dist.all_reduce(tensor, op=operation, group=group)
-        return tensor / dist.get_world_size() if is_mean else tensor
+            return reduce_over(tensor, group, reduce_op)
 
     def most(self, number: int) -> int:
         """Return the largest of the ranks' numbers; collective."""

@@ -133,15 +133,19 @@ def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> Non
     assert silence.look("beat 2") == 0.0
 
 
-@pytest.mark.parametrize(("beats", "gap_s", "num_told"), [(0, 1, 0), (0, 3, 1), (1, 3, 1)])
+@pytest.mark.parametrize(
+    ("beats", "gap_s", "is_starting", "num_told"),
+    [(0, 1, 0, 0), (0, 3, 0, 1), (1, 3, 0, 1), (1, 3, 1, 0), (1, 21, 1, 1)],
+)
 def test_a_rank_that_froze_before_its_generation_is_missed_as_soon_as_in_it(
-    beats: int, gap_s: float, num_told: int
+    beats: int, gap_s: float, is_starting: int, num_told: int
 ) -> None:
     """It beats as soon as the generation has formed, however long its last fit takes to end."""
     seconds = {"timeout": timedelta(minutes=2), "silence": timedelta(seconds=2)}
     detector = FailureDetector(
         dist.HashStore(), global_rank=1, world_size=2, bulletin=Board(60.0), **seconds
     )
+    detector.is_starting = bool(is_starting)
     told: list[int] = []
     heard = SimpleNamespace(
         failure=None, has_server_left=False, is_store_gone=False, is_suspicious=False

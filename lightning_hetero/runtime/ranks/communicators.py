@@ -25,7 +25,7 @@ from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
 
-__all__ = ["MAX_EXCHANGE_GROUPS", "Communicators", "GroupTransport"]
+__all__ = ["MAX_EXCHANGE_GROUPS", "Communicators", "GroupTransport", "reduce_over"]
 
 MAX_EXCHANGE_GROUPS = 32
 """Communicators of pull and push that a rank is in at most, besides the one of all ranks.
@@ -38,6 +38,19 @@ stage, and in one or two for what lies outside the layers. NCCL keeps buffers in
 _SHORT_BYTES = 1016
 """Of a row that travels with its length, among all ranks."""
 _T = TypeVar("_T")
+
+
+def reduce_over(
+    tensor: Tensor, group: dist.ProcessGroup | None, reduce_op: dist.ReduceOp | str | None
+) -> Tensor:
+    """Return the "mean", "sum" or other `ReduceOp` of a tensor over a group's ranks; collective."""
+    is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    operation: Any = dist.ReduceOp.SUM if is_mean else reduce_op
+    if isinstance(operation, str):
+        operation = getattr(dist.ReduceOp, operation.upper())
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, op=operation, group=group)
+    return tensor / dist.get_world_size(group) if is_mean else tensor
 
 
 @dataclass(frozen=True, kw_only=True)

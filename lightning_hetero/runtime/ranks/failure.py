@@ -40,6 +40,9 @@ LEAVE_EXIT_CODE = 14
 _GRACE_S = 10.0
 """How long a main thread may take to notice, where nobody goes on without the failed rank."""
 
+_STARTING_S = 20.0
+"""How long a rank may be silent while processes start: on a busy machine imports starve others."""
+
 _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
     "own log and at the system's (out of memory, preemption)."
@@ -135,6 +138,8 @@ class FailureDetector:
         self._aborting: threading.Thread | None = None
         self.abort: Callable[[], None] = lambda: None
         """Ends what hangs in communicators; called, on a thread of its own, once a rank failed."""
+        self.is_starting = False
+        """Whether ranks may be silent for longer, as before training: a late one is only late."""
         self._reason: str | None = None
         self._is_judged = threading.Event()
         """Set once there is a reason why the run can't go on."""
@@ -266,7 +271,9 @@ class FailureDetector:
 
     def _judge(self, heard: Heartbeat, store: Silence) -> str | None:
         """Return why the run can't go on, None while nothing says so."""
-        patience_s = 6 * self._interval_s if heard.is_suspicious else self._silence_s
+        patience_s = max(self._silence_s, _STARTING_S) if self.is_starting else self._silence_s
+        if heard.is_suspicious:
+            patience_s = 6 * self._interval_s
         if heard.failure is not None:
             return heard.failure
         if heard.has_server_left:
