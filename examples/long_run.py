@@ -35,6 +35,8 @@ from lightning_hetero.callbacks import read_log
 
 MOST_STEPS = 100
 """After which something that the run should have noted counts as missed."""
+PATIENCE_S = 300.0
+"""After which a run that notes nothing counts as hung."""
 SLOWDOWNS = {"a": 8.0, "b": 8.0, "c": 4.0, "d": 4.0}
 
 
@@ -100,6 +102,13 @@ class Nodes:
         """Empty a node's memory and disk."""
         forget(checkpoint_of(self.settings, name))
 
+    def wait_for_end(self, name: str) -> None:
+        """Wait for a node's agent."""
+        self.agents.processes[name].join(PATIENCE_S)
+        if self.agents.processes[name].exitcode is None:
+            raise SystemExit(f"node {name} hasn't ended for {PATIENCE_S:.0f} s")
+        del self.agents.processes[name]
+
     def check(self) -> None:
         """End everything where an agent has ended badly."""
         for name, agent in self.agents.processes.items():
@@ -133,12 +142,15 @@ class Watch:
 
     def wait_for(self, what: Callable[[list[Event]], bool]) -> None:
         """Wait until something holds for the events since this was called."""
-        start = len(self.events)
+        start, heard_s = len(self.events), time.monotonic()
         while not what(self.events[start:]):
             time.sleep(0.1)
             self.nodes.check()
             new = self._log.read()
             self.events += new
+            heard_s = time.monotonic() if new else heard_s
+            if time.monotonic() - heard_s > PATIENCE_S:
+                raise SystemExit(f"the run has noted nothing for {PATIENCE_S:.0f} s")
             for event in new:
                 if line := self._timeline.line(event):
                     self._console.print(line)
@@ -213,13 +225,13 @@ def play(nodes: Nodes, watch: Watch, metadata: MetadataServer) -> None:
 
     metadata.take_away("b")
     watch.did("notice", node="b")
-    nodes.agents.processes.pop("b").join()
+    nodes.wait_for_end("b")
     watch.wait_for(started(3))
     watch.wait_for(steps(5))
     watch.order(end=True)
     watch.wait_for(happened("ended"))
-    for agent in nodes.agents.processes.values():
-        agent.join()
+    for name in list(nodes.agents.processes):
+        nodes.wait_for_end(name)
 
 
 def busy_link(started: Event) -> list[int]:

@@ -128,8 +128,8 @@ def _row(
         return step, "generation", str(event.generation), str(event)
     if isinstance(event, ChangeEvent):
         details = (
-            f"{event.before:.3g} → {event.after:.3g} ({event.ratio:.2f}×) since step "
-            f"{event.onset_step}, confidence {event.confidence:.2f}"
+            f"{event.ratio:.2f}× since step {event.onset_step}: {event.before:.3g} → "
+            f"{event.after:.3g} {_unit_of(event.where)} (confidence {event.confidence:.2f})"
         )
         return step, event.kind.value, event.where, details
     if isinstance(event, FindingEvent):
@@ -139,6 +139,12 @@ def _row(
         details += f"; iteration {event.before_s:.2f} s → {event.after_s:.2f} s"
     name = f"{event.kind.value} (dry run)" if event.dry_run else event.kind.value
     return step, name, event.mitigation.value, details
+
+
+def _unit_of(where: str) -> str:
+    if where == "the job":
+        return "s an iteration"
+    return "s for a unit of work" if where.startswith("rank") else "of what its work should take"
 
 
 def plot_events(events: Sequence[Event], path: Path) -> None:

@@ -56,10 +56,13 @@ class ChangeEvent:
     after: float
     confidence: float
     where: str = "the run"
-    """Whose stream: "the run", "pipeline 1", "rank 3"."""
+    """Whose stream: "the run" (over what its work should take), "rank 3" (seconds of a unit of
+    work), "the job" (seconds of an iteration of a job that isn't ours); once found "pipeline 1"."""
 
     @classmethod
-    def from_change(cls, change: ChangePoint, *, step: int, onset_step: int) -> Self:
+    def from_change(
+        cls, change: ChangePoint, *, step: int, onset_step: int, where: str = "the run"
+    ) -> Self:
         """Return the event of a change point, with the steps of the run instead of indices."""
         return cls(
             step=step,
@@ -69,6 +72,7 @@ class ChangeEvent:
             before=change.before,
             after=change.after,
             confidence=change.confidence,
+            where=where,
         )
 
 

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -23,6 +24,7 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.exchange.unseen_changes import is_looked_at
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
@@ -61,6 +63,7 @@ class HookedStrategy(ParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        self._accelerator_of_trainer: Accelerator | None = None
         self._processes = processes
         self._slices = slices
         self._start_method = start_method
@@ -104,6 +107,21 @@ class HookedStrategy(ParallelStrategy):
 
     # -- processes ------------------------------------------------------------------------------
 
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator or self._accelerator_of_trainer
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        # Not kept as the chosen one: a second Trainer would say that two were chosen.
+        if self._accelerator_of_trainer is not None:
+            raise ConfigurationError(
+                "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
+                "keeps. Make one for each: Trainer(strategy=HeteroStrategy(...))."
+            )
+        self._accelerator_of_trainer = accelerator
+
     is_distributed = True
     """Lightning reads it before it injects samplers and reduces logged values."""
 
@@ -130,11 +148,6 @@ class HookedStrategy(ParallelStrategy):
         """Number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the device's communicators."""
-        return self._processes.backend
-
     def set_world_ranks(self) -> None:
         """Take ranks from the environment; only Lightning's own has to be told them."""
         environment = self.cluster_environment
@@ -156,15 +169,10 @@ class HookedStrategy(ParallelStrategy):
         )
         self.set_world_ranks()
 
-    def stop_watching(self) -> None:
-        """Miss no rank from now on; called by every rank where all are about to end."""
-        self._processes.stop_watching()
-
     @override
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Reduce a tensor over all ranks; `mean`, `sum` and other names of `ReduceOp`."""
         return self._processes.reduce(tensor, group, reduce_op)
 
     @override
@@ -186,11 +194,7 @@ class HookedStrategy(ParallelStrategy):
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # Lightning gives a plugin of its own for `precision=`; None means that none was chosen yet.
-        if precision_plugin is not None and not isinstance(precision_plugin, HeteroPrecision):
-            name: Any = precision_plugin.precision
-            precision_plugin = HeteroPrecision(name)
-        self._precision_plugin = precision_plugin
+        self._precision_plugin = precision_plugin and HeteroPrecision.of(precision_plugin)
 
     @override
     @contextmanager
@@ -328,9 +332,7 @@ class HookedStrategy(ParallelStrategy):
         """
         return self._slices.whole_state_dict(self._module)
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.whole_state_dict()
+    lightning_module_state_dict = whole_state_dict
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -386,14 +388,14 @@ class HookedStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._slices.end(self._lightning_module, failed=self._failed)
+        module = self._lightning_module
         if not self._failed:
-            self.stop_watching()
-        if self._failed and self._lightning_module is not None:
+            self._processes.stop_watching()
+        elif module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # Lightning moves it to CPU, which meta tensors refuse: that would hide the first error.
-            meta = any(parameter.is_meta for parameter in self._lightning_module.parameters())
-            self._lightning_module = None if meta else self._lightning_module
+            self._lightning_module = None
         super().teardown()
         # Not earlier: what has no values can't move to CPU, as the slices just did.
         self._slices.leave_stand_ins()
         # Last of all after a failure: what waits for a dead peer here is ended, too.
-        self.stop_watching()
+        self._processes.stop_watching()

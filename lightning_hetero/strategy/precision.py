@@ -64,6 +64,12 @@ class HeteroPrecision(Precision):
         self.begin_change: Callable[[], None] | None = None
         """Set by the strategy: called when an optimizer is about to change the slices."""
 
+    @classmethod
+    def of(cls, plugin: Precision) -> "HeteroPrecision":
+        """Return a plugin of this kind for the one that Lightning makes of `precision=`."""
+        name: Any = plugin.precision
+        return plugin if isinstance(plugin, cls) else cls(name)
+
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
         # Hooks and clipping, in which ranks wait for each other; the step itself waits for nobody.

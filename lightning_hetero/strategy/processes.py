@@ -77,8 +77,7 @@ class Processes:
     def __init__(
         self, *, timeout: timedelta, start_timeout: timedelta, backend: str | None
     ) -> None:
-        self.backend = backend
-        """Backend of the device's communicators."""
+        self._backend = backend
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._environment: ClusterEnvironment | None = None
@@ -193,9 +192,9 @@ class Processes:
 
     def _init_process_group(self, device: torch.device) -> None:
         assert self._environment is not None
-        self.backend = self.backend or dist.get_default_backend_for_device(device)
+        self._backend = self._backend or dist.get_default_backend_for_device(device)
         dist.init_process_group(
-            self.backend,
+            self._backend,
             store=self._connect_store(),
             rank=self._environment.global_rank(),
             world_size=self._environment.world_size(),

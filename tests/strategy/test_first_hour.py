@@ -75,6 +75,13 @@ def test_an_embedding_that_is_checked_can_be_copied() -> None:
     assert not module.model.wte._forward_pre_hooks
 
 
+def test_a_strategy_belongs_to_one_trainer() -> None:
+    options = quiet(max_steps=4, devices=1, strategy=HeteroStrategy(plan=None))
+    L.Trainer(**options)
+    with pytest.raises(ConfigurationError, match="belongs to another Trainer"):
+        L.Trainer(**options)
+
+
 def test_what_cannot_run_on_the_devices_is_refused_before_processes_start() -> None:
     plan = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
     with pytest.raises(PlanError, match="names rank 2 but 2 processes run"):

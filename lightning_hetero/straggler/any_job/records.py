@@ -88,7 +88,8 @@ def find_changes(times_s: Sequence[float], config: BocdConfig | None = None) -> 
         change = detector.update(time_s)
         if change is not None:
             onset = change.onset_step
-            events.append(ChangeEvent.from_change(change, step=step, onset_step=onset))
+            found = ChangeEvent.from_change(change, step=step, onset_step=onset, where="the job")
+            events.append(found)
     return events
 
 

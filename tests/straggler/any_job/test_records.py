@@ -104,6 +104,7 @@ def test_every_kind_of_file_gives_the_iterations_and_their_changes(kind, tmp_pat
     assert f"Found {found.source}." in output
     rows = [line.split() for line in output.splitlines() if "since step" in line]
     assert [row[1] for row in rows] == ["slowdown", "recovery"]
+    assert output.count(" s an iteration (confidence") == 2
     for row, true in zip(rows, (SLOW_FROM, SLOW_TO), strict=True):
         assert 0 <= int(row[0]) - true <= 10
     if "operations" in found.source:
