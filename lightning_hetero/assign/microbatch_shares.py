@@ -33,10 +33,8 @@ def share_microbatches(
     repeats: Sequence[int],
     limits: Sequence[int],
     total: int,
-    *,
-    least: int = 1,
 ) -> list[list[int]] | None:
-    """Return the micro-batches of every pipeline of every class.
+    """Return the micro-batches of every pipeline of every class, one at least.
 
     Minimises the longest `fill + slope·K`, exactly: each goes where it ends first. None if the
     pipelines' limits leave too few or too many.
@@ -47,22 +45,21 @@ def share_microbatches(
         repeats: Pipelines of each class.
         limits: Most micro-batches of a pipeline of each class.
         total: Micro-batches to share.
-        least: Fewest micro-batches of a pipeline.
     """
     most = [min(limit, total) for limit in limits]
     kinds = list(zip(fills_s, slopes_s, most, repeats, strict=True))
-    if not sum(repeats) * least <= total <= sum(n * k for _, _, k, n in kinds):
+    if not sum(repeats) <= total <= sum(n * k for _, _, k, n in kinds):
         return None
 
     def done(level: float) -> list[int]:
         return [
-            min(max(int((level - fill) / slope + 1e-12), least), limit)
+            min(max(int((level - fill) / slope + 1e-12), 1), limit)
             for fill, slope, limit, _ in kinds
         ]
 
     # Up to a level at which fewer than one for each pipeline are left, then one after another.
     low, high = 0.0, max(fill + slope * (limit + 1) for fill, slope, limit, _ in kinds)
-    counts, left = [least] * len(kinds), total - least * sum(repeats)
+    counts, left = [1] * len(kinds), total - sum(repeats)
     while left > sum(repeats):
         middle = (low + high) / 2
         tried = done(middle)

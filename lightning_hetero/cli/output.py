@@ -72,10 +72,10 @@ def as_rich(title: str, header: Sequence[str]) -> Table:
     return table
 
 
-def price_line(price_per_token: float) -> str:
-    """Return what a billion tokens cost."""
+def price_line(price_per_billion_tokens: float) -> str:
+    """Return what tokens cost."""
     return (
-        f"price           {price_per_token * 1e9:,.2f} per billion tokens (in the currency of "
+        f"price           {price_per_billion_tokens:,.2f} per billion tokens (in the currency of "
         "price_per_hour)"
     )
 

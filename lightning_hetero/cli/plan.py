@@ -261,7 +261,7 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[Baseli
     ]
     money = best.money_per_token(result.workload.num_tokens)
     if money is not None:
-        lines.append(price_line(money))
+        lines.append(price_line(money * 1e9))
     idle = cost.cluster.num_ranks - len(best.plan.ranks)
     if idle:
         lines.append(f"idle            {idle} of {cost.cluster.num_ranks} devices")

@@ -1,6 +1,8 @@
 """Predict a plan's iteration: `lightning-hetero simulate plan.json --cluster ... --model ...`."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from lightning_hetero.cli.arguments import (
     add_format_arguments,
@@ -70,7 +72,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     else:
         known = simulated_facts(plan, cost, simulation)
         table = plan_table(plan, known, [len(items) for items in batches])
-        lines = _summary(plan, cost, simulation, num_tokens)
+        lines = _summary(plan, cost, simulation, facts)
         lines.append(assumptions_line(cost, arguments.precision))
         print_plan(output_console(), cost, table, lines)
     if arguments.trace:
@@ -81,15 +83,14 @@ def run_simulate(arguments: argparse.Namespace) -> int:
 
 
 def _summary(
-    plan: ParallelPlan, cost: CostModel, simulation: Simulation, num_tokens: int
+    plan: ParallelPlan, cost: CostModel, simulation: Simulation, facts: Mapping[str, Any]
 ) -> list[str]:
     """Return iteration time, throughput, money, bottleneck and stages that don't fit."""
-    lines = prediction_lines(simulation, num_tokens)
+    lines = prediction_lines(simulation, facts["tokens_per_iteration"])
     lines += fitting_lines(plan, simulation)
     lines.append(f"limited by      {simulation.bottleneck}")
-    price = cost.cluster.price_per_hour
-    if price is not None:
-        lines.append(price_line(price / 3600 / simulation.tokens_per_s(num_tokens)))
+    if (price := facts["price_per_billion_tokens"]) is not None:
+        lines.append(price_line(price))
     for pipeline_index, stage_index, stage in plan.iter_stages():
         device = cost.shape_of(stage).device
         needed = simulation.stage_memory[pipeline_index][stage_index].total

@@ -12,8 +12,8 @@ from lightning_hetero.straggler import balance_microbatches
 TIMES = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4)
 
 
-def brute_force(times_s, num_microbatches, least, fixed_s):
-    counts = itertools.product(range(least, num_microbatches + 1), repeat=len(times_s))
+def brute_force(times_s, num_microbatches, fixed_s):
+    counts = itertools.product(range(1, num_microbatches + 1), repeat=len(times_s))
     return min(
         max(f + m * t for f, m, t in zip(fixed_s, choice, times_s, strict=True))
         for choice in counts
@@ -26,14 +26,14 @@ def makespan(times_s, counts, fixed_s):
 
 
 @settings(max_examples=150, deadline=None)
-@given(TIMES, st.integers(0, 7), st.integers(0, 1), st.data())
-def test_equals_brute_force(times_s, extra, least, data):
+@given(TIMES, st.integers(0, 7), st.data())
+def test_equals_brute_force(times_s, extra, data):
     fixed_s = data.draw(st.lists(st.floats(0.0, 5.0), min_size=len(times_s), max_size=len(times_s)))
-    num = len(times_s) * least + extra
-    counts = balance_microbatches(times_s, num, least=least, fixed_s=fixed_s)
+    num = len(times_s) + extra
+    counts = balance_microbatches(times_s, num, fixed_s=fixed_s)
     assert sum(counts) == num
-    assert min(counts) >= least
-    best = brute_force(times_s, num, least, fixed_s)
+    assert min(counts) >= 1
+    best = brute_force(times_s, num, fixed_s)
     assert makespan(times_s, counts, fixed_s) == pytest.approx(best, rel=1e-12)
 
 
@@ -49,20 +49,10 @@ def test_no_single_move_helps(times_s, extra):
         assert all((counts[i] + 1) * times_s[i] >= worst * (1 - 1e-12) for i in others)
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
-def test_equal_pipelines_get_equal_counts(num_pipelines, each, multiple):
-    counts = balance_microbatches(
-        [0.5] * num_pipelines, num_pipelines * each * multiple, multiple=multiple
-    )
-    assert counts == (each * multiple,) * num_pipelines
-
-
-@given(TIMES, st.integers(1, 4), st.integers(1, 5))
-def test_counts_are_multiples_for_interleaved_schedules(times_s, multiple, each):
-    num = len(times_s) * multiple * each
-    counts = balance_microbatches(times_s, num, multiple=multiple)
-    assert sum(counts) == num
-    assert all(count % multiple == 0 for count in counts)
+@given(st.integers(1, 6), st.integers(1, 5))
+def test_equal_pipelines_get_equal_counts(num_pipelines, each):
+    counts = balance_microbatches([0.5] * num_pipelines, num_pipelines * each)
+    assert counts == (each,) * num_pipelines
 
 
 def test_a_slow_pipeline_gives_micro_batches_away():
@@ -76,7 +66,6 @@ def test_a_slow_pipeline_gives_micro_batches_away():
         ([1.0, 1.0], 1, {}),
         ([1.0, float("nan")], 4, {}),
         ([1.0, 0.0], 4, {}),
-        ([1.0], 5, {"multiple": 2}),
         ([1.0], 5, {"fixed_s": [1.0, 2.0]}),
     ],
 )

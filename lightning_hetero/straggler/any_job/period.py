@@ -53,9 +53,7 @@ class Period:
     """Times between the starts of iterations, oldest first."""
 
 
-def infer_period(
-    ops: Sequence[CommunicationOp], *, least_correlation: float = _LEAST_CORRELATION
-) -> Period | None:
+def infer_period(ops: Sequence[CommunicationOp]) -> Period | None:
     """Return the period of a stream of operations in order of time, or None if it doesn't repeat.
 
     At least two iterations must be in the stream. Operations of start-up (a broadcast of weights)
@@ -72,7 +70,7 @@ def infer_period(
     if len(set(codes.tolist())) == 1:
         codes = _gap_codes(ops)
     correlations = _autocorrelation(codes)
-    good = np.flatnonzero(correlations[1:] >= least_correlation)
+    good = np.flatnonzero(correlations[1:] >= _LEAST_CORRELATION)
     if not len(good):
         return None
     lag = int(good[0]) + 1

@@ -43,19 +43,19 @@ _NAMES = (
     "send",
 )
 
+_MOST_KEPT = 100_000
+
 
 class CommunicationRecorder:
     """Notes name, size and time of each operation while the `with` block lasts.
 
-    The newest `capacity` operations are kept. One recorder at a time per process; operations that
+    The newest 100,000 operations are kept. One recorder at a time per process; operations that
     an operation issues itself are not noted again. Overhead: a Python call and a clock per
     operation, no synchronisation.
     """
 
-    def __init__(self, *, capacity: int = 100_000) -> None:
-        if capacity < 4:
-            raise ConfigurationError(f"capacity is {capacity}; keep at least 4 operations.")
-        self._ops: deque[CommunicationOp] = deque(maxlen=capacity)
+    def __init__(self) -> None:
+        self._ops: deque[CommunicationOp] = deque(maxlen=_MOST_KEPT)
         self._originals: list[tuple[Any, str, Any]] = []
         self._local = threading.local()
 

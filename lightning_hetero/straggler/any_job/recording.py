@@ -30,7 +30,7 @@ _EVERY_S = 1.0
 class Recording:
     """A recording that is under way; it ends with `stop`, its `with` block or the process."""
 
-    def __init__(self, folder: str | Path, *, every_s: float = _EVERY_S) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder).absolute()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,6 @@ class Recording:
             raise ConfigurationError(
                 f"Can't make the folder {folder} for recordings: {error.strerror}."
             ) from error
-        self._every_s = every_s
         self._path: Path | None = None
         self._rank = os.environ.get("RANK")
         self._recorder = CommunicationRecorder()
@@ -94,7 +93,7 @@ class Recording:
         self._recorder.note(CommunicationOp(name=OPTIMIZER_STEP, num_bytes=size, start_s=now_s))
 
     def _write_on(self) -> None:
-        while not self._stopped.wait(self._every_s):
+        while not self._stopped.wait(_EVERY_S):
             try:
                 self._write()
             except OSError:

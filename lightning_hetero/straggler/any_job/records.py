@@ -22,7 +22,7 @@ from lightning_hetero.straggler.any_job.traces import (
     read_flight_recorder,
     read_profiler_trace,
 )
-from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector
+from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
 
 __all__ = [
@@ -79,9 +79,9 @@ def read_times(path: str | Path) -> IterationTimes:
     return _from_ops(read_profiler_trace(path), path)
 
 
-def find_changes(times_s: Sequence[float], config: BocdConfig | None = None) -> list[Event]:
+def find_changes(times_s: Sequence[float]) -> list[Event]:
     """Return every iteration and, after it, the change that the detector found with it."""
-    detector = BocdDetector(config)
+    detector = BocdDetector()
     events: list[Event] = []
     for step, time_s in enumerate(times_s):
         events.append(IterationEvent(step=step, iteration_s=time_s))
