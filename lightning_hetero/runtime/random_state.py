@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -75,10 +75,29 @@ class RandomState(NamedTuple):
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "RandomState":
+        """Return what `to_dict` was called of."""
+        kind, keys, *rest = data["numpy"]
+        version, numbers, gauss = data["python"]
+        return cls(
+            data["torch"],
+            data.get("cuda", []),
+            (kind, keys.numpy().astype(np.uint32), *rest),
+            (version, tuple(numbers), gauss),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what can be saved without pickle: no arrays."""
+        kind, keys, *rest = self.numpy
+        numpy = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
+        state = {"torch": self.torch, "python": self.python, "numpy": numpy}
+        return state | ({"cuda": self.cuda} if self.cuda else {})
+
     def put_back(self) -> None:
-        """Make them so again."""
+        """Make them so again; those of CUDA where there are as many devices."""
         torch.set_rng_state(self.torch)
-        if self.cuda:
+        if self.cuda and len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self.cuda)
         np.random.set_state(self.numpy)
         random.setstate(self.python)

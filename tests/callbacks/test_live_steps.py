@@ -17,12 +17,10 @@ from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonit
 from lightning_hetero.callbacks import guests
 from lightning_hetero.callbacks.checkpointing import live
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
-from lightning_hetero.callbacks.checkpointing.training_state import (
-    dump_metadata,
-    dump_random_state,
-)
+from lightning_hetero.callbacks.checkpointing.training_state import dump_metadata
 from lightning_hetero.checkpoint.survivors import Follows, LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.generations import _Generations
 from lightning_hetero.strategy.processes import Processes
@@ -54,7 +52,7 @@ class Saves(Checkpoint):
             owned = OwnedState(trainer)
             self.step = trainer.global_step
             self.metadata = copy.deepcopy(dump_metadata(trainer, owned))
-            self.random_state = dump_random_state()
+            self.random_state = RandomState.now().to_dict()
             self.weights = tensors_of(owned.kept_contents())
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 from torch import Tensor
 
-from lightning_hetero.callbacks.checkpointing.owned import OwnedState
+from lightning_hetero.callbacks.checkpointing.owned import average_models
 from lightning_hetero.callbacks.checkpointing.training_state import (
     dump_changing,
     has_finished_epoch,
@@ -37,7 +37,7 @@ _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 
 def places_of(trainer: pl.Trainer) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield where masters, averages and buffers are registered."""
-    for root in (trainer.lightning_module, *OwnedState(trainer).averages):
+    for root in (trainer.lightning_module, *(model.module for model in average_models(trainer))):
         for module in root.modules():
             for registered in (module._parameters, module._buffers):
                 yield from (

@@ -28,9 +28,11 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.weights import local_rows, narrow_rows
 
 if TYPE_CHECKING:
+    from torch.optim.swa_utils import AveragedModel
+
     from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = ["OwnedSlice", "OwnedState"]
+__all__ = ["OwnedSlice", "OwnedState", "average_models"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ class OwnedState:
         self.num_layers = layout.num_layers
         self.names_of_slots = {slot.name for slots in layout.slots.values() for slot in slots}
         self.optimizers: Sequence[Optimizer] = trainer.optimizers
-        self.averages = tuple(_averages(trainer))
+        self._averages = tuple(model.module for model in average_models(trainer))
 
     def contents(self) -> tuple[SliceContent, ...]:
         """Return what is to be saved; the tensors are the originals."""
@@ -222,21 +224,22 @@ class OwnedState:
         """Return this slice in the copies that weight averaging keeps."""
         return {
             f"{OF_CALLBACKS}average{index}": average.get_parameter(item.spec.name).detach()
-            for index, average in enumerate(self.averages)
+            for index, average in enumerate(self._averages)
         }
 
     def _names(self) -> dict[int, str]:
         return {id(item.parameter): item.spec.name for item in self._all}
 
 
-def _averages(trainer: pl.Trainer) -> Iterator[nn.Module]:
+def average_models(trainer: pl.Trainer) -> Iterator["AveragedModel"]:
+    """Yield the copies of the module that weight averaging keeps."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise ConfigurationError(
                 "LayerwiseCheckpoint can't save StochasticWeightAveraging. Use WeightAveraging."
             )
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            yield callback._average_model.module
+            yield callback._average_model
 
 
 def _joined(pieces: Sequence[RestoredSlice], dim: int) -> RestoredSlice:

@@ -4,30 +4,28 @@ It mirrors what Lightning puts into a checkpoint, with two differences: paramete
 and all of it must be readable with `weights_only=True`, so there is no pickle of objects.
 """
 
-import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_hetero.callbacks.checkpointing.owned import OwnedState
+from lightning_hetero.callbacks.checkpointing.owned import OwnedState, average_models
 from lightning_hetero.callbacks.run import run_of
 from lightning_hetero.checkpoint import CheckpointContent, CheckpointId, Recovered
 from lightning_hetero.core.process.identity import installed_version
+from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.strategy.fit_loop import FitLoop
 
 __all__ = [
     "content_of",
     "dump_changing",
     "dump_metadata",
-    "dump_random_state",
     "go_on",
     "go_on_after_step",
     "has_finished_epoch",
@@ -56,7 +54,7 @@ def content_of(
         num_layers=owned.num_layers,
         slices=owned.contents(),
         metadata=metadata,
-        rank_metadata=dump_random_state(),
+        rank_metadata=RandomState.now().to_dict(),
         plan=owned.plan,
     )
 
@@ -78,7 +76,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
         "loops": _loops(trainer),
         "optimizer_states": owned.optimizer_groups(),
         _OWN: {
-            "averages": [dict(average.named_buffers()) for average in _average_models(trainer)],
+            "averages": [dict(average.named_buffers()) for average in average_models(trainer)],
             "seed": 0 if strategy is None else strategy.engine.config.seed,
         },
         **dump_changing(trainer),
@@ -128,20 +126,6 @@ def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None
     return hooks
 
 
-def dump_random_state() -> dict[str, Any]:
-    """Return this rank's random number generators."""
-    kind, keys, *rest = np.random.get_state()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        # Tensors, because arrays can't be read back without pickle.
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
 def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> None:
     """Put a recovered state into a run that has been set up but hasn't started.
 
@@ -156,7 +140,7 @@ def restore(trainer: pl.Trainer, owned: OwnedState, recovered: Recovered) -> Non
     module.on_load_checkpoint(metadata)
     module.load_state_dict(metadata["state_dict"], strict=False)
     owned.load(recovered.slices, metadata["optimizer_states"])
-    for average, buffers in zip(_average_models(trainer), own["averages"], strict=True):
+    for average, buffers in zip(average_models(trainer), own["averages"], strict=True):
         for name, buffer in average.named_buffers():
             buffer.copy_(buffers[name])
     _restore_trainer(trainer, metadata)
@@ -187,7 +171,8 @@ def _restore_trainer(trainer: pl.Trainer, metadata: dict[str, Any]) -> None:
 def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     """Let Lightning go on from a restored state; called when training starts."""
     # Not earlier, because making the loader's iterator has drawn a number.
-    _restore_random_state(recovered.rank_metadata)
+    if recovered.rank_metadata is not None:  # As many ranks have saved theirs.
+        RandomState.from_dict(recovered.rank_metadata).put_back()
     if _begins_at_end(trainer):
         return
     if has_finished_epoch(trainer):
@@ -217,19 +202,6 @@ def _begins_at_end(trainer: pl.Trainer) -> bool:
     return isinstance(trainer.fit_loop, FitLoop) and trainer.fit_loop.begins_at_end
 
 
-def _restore_random_state(state: Mapping[str, Any] | None) -> None:
-    """Put this rank's random number generators back, if as many ranks have saved theirs."""
-    if state is None:
-        return
-    torch.set_rng_state(state["torch"])
-    kind, numbers, gauss = state["python"]
-    random.setstate((kind, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    if "cuda" in state and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
 def _buffers(module: pl.LightningModule, owned: OwnedState) -> dict[str, Any]:
     state = module.state_dict()
     return {name: value for name, value in state.items() if name not in owned.names_of_slots}
@@ -254,12 +226,6 @@ def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """Return the callbacks whose hooks can do without whole weights in the checkpoint."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [item for item in callbacks if not isinstance(item, WeightAveraging)]
-
-
-def _average_models(trainer: pl.Trainer) -> list[torch.nn.Module]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    models = (c._average_model for c in callbacks if isinstance(c, WeightAveraging))
-    return [model for model in models if model is not None]
 
 
 def _begin_next_epoch(trainer: pl.Trainer) -> None:
