@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 from lightning_hetero.checkpoint.deadlines import BackgroundThread, Patience, Progress
+from lightning_hetero.core.errors import CheckpointError
 
 __all__ = ["Rounds", "SoloTransport", "Transport", "finish_together", "gather_json", "take_turns"]
 
@@ -153,14 +154,23 @@ class Rounds:
 def finish_together(
     work: Callable[[Progress], _T],
     transport: Transport,
-    describe: Callable[[_T], Mapping[str, Any]],
+    describe: Callable[[_T], Mapping[str, Any]] = lambda _: {},
+    *,
+    may_fail: bool = False,
 ) -> "tuple[Future[_T], list[dict[str, Any]]]":
     """Let all ranks do something once, on a thread; as `Rounds.finish`, with what it came to.
 
     The work tells its progress, so that a rank is waited for as long as its work moves.
+
+    Raises:
+        CheckpointError: A rank couldn't, unless it `may_fail`; all ranks raise it.
     """
     thread = BackgroundThread("checkpoint-start")
     done = thread.submit(work, thread.progress)
     thread.finish()
     rounds = Rounds(transport, Progress(), _STALL_S)
-    return done, rounds.finish(done, thread, lambda it: {} if it is None else describe(it))
+    answers = rounds.finish(done, thread, lambda it: {} if it is None else describe(it))
+    errors = [answer["error"] for answer in answers if "error" in answer]
+    if errors and not may_fail:
+        raise CheckpointError(" ".join(errors))
+    return done, answers

@@ -252,13 +252,10 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
                 leases[-1].take()
         return tiers, node, disk
 
-    # Who waits to see whether an owner lives, or for a slow place, is waited for.
-    entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
     with contextlib.ExitStack() as undo:
-        for lease in leases:
-            undo.callback(lease.release)
-        if errors := [answer["error"] for answer in answers if "error" in answer]:
-            raise CheckpointError(" ".join(errors))
+        undo.callback(lambda: [lease.release() for lease in leases])
+        # Who waits to see whether an owner lives, or for a slow place, is waited for.
+        entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
         _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
         undo.pop_all()
     tiers, node, _ = entering.result()
@@ -280,9 +277,7 @@ def probe(places: Places, transport: Transport, *, is_first_of_node: bool) -> No
             has_served = places.last_finished() is not None
             probe_store(places.path_or_url, has_served=has_served, **places.storage_options)
 
-    _, answers = finish_together(ask, transport, lambda _: {})
-    if errors := [answer["error"] for answer in answers if "error" in answer]:
-        raise CheckpointError(" ".join(errors))
+    finish_together(ask, transport)
 
 
 def _refuse_shared_disks(nodes: list[tuple[str, str]]) -> None:

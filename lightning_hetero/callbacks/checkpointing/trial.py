@@ -81,6 +81,7 @@ class Trial:
             lambda _: read_failed_tries(looked, recovered.id.run),
             transport,
             lambda found: {"failed": [item.encode().decode() for item in found]},
+            may_fail=True,
         )
         texts = {text for answer in answers for text in answer.get("failed", ())}
         failed = [FailedTry.decode(text.encode()) for text in sorted(texts)]

@@ -84,8 +84,6 @@ class Session:
             self.transport,
             lambda report: {"report": report.encode().decode()},
         )
-        if errors := [report["error"] for report in reports if "error" in report]:
-            raise CheckpointError(f"Can't look for checkpoints: {' '.join(errors)}")
         self.inventory = Inventory.merge(
             Inventory.decode(report["report"].encode()) for report in reports
         )
@@ -113,7 +111,9 @@ class Session:
                     progress.tick()
             return texts
 
-        _, answers = finish_together(read_own, self.transport, lambda found: {"manifests": found})
+        _, answers = finish_together(
+            read_own, self.transport, lambda found: {"manifests": found}, may_fail=True
+        )
         shared = (text for answer in answers for text in answer.get("manifests", ()))
         manifests = {
             manifest.part: manifest
