@@ -23,8 +23,8 @@ _COMMANDS = {
     "simulate": "predict the iteration time of a plan and draw its timeline",
     "compare": "say where the seconds and bytes of two plans differ",
     "profile": "measure layer times and memory on this machine",
-    "checkpoint": "list, verify and convert checkpoints",
-    "stragglers": "replay and explain a log of iteration times",
+    "checkpoint": "list, verify, convert and prune checkpoints",
+    "stragglers": "find what slowed a run, or any job, in its log or trace",
 }
 _EXIT_BAD_INPUT = 2
 

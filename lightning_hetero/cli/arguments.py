@@ -62,18 +62,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         "--cluster", metavar="FILE", required=True, help="YAML file of nodes, devices and links"
     )
     add_model_argument(parser)
-    for name, default, what in (
-        ("--sequence-length", None, "tokens of a sample, 1 or more"),
-        ("--global-batch-size", None, "samples of an iteration, 1 or more"),
+    for name, what in (
+        ("--sequence-length", "tokens of a sample, 1 or more"),
+        ("--global-batch-size", "samples of an iteration, 1 or more"),
     ):
-        parser.add_argument(
-            name,
-            metavar="NUMBER",
-            type=int,
-            default=default,
-            required=default is None,
-            help=what,
-        )
+        parser.add_argument(name, metavar="NUMBER", type=int, required=True, help=what)
     parser.add_argument(
         "--micro-batch-size",
         metavar="NUMBER",

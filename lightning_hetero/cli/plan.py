@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=[str(objective) for objective in Objective],
         default=str(Objective.THROUGHPUT),
-        help="what to maximise, or tokens per money (default: throughput)",
+        help="maximise tokens per second, or tokens per money (default: throughput)",
     )
     parser.add_argument(
         "--tp-degrees",
