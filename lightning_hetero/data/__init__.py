@@ -6,11 +6,7 @@ under), `ahead` (who assigns them, ahead of time), `tickets` (what a rank gets),
 """
 
 from lightning_hetero.data.ahead import AheadOptions
-from lightning_hetero.data.assignment_store import (
-    AssignmentStore,
-    DistributedAssignmentStore,
-    InMemoryAssignmentStore,
-)
+from lightning_hetero.data.assignment_store import AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.data.order import Cursor, EpochOrder
@@ -22,10 +18,8 @@ __all__ = [
     "AssignmentStore",
     "Candidates",
     "Cursor",
-    "DistributedAssignmentStore",
     "EpochOrder",
     "HeteroDataModule",
-    "InMemoryAssignmentStore",
     "OnOverlong",
     "TwoStageBatchSampler",
 ]

@@ -4,77 +4,31 @@ The first text published under a key is the one that counts, for everyone: a pro
 late, or two ranks that plan the same iteration, change nothing. A text goes when all have read it.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed import DistError, HashStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from lightning_hetero.core.errors import PeerError
 
-__all__ = ["AssignmentStore", "DistributedAssignmentStore", "InMemoryAssignmentStore", "open_store"]
+__all__ = ["AssignmentStore", "open_store"]
 
 _SHORTEST_PAUSE_S = 1e-3
 _LONGEST_PAUSE_S = 0.05
 
 
-class AssignmentStore(Protocol):
-    """Texts that the ranks share; threads of a rank may use it at once."""
-
-    def publish(self, key: str, text: str) -> str:
-        """Set a key unless it is set; return the text that counts."""
-
-    def wait(self, key: str, timeout_s: float) -> str | None:
-        """Return a key's text as soon as it is set, None after the timeout."""
-
-    def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader needs a key no more; the last of `num_readers` deletes it."""
-
-
-class InMemoryAssignmentStore:
-    """The store of a single rank, in memory."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        """Texts that are published and not read by all yet."""
-        self._reads: dict[str, int] = {}
-        self._changed = threading.Condition()
-
-    def publish(self, key: str, text: str) -> str:
-        """Set a key unless it is set; return the text that counts."""
-        with self._changed:
-            first = self.texts.setdefault(key, text)
-            self._changed.notify_all()
-            return first
-
-    def wait(self, key: str, timeout_s: float) -> str | None:
-        """Return a key's text as soon as it is set, None after the timeout."""
-        with self._changed:
-            self._changed.wait_for(lambda: key in self.texts, timeout_s)
-            return self.texts.get(key)
-
-    def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader has read a key; the last of `num_readers` deletes it."""
-        with self._changed:
-            self._reads[key] = self._reads.get(key, 0) + 1
-            if self._reads[key] >= num_readers:
-                del self._reads[key]
-                self.texts.pop(key, None)
-
-
-class DistributedAssignmentStore:
-    """The store of several ranks, in a store of torch.distributed.
+class AssignmentStore:
+    """Texts that the ranks share, in a store of torch.distributed; threads may use it at once.
 
     Args:
-        store: The store; a connection of its own is made.
+        store: The ranks', to which a connection of its own is made; None if there is one rank.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._store = store.clone()
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = HashStore() if store is None else store.clone()
 
     def publish(self, key: str, text: str) -> str:
         """Set a key unless it is set; return the text that counts."""
@@ -99,7 +53,7 @@ class DistributedAssignmentStore:
         return text.decode()
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Say that this reader has read a key; the last of `num_readers` deletes it."""
+        """Say that this reader needs a key no more; the last of `num_readers` deletes it."""
         reads = f"{key}/reads"
         with _naming_the_server():
             if self._store.add(reads, 1) >= num_readers:
@@ -127,5 +81,5 @@ def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
             in a store that outlives it is never found.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return InMemoryAssignmentStore()
-    return DistributedAssignmentStore(PrefixStore(agree(own_name), _get_default_store()))
+        return AssignmentStore()
+    return AssignmentStore(PrefixStore(agree(own_name), _get_default_store()))

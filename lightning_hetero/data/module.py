@@ -23,7 +23,7 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadOptions, AheadPlanner
-from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open_store
+from lightning_hetero.data.assignment_store import AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader
 from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
@@ -340,7 +340,7 @@ class HeteroDataModule(pl.LightningDataModule):
     def _open_planner(self) -> AheadPlanner:
         if self._planner is None:
             if self.trainer is None:
-                self._planner = AheadPlanner(InMemoryAssignmentStore(), options=self._ahead)
+                self._planner = AheadPlanner(AssignmentStore(), options=self._ahead)
             else:
                 self._planner = AheadPlanner(
                     open_store(self.trainer.strategy.broadcast, uuid.uuid4().hex),

@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.assignment_store import InMemoryAssignmentStore, open_store
+from lightning_hetero.data.assignment_store import AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import EpochOrder, Progress
 from lightning_hetero.data.tickets import TicketDealer
@@ -113,7 +113,7 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         """Make ready to deal; collective if torch.distributed says who the ranks are."""
         global_rank, num_ranks = self._ranks
         shared = self._given_ranks is None and num_ranks > 1
-        store = open_store(_from_rank_0, uuid.uuid4().hex) if shared else InMemoryAssignmentStore()
+        store = open_store(_from_rank_0, uuid.uuid4().hex) if shared else AssignmentStore()
         return TicketDealer(
             EpochOrder(**self._options, min_samples=num_ranks),
             AheadPlanner(store, world_size=num_ranks if shared else 1),

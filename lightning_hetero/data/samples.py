@@ -13,6 +13,7 @@ never a wrong assignment.
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,28 +178,27 @@ def _refuse(index: int, length: int, context_length: int) -> None:
 
 
 class _Lengths:
-    """A dataset of another one's lengths, by the chunk."""
+    """A dataset of another one's lengths."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
-        return -(-len(self._dataset) // _CHUNK)
+        return len(self._dataset)
 
-    def __getitem__(self, chunk: int) -> list[int]:
-        stop = min((chunk + 1) * _CHUNK, len(self._dataset))
-        return [num_tokens(self._dataset[index]) for index in range(chunk * _CHUNK, stop)]
+    def __getitem__(self, index: int) -> int:
+        return num_tokens(self._dataset[index])
 
 
 def read_lengths(dataset: Any, *, num_workers: int = 0) -> IntArray:
     """Return the tokens of each sample of a map-style dataset, by reading it."""
     chunks: Any = DataLoader(
         _Lengths(dataset),  # type: ignore[arg-type]
-        batch_size=None,
+        batch_size=_CHUNK,
         collate_fn=as_is,
         num_workers=num_workers,
     )
-    return np.array([length for chunk in chunks for length in chunk], dtype=np.int64)
+    return np.fromiter(chain.from_iterable(chunks), dtype=np.int64)
 
 
 def cached_lengths(dataset: Any, *, file: Path | None = None, num_workers: int = 0) -> IntArray:

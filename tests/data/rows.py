@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.requests import AssignmentRequest
 from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.assignment_store import AssignmentStore, InMemoryAssignmentStore
+from lightning_hetero.data.assignment_store import AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Drawn, IterationSource
 from lightning_hetero.data.tickets import TicketDealer
@@ -92,7 +92,7 @@ def dealers(
     store: AssignmentStore | None = None,
 ) -> list[TicketDealer]:
     """Return the dealers of ranks that share a store and plan for themselves."""
-    store = store or InMemoryAssignmentStore()
+    store = store or AssignmentStore()
     return [
         TicketDealer(
             source,

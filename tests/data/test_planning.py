@@ -21,8 +21,6 @@ from lightning_hetero.core.process.answering import AnsweringProcess
 from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, Producer
 from lightning_hetero.data.assignment_store import (
     AssignmentStore,
-    DistributedAssignmentStore,
-    InMemoryAssignmentStore,
 )
 from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
 from lightning_hetero.data.order import Cursor, EpochOrder
@@ -131,7 +129,7 @@ def test_an_iteration_is_assigned_alike_wherever_a_run_began_and_however_far_it_
     whole = list(dealers(order, candidates, 1)[0].deal(Cursor()))
     start = data.draw(st.integers(1, len(whole) - 1))
     planner = AheadPlanner(
-        InMemoryAssignmentStore(), options=AheadOptions(num_producers=0, num_ahead=num_ahead)
+        AssignmentStore(), options=AheadOptions(num_producers=0, num_ahead=num_ahead)
     )
     resumed = TicketDealer(order, planner, candidates)
     assert list(resumed.deal(whole[start - 1].after)) == whole[start:]
@@ -145,7 +143,7 @@ def test_ranks_that_draw_different_samples_are_told() -> None:
         for items in (rows[0], rows[1][::-1])
     ]
     for sources in (orders, streams):
-        store = InMemoryAssignmentStore()
+        store = AssignmentStore()
         first, second = (dealers(s, Candidates.equal_ranks(2), 2, store)[0] for s in sources)
         assert next(first.deal(Cursor()))
         with pytest.raises(BatchError, match="different samples for the same iteration"):
@@ -154,12 +152,11 @@ def test_ranks_that_draw_different_samples_are_told() -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "torch"])
 def test_the_first_text_counts_and_goes_when_all_have_read_it(kind: str) -> None:
-    store: AssignmentStore
     if kind == "memory":
-        store = InMemoryAssignmentStore()
+        store = AssignmentStore()
     else:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        store = DistributedAssignmentStore(dist.PrefixStore("run", server))
+        store = AssignmentStore(dist.PrefixStore("run", server))
     assert store.wait("key", 0.01) is None
     threading.Timer(0.05, store.publish, ("key", "first")).start()
     assert store.wait("key", 100.0) == "first"
@@ -175,7 +172,7 @@ def test_the_first_text_counts_and_goes_when_all_have_read_it(kind: str) -> None
 def test_a_store_whose_server_has_gone_is_an_error_that_names_it() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    store = DistributedAssignmentStore(client)
+    store = AssignmentStore(client)
     store.publish("key", "text")
     del server
     for ask in (
@@ -212,7 +209,7 @@ def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_no
     order = EpochOrder(lengths_of(150), tokens_per_step=100, seed=1)
     candidates = Candidates.equal_ranks(2)
     expected = deal_all(dealers(order, candidates, 1)[0], num_epochs=2)
-    store, process = InMemoryAssignmentStore(), Blocked()
+    store, process = AssignmentStore(), Blocked()
     producer = Producer(store, process)
     options = AheadOptions(num_producers=1, patience_s=0.01)
     planner = AheadPlanner(store, options=options, producer=producer)
@@ -224,7 +221,7 @@ def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_no
     for number in range(20):
         planner.request(0, f"later/{number}", request(3, 4))
     assert store.wait("later/19", 200.0) is not None
-    left = [key for key in store.texts if not key.startswith("later")]
+    left = [key for key in store._store.list_keys() if not key.startswith("later")]
     assert all(key.startswith("train/1/1/") for key in left), "a used key came back"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # A slow machine may be late again.
@@ -235,7 +232,7 @@ def test_a_slow_producer_is_waited_for_once_and_what_it_says_too_late_changes_no
 
 def test_what_is_planned_ahead_and_never_dealt_leaves_nothing_in_the_store() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store, process = InMemoryAssignmentStore(), Blocked()
+    store, process = AssignmentStore(), Blocked()
     process.allowed.set()
     options = AheadOptions(num_producers=1, num_ahead=4, patience_s=200.0)
     planners = [
@@ -258,12 +255,12 @@ def test_what_is_planned_ahead_and_never_dealt_leaves_nothing_in_the_store() -> 
             rank._next = None  # As if a loader was made anew: the next one begins at the cursor.
     for planner in planners:
         planner.close()
-    assert len(store.texts) <= options.num_ahead + 1
+    assert len(store._store.list_keys()) <= options.num_ahead + 1
 
 
 def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = InMemoryAssignmentStore()
+    store = AssignmentStore()
     candidates = Candidates.equal_ranks(3)
     blocked = Blocked()
     planners = [
@@ -294,12 +291,12 @@ def test_ranks_that_plan_by_themselves_agree_with_those_that_were_in_time() -> N
 
 def test_used_keys_leave_the_store() -> None:
     order = EpochOrder(lengths_of(100), tokens_per_step=100)
-    store = InMemoryAssignmentStore()
+    store = AssignmentStore()
     ranks = [
         dealer.deal(Cursor()) for dealer in dealers(order, Candidates.equal_ranks(2), 2, store)
     ]
     assert len(list(zip(*ranks, strict=True))) == len(order)
-    assert not store.texts
+    assert not store._store.list_keys()
 
 
 def test_slow_ranks_get_less_from_the_same_iteration_on() -> None:

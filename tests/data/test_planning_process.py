@@ -14,7 +14,7 @@ from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
 from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, Producer
-from lightning_hetero.data.assignment_store import InMemoryAssignmentStore
+from lightning_hetero.data.assignment_store import AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Cursor, EpochOrder
 from lightning_hetero.data.tickets import TicketDealer
@@ -53,7 +53,7 @@ def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
     candidates = Candidates.equal_ranks(2)
     expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
-    store, process = InMemoryAssignmentStore(), AnsweringProcess(requests.__name__)
+    store, process = AssignmentStore(), AnsweringProcess(requests.__name__)
     producer = Producer(store, process)
     planner = AheadPlanner(store, options=PATIENT, producer=producer)
     tickets = TicketDealer(order, planner, candidates).deal(Cursor())
