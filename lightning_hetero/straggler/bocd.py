@@ -36,15 +36,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.run_length import RunLengthPosterior
-from lightning_hetero.straggler.significance import (
-    median,
-    robust_scale,
-    significance,
-    without_warmup,
-)
+from lightning_hetero.straggler.significance import robust_scale, significance, without_warmup
 
 __all__ = ["BocdConfig", "BocdDetector", "ChangeKind", "ChangePoint"]
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.core.errors import PeerError
 from lightning_hetero.straggler.locate import Pair, normalise_pair
 
 __all__ = ["probe_device", "probe_devices", "probe_links"]
@@ -148,11 +147,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _gather(own: dict[_Key, float]) -> dict[_Key, float]:
-    everyone: list[dict[_Key, float] | None] = [None] * dist.get_world_size()
+    everyone: list[dict[_Key, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    gathered: dict[_Key, float] = {}
-    for part in everyone:
-        if part is None:
-            raise PeerError("A rank gave no probe results. All ranks must probe.")
-        gathered |= part
-    return gathered
+    return {key: seconds for part in everyone for key, seconds in part.items()}

@@ -10,14 +10,15 @@ from how well each hypothesis predicted the value. Values are normal with unknow
 - run lengths are bounded: the last hypothesis stands for "at least `max_run` values" and its memory
   is capped, so it follows a gradual drift.
 
-Cost: one pass over `max_run` hypotheses, about 30 NumPy calls on arrays of 64 doubles. At 0.5 µs a
-call that is a floor of 15 µs, whatever the arithmetic.
+Cost: one pass over `max_run` hypotheses, about 30 NumPy calls on arrays of 64 doubles, 0.5 to 1 µs
+each whatever the arithmetic.
 """
 
 import math
 
 import numpy as np
-from numpy.typing import NDArray
+
+from lightning_hetero.core.arrays import FloatArray
 
 __all__ = ["RunLengthPosterior"]
 
@@ -40,9 +41,8 @@ class RunLengthPosterior:
     def __init__(self, *, hazard: float, max_run: int, memory: int) -> None:
         self._hazard = hazard
         self._memory = float(memory)
-        self.mass: NDArray[np.float64] = np.zeros(max_run + 1)
-        self._stats: NDArray[np.float64] = np.ones((4, max_run + 1))
-        self._work: NDArray[np.float64] = np.empty((4, max_run + 1))
+        self.mass: FloatArray = np.zeros(max_run + 1)
+        self._stats: FloatArray = np.ones((4, max_run + 1))
         self._prior = np.array([0.0, 1.0, _PRIOR_ALPHA, 1.0])
 
     def restart(self, *, level: float, scale: float) -> None:
@@ -61,55 +61,36 @@ class RunLengthPosterior:
     def observe(self, value: float) -> None:
         """Take in one value: weigh the hypotheses by their predictions, then let them learn."""
         mean, kappa, alpha, beta = self._stats
-        a, b, deviation, weight = self._work
-        np.subtract(value, mean, out=deviation)
-        self._predict(deviation, density=weight)
-        # Mass: (density + outlier density) × old mass, a share `hazard` of it begins anew.
-        np.add(weight, _OUTLIER_DENSITY, out=a)
-        np.multiply(self.mass, a, out=b)
-        np.divide(weight, a, out=weight)
+        deviation = value - mean
+        density = self._density(deviation)
+        likelihood = density + _OUTLIER_DENSITY
+        weight = density / likelihood
         # The first value of a run is what the run is about: it can't be an outlier to it.
         weight[0] = 1.0
-        total = max(float(b.sum()), _TINY)
-        mass = self.mass
-        tail = float(b[-1])
-        np.multiply(b[:-1], (1.0 - self._hazard) / total, out=mass[1:])
-        mass[0] = self._hazard
-        mass[-1] += tail * (1.0 - self._hazard) / total
+        # Mass: likelihood × old mass, a share `hazard` of it begins anew.
+        joint = self.mass * likelihood
+        total, tail = max(float(joint.sum()), _TINY), float(joint[-1])
+        self.mass[1:] = joint[:-1] * ((1.0 - self._hazard) / total)
+        self.mass[0] = self._hazard
+        self.mass[-1] += tail * (1.0 - self._hazard) / total
         # Learning: the conjugate update, each hypothesis with its own weight.
-        np.multiply(deviation, weight, out=a)
-        np.multiply(deviation, a, out=b)
-        np.multiply(b, kappa, out=b)
-        np.add(kappa, weight, out=kappa)
-        np.divide(a, kappa, out=a)
-        np.add(mean, a, out=mean)
-        np.divide(b, kappa, out=b)
-        np.multiply(b, 0.5, out=b)
-        np.add(beta, b, out=beta)
-        np.multiply(weight, 0.5, out=weight)
-        np.add(alpha, weight, out=alpha)
+        weighted = deviation * weight
+        squares = deviation * weighted * kappa
+        kappa += weight
+        mean += weighted / kappa
+        beta += squares / kappa * 0.5
+        alpha += weight * 0.5
         self._shift(tail_is_older=tail > float(self.mass[-1]) * 0.5)
 
-    def _predict(self, deviation: NDArray[np.float64], *, density: NDArray[np.float64]) -> None:
-        """Write the Student-t density of `deviation` under every hypothesis into `density`."""
+    def _density(self, deviation: FloatArray) -> FloatArray:
+        """Return the Student-t density of `deviation` under every hypothesis."""
         _, kappa, alpha, beta = self._stats
-        a, b = self._work[0], self._work[1]
-        np.divide(beta, kappa, out=a)
-        np.add(a, beta, out=a)
-        np.multiply(a, 2.0, out=a)  # q = 2β(κ+1)/κ
-        np.multiply(deviation, deviation, out=b)
-        np.divide(b, a, out=b)
-        np.log1p(b, out=b)
-        np.add(alpha, 0.5, out=density)
-        np.multiply(b, density, out=b)
+        q = (beta / kappa + beta) * 2.0
         # Γ(α+½)/Γ(α) ≈ √(α - ¼ + 1/32α), better than 0.3 % for α ≥ 2.
-        np.subtract(alpha, 0.234375, out=density)
-        np.divide(density, a, out=density)
-        np.sqrt(density, out=density)
-        np.negative(b, out=b)
-        np.exp(b, out=b)
-        np.multiply(density, b, out=density)
-        np.multiply(density, 1.0 / math.sqrt(math.pi), out=density)
+        peak = np.sqrt((alpha - 0.234375) / q)
+        tails = np.exp(-(np.log1p(deviation * deviation / q) * (alpha + 0.5)))
+        density: FloatArray = peak * tails * (1.0 / math.sqrt(math.pi))
+        return density
 
     def _shift(self, *, tail_is_older: bool) -> None:
         """Let every hypothesis be one value older; the two oldest become one."""
