@@ -89,7 +89,8 @@ class PlanRequest:
                 f"plan is of type {type(plan).__name__}; give a ParallelPlan, its dictionary, the "
                 'path of its JSON file, "auto", an AutoPlan, or None for equal pipelines.'
             )
-        return cls(plan=plan, num_stages=num_stages or 1, num_candidate_plans=num_candidate_plans)
+        stages = 1 if num_stages is None else num_stages
+        return cls(plan=plan, num_stages=stages, num_candidate_plans=num_candidate_plans)
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse what can't run on a number of processes, before they are started.

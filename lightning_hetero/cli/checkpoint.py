@@ -7,7 +7,7 @@ all nodes, or at copies, together.
 import argparse
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning_hetero.checkpoint.inspection import (
     describe_sources,
@@ -96,6 +96,7 @@ def run_checkpoint(arguments: argparse.Namespace) -> int:
         recovered = export_checkpoint(tiers, arguments.output, step=arguments.step)
         print(f"wrote {recovered.id} to {arguments.output}: {len(recovered.slices)} parameters")
     else:
+        _refuse([_problem(tiers[0], arguments.paths[0])])
         _prune(tiers[0], arguments.keep)
     return 0
 
@@ -128,8 +129,11 @@ def _list(tiers: Sequence[Tier], paths: Sequence[str]) -> None:
     readable = [tier for tier in tiers if problems[tier.name] is None]
     if readable:
         print(list_checkpoints(readable))
-    closed = [why for why in problems.values() if why is not None]
-    if closed:
+    _refuse(problems.values())
+
+
+def _refuse(problems: Iterable[str | None]) -> None:
+    if closed := [why for why in problems if why is not None]:
         raise CheckpointError(" ".join(closed))
 
 

@@ -7,10 +7,11 @@ late, or two ranks that plan the same iteration, change nothing. A text goes whe
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import DistError, HashStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lightning_hetero.core.errors import PeerError
 
@@ -27,8 +28,8 @@ class AssignmentStore:
         store: The ranks', to which a connection of its own is made; None if there is one rank.
     """
 
-    def __init__(self, store: Store | None = None) -> None:
-        self._store = HashStore() if store is None else store.clone()
+    def __init__(self, store: Any = None) -> None:
+        self._store: Any = HashStore() if store is None else store.clone()
 
     def publish(self, key: str, text: str) -> str:
         """Set a key unless it is set; return the text that counts."""

@@ -282,6 +282,8 @@ class SlicedState:
         """Return an optimizer's whole state on rank 0; collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        if not optimizer.param_groups:  # Lightning's own, where the module configures none.
+            return optimizer.state_dict()
         assert self._trained is not None, "nothing was trained"
         assert self._comms is not None
         return gather_optimizer_state(self._trained, self._comms, optimizer)
@@ -313,7 +315,8 @@ class SlicedState:
                 # this strategy restores callbacks after `on_fit_start`.
                 callback.on_fit_start(trainer, trainer.lightning_module)
         for optimizer, state in zip(optimizers(), states, strict=True):
-            scatter_optimizer_state(self._running.store, optimizer, state)
+            if optimizer.param_groups:
+                scatter_optimizer_state(self._running.store, optimizer, state)
 
 
 def move_buffers(module: pl.LightningModule, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join
+from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join, release
 from lightning_hetero.checkpoint import (
     CheckpointId,
     CheckpointWriter,
@@ -39,7 +39,7 @@ class _Entered:
     def leave(self) -> None:
         if not self.is_closed:
             self.writer.leave()
-        _release(self.joined)
+        release(self.joined.leases)
 
 
 class Access:
@@ -102,7 +102,7 @@ class Access:
                 options=self._options,
             )
         except BaseException:
-            _release(joined)
+            release(joined.leases)
             raise
         self._entered.set_result(_Entered(joined=joined, writer=writer))
         return start
@@ -166,8 +166,3 @@ class Access:
 def _leave(entered: "Future[_Entered]") -> None:
     if entered.exception() is None:
         entered.result().leave()
-
-
-def _release(joined: Joined) -> None:
-    for lease in joined.leases:
-        lease.release()

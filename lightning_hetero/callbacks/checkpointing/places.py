@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from lightning_hetero.checkpoint.transport import finish_together
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process.identity import machine_id
 
-__all__ = ["FinishedStep", "Joined", "Places", "join", "probe"]
+__all__ = ["FinishedStep", "Joined", "Places", "join", "probe", "release"]
 
 _log = logging.getLogger(__name__)
 _LONGEST_NOTE_S = 1.0
@@ -253,7 +253,7 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
         return tiers, node, disk
 
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: [lease.release() for lease in leases])
+        undo.callback(lambda: release(leases))
         # Who waits to see whether an owner lives, or for a slow place, is waited for.
         entering, answers = finish_together(enter, transport, lambda found: {"names": found[1:]})
         _refuse_shared_disks([(node, disk) for node, disk in (a["names"] for a in answers)])
@@ -261,6 +261,12 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
     tiers, node, _ = entering.result()
     names = tuple(answer["names"][0] for answer in answers)
     return Joined(tiers=tiers, node=node, node_of_rank=names, leases=tuple(leases))
+
+
+def release(leases: Iterable[Lease]) -> None:
+    """Let others write to the places."""
+    for lease in leases:
+        lease.release()
 
 
 def probe(places: Places, transport: Transport, *, is_first_of_node: bool) -> None:

@@ -32,7 +32,8 @@ _WHOLE_MATRIX_NAMES = (
     "lars",
     "adalomo",
 )
-_ALL_PARAMETERS_NAMES = ("lbfgs", "prodigy", "dadapt")
+_MANY_LOSSES_NAMES = ("lbfgs",)
+_ALL_PARAMETERS_NAMES = (*_MANY_LOSSES_NAMES, "prodigy", "dadapt")
 
 
 def needs_whole_matrices(optimizer: Optimizer) -> bool:
@@ -55,7 +56,8 @@ def check_optimizers(
 ) -> None:
     """Refuse a known whole-matrix optimizer where any parameter has more than one owner.
 
-    And one that needs all parameters where they have more than one owner together.
+    And one that needs all parameters where they have more than one owner together, or several
+    losses a step.
 
     Raises:
         ConfigurationError: On every rank alike, since all know all slices.
@@ -63,6 +65,12 @@ def check_optimizers(
     cut = [name for name, items in slices.items() if len(items) > 1]
     owners = {item.owner for items in slices.values() for item in items}
     for optimizer in optimizers:
+        if _is_named(optimizer, _MANY_LOSSES_NAMES):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} computes with all parameters at once and evaluates "
+                "the loss several times a step, where an iteration evaluates it once. Choose an "
+                "element-wise optimizer, such as AdamW."
+            )
         if len(owners) > 1 and needs_all_parameters(optimizer):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} computes with all parameters at once, but "

@@ -46,11 +46,16 @@ def test_only_cut_parameters_are_refused() -> None:
 
 
 def test_an_optimizer_of_all_parameters_needs_one_owner_of_all() -> None:
-    lbfgs = torch.optim.LBFGS(parameters())
+    class Prodigy(torch.optim.SGD):
+        """Named as one that is known."""
+
+    prodigy, lbfgs = Prodigy(parameters()), torch.optim.LBFGS(parameters())
     here, there = (Slice(0, 0, 4),), (Slice(1, 0, 4),)
-    check_optimizers([lbfgs], {"weight": here, "other": here})
-    with pytest.raises(ConfigurationError, match="LBFGS computes with all parameters at once"):
-        check_optimizers([lbfgs], {"weight": here, "other": there})
+    check_optimizers([prodigy], {"weight": here, "other": here})
+    with pytest.raises(ConfigurationError, match="Prodigy computes with all parameters at once"):
+        check_optimizers([prodigy], {"weight": here, "other": there})
+    with pytest.raises(ConfigurationError, match=r"LBFGS .* evaluates the loss several times"):
+        check_optimizers([lbfgs], {"weight": here, "other": here})
 
 
 @pytest.mark.dist
