@@ -7,7 +7,7 @@ square of their sum, and a causal one half of that.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,24 +84,24 @@ class ModelSpec:
                 "heads don't divide. Give head_dim."
             )
 
-    @property
+    @cached_property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
 
-    @property
+    @cached_property
     def key_size(self) -> int:
         """Width of all key heads together, and of all value heads."""
         return self.query_size // self.num_heads * self.num_kv_heads
 
-    @property
+    @cached_property
     def matrix_params_per_layer(self) -> int:
         """Parameters of a layer's matrices: those that cost FLOPs for every token."""
         attention = 2 * self.hidden_size * (self.query_size + self.key_size)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
         return attention + mlp
 
-    @property
+    @cached_property
     def params_per_layer(self) -> int:
         """Parameters of one layer."""
         vectors = 2 * self.hidden_size
@@ -133,7 +133,7 @@ class ModelSpec:
         """Parameters after the last layer; a tied head is held there too and counts here."""
         return self.vocab_size * self.hidden_size + self.norm_params
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Parameters of the whole model, a tied weight once."""
         tied = self.vocab_size * self.hidden_size if self.tied_embeddings else 0

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_hetero.assign.microbatch_shares import deal_microbatches, share_microbatches
-from lightning_hetero.planner.arrangement import Arrangement, used_nodes
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, used_nodes
 from lightning_hetero.planner.memory_fit import idle_capacity
-from lightning_hetero.planner.pipeline_estimator import PipelineEstimate, PipelineEstimator
+from lightning_hetero.planner.pipeline_estimator import (
+    PipelineEstimate,
+    PipelineEstimator,
+    StageRoom,
+)
 from lightning_hetero.planner.recompute_tables import RecomputeTables
 from lightning_hetero.planner.stage_times import PipelineKey
 from lightning_hetero.planner.workload import Workload
@@ -61,7 +65,8 @@ class Estimator(PipelineEstimator):
         super().__init__(cost, workload)
         self.equal_microbatches = equal_microbatches
         self.idle_may_own = idle_may_own
-        self._exchanges: dict[tuple[Arrangement, float | None], ExchangeTable] = {}
+        self._exchanges: dict[tuple[Arrangement, tuple[tuple[int, ...], ...]], ExchangeTable] = {}
+        self._members: dict[Arrangement, dict[PipelineKey, list[PipelineNodes]]] = {}
 
     def unequal(self) -> "Estimator":
         """Return an estimator with the same caches whose pipelines may run unequal shares."""
@@ -73,7 +78,7 @@ class Estimator(PipelineEstimator):
         """Return an estimator of the same times whose stages recompute nothing."""
         other = copy.copy(self)
         other._recompute = RecomputeTables(self.cost, self.workload, may_recompute=False)
-        other._stage_tables, other._pipelines, other._exchanges = {}, {}, {}
+        other._stage_tables, other._pipelines = {}, {}
         return other
 
     def least_s(self, arrangement: Arrangement) -> float:
@@ -90,8 +95,8 @@ class Estimator(PipelineEstimator):
 
     def least_work_s(self, arrangement: Arrangement) -> float:
         """Return about what `least_s` is at least: with fractions of layers, in any memory."""
-        keys = map(self.key, dict.fromkeys(arrangement))
-        return self._finish_s(arrangement, {key: self.pipeline_work_s(key) for key in keys})
+        kinds = self.members(arrangement)
+        return self._finish_s(arrangement, {key: self.pipeline_work_s(key) for key in kinds})
 
     def _finish_s(
         self, arrangement: Arrangement, pipelines_s: Mapping[PipelineKey, tuple[float, float]]
@@ -104,12 +109,21 @@ class Estimator(PipelineEstimator):
         if self.equal_microbatches:
             share = total // len(arrangement)
             return max(fill + share * slope for fill, slope in pipelines_s.values())
-        repeats = Counter(map(self.key, arrangement))
         work, power = float(total), 0.0
-        for key, (fill, slope) in pipelines_s.items():
-            work += repeats[key] * fill / slope
-            power += repeats[key] / slope
+        for key, members in self.members(arrangement).items():
+            fill, slope = pipelines_s[key]
+            work += len(members) * fill / slope
+            power += len(members) / slope
         return work / power
+
+    def members(self, arrangement: Arrangement) -> Mapping[PipelineKey, Sequence[PipelineNodes]]:
+        """Return the pipelines of each class."""
+        found = self._members.get(arrangement)
+        if found is None:
+            found = self._members[arrangement] = {}
+            for pipeline in arrangement:
+                found.setdefault(self.key(pipeline), []).append(pipeline)
+        return found
 
     def estimate(self, arrangement: Arrangement) -> Estimate | None:
         """Return an estimate, or None if a pipeline doesn't fit or there is too little work.
@@ -162,15 +176,12 @@ class Estimator(PipelineEstimator):
         parts = self._parts(arrangement, owned_params)
         if parts is None:
             return None
-        total = self.workload.num_microbatches
-        keys = [self.key(pipeline) for pipeline in arrangement]
-        repeats = Counter(keys)
-        exchange = self._exchanges.get((arrangement, owned_params))
-        if exchange is None:
-            exchange = self._exchange(arrangement, keys, parts)
-            self._exchanges[arrangement, owned_params] = exchange
-        kinds = list(parts.values())
-        foreign_s = self._foreign_s(arrangement, parts, repeats)
+        total, num_pipelines = self.workload.num_microbatches, len(arrangement)
+        members = self.members(arrangement)
+        exchange = self._exchange(arrangement, parts)
+        kinds, numbers = list(parts.values()), list(map(len, members.values()))
+        rooms = [self.rooms(p, num_pipelines, owned_params) for p in kinds]
+        foreign_s = self._foreign_s(arrangement, numbers, rooms)
         weight, pushed = self.cost.layout.weight_bytes, self.cost.layout.pushed_bytes
         pulled_s = _later(
             exchange.pull_start_s([part.times.forward_s for part in kinds]), foreign_s, weight
@@ -179,7 +190,6 @@ class Estimator(PipelineEstimator):
         fills = [self.fill_s(part) + wait for part, wait in zip(kinds, waits_s, strict=True)]
         slopes = [part.slope_s for part in kinds]
         limits = [part.most_microbatches for part in kinds]
-        numbers = [repeats[key] for key in parts]
         shares = (
             deal_microbatches(numbers, limits, total)
             if self.equal_microbatches
@@ -195,21 +205,23 @@ class Estimator(PipelineEstimator):
         pushed_s = _later(
             exchange.push_end_s(ends_s, backward_s, [True] * len(kinds)), foreign_s, pushed
         )
+        steps_s = [self.steps_s(part, num_pipelines, owned_params) for part in kinds]
         left = {key: list(share) for key, share in zip(parts, shares, strict=True)}
+        keys = [self.key(pipeline) for pipeline in arrangement]
         return Estimate(
             arrangement=arrangement,
             layers=tuple(parts[key].layers for key in keys),
             num_microbatches=tuple(left[key].pop() for key in keys),
             time_s=max(
                 end + step
-                for part, row in zip(kinds, pushed_s, strict=True)
-                for end, step in zip(row, part.step_s, strict=True)
+                for rows in zip(pushed_s, steps_s, strict=True)
+                for end, step in zip(*rows, strict=True)
             ),
             is_recomputing=any(part.is_recomputing for part in kinds),
             capacity_params=sum(
-                repeats[key] * room.num_ranks * room.capacity
-                for key, part in parts.items()
-                for room in part.rooms
+                number * room.num_ranks * room.capacity
+                for number, row in zip(numbers, rooms, strict=True)
+                for room in row
             ),
         )
 
@@ -220,62 +232,64 @@ class Estimator(PipelineEstimator):
         if len(arrangement) > self.workload.num_microbatches:
             return None
         parts: dict[PipelineKey, PipelineEstimate] = {}
-        for pipeline in dict.fromkeys(arrangement):
-            key = self.key(pipeline)
-            if key not in parts:
-                part = self.pipeline(pipeline, len(arrangement), owned_params)
-                if part is None:
-                    return None
-                parts[key] = part
+        for key, (pipeline, *_) in self.members(arrangement).items():
+            part = self.pipeline(pipeline, len(arrangement), owned_params)
+            if part is None:
+                return None
+            parts[key] = part
         return parts
 
     def _foreign_s(
         self,
         arrangement: Arrangement,
-        parts: Mapping[PipelineKey, PipelineEstimate],
-        repeats: Mapping[PipelineKey, int],
+        numbers: Sequence[int],
+        rooms: Sequence[Sequence[StageRoom]],
     ) -> list[list[float]]:
         """Return about the seconds, for each byte of a parameter, of what ranks own for others.
 
         What a stage's ranks have no room for they send to ranks that have, in proportion to the
         room that those have beside what they hold; every pipeline sends it there. All zeros where
         holders own alike.
+
+        Args:
+            arrangement: The pipelines.
+            numbers: How many pipelines each class has.
+            rooms: What ranks of its stages may own.
         """
-        rooms = [(repeats[key] * r.num_ranks, r) for key, part in parts.items() for r in part.rooms]
-        given = sum(count * (room.claimed - room.owned) for count, room in rooms)
+        every = [(n * r.num_ranks, r) for n, row in zip(numbers, rooms, strict=True) for r in row]
+        given = sum(count * (room.claimed - room.owned) for count, room in every)
         if not given:
-            return [[0.0] * len(part.layers) for part in parts.values()]
-        spare = sum(count * (room.capacity - room.owned) for count, room in rooms)
+            return [[0.0] * len(row) for row in rooms]
+        spare = sum(count * (room.capacity - room.owned) for count, room in every)
         taken = len(arrangement) * min(1.0, given / spare) if spare > 0 else 0.0
         ranks = [self.rank_of_node[node] for node in used_nodes(arrangement)]
         bytes_per_s, _ = self.cost.link(ranks[0], ranks[-1])
         return [
             [
                 max(room.claimed - room.owned, taken * (room.capacity - room.owned)) / bytes_per_s
-                for room in part.rooms
+                for room in row
             ]
-            for part in parts.values()
+            for row in rooms
         ]
 
     def _exchange(
-        self,
-        arrangement: Arrangement,
-        keys: Sequence[PipelineKey],
-        parts: dict[PipelineKey, PipelineEstimate],
+        self, arrangement: Arrangement, parts: Mapping[PipelineKey, PipelineEstimate]
     ) -> ExchangeTable:
         """Return the exchange between the classes of pipelines."""
-        ranks: dict[PipelineKey, list[tuple[int, ...]]] = {}
-        for key, (_, nodes) in zip(keys, arrangement, strict=True):
-            ranks.setdefault(key, []).append(tuple([self.rank_of_node[n] for n in nodes]))
-        holders = [
-            Holders(
-                layers=part.layers,
-                tp_degrees=key[0],
-                ranks=tuple(ranks[key]),
-            )
-            for key, part in parts.items()
-        ]
-        return ExchangeTable(holders, self.cost)
+        key = arrangement, tuple([part.layers for part in parts.values()])
+        if key not in self._exchanges:
+            holders = [
+                Holders(
+                    layers=part.layers,
+                    tp_degrees=members[0].tp_degrees,
+                    ranks=tuple([tuple([self.rank_of_node[n] for n in p.nodes]) for p in members]),
+                )
+                for part, members in zip(
+                    parts.values(), self.members(arrangement).values(), strict=True
+                )
+            ]
+            self._exchanges[key] = ExchangeTable(holders, self.cost)
+        return self._exchanges[key]
 
 
 def _later(

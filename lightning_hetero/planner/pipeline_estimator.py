@@ -1,6 +1,7 @@
 """How long one pipeline takes, about: layers by Eq. 4, then `fill + slope·K` for K micro-batches.
 
-Pipelines of one class (same devices in the same order) are balanced and timed once.
+Pipelines of one class (same devices in the same order) are balanced and timed once, in plans of
+different numbers of pipelines as well if their memory asks for the same recomputation.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from lightning_hetero.planner.memory_fit import owned_capacity
 from lightning_hetero.planner.recompute_tables import StageTable
 from lightning_hetero.planner.stage_times import PipelineKey, StageTimes
 from lightning_hetero.planner.workload import Workload
-from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.simulator import CostModel
 from lightning_hetero.simulator.propagate_equal import (
     EqualTimes,
     circle_s,
@@ -38,10 +39,12 @@ _STEADY_ROUNDS = 2
 """Micro-batches per stage after which a pipeline's end grows evenly."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineEstimate:
     """One pipeline with its layers placed."""
 
+    tables: tuple[StageTable, ...]
+    """What any number of layers takes on each stage."""
     layers: tuple[int, ...]
     """Layers of each stage."""
     slope_s: float
@@ -50,16 +53,12 @@ class PipelineEstimate:
     """Seconds besides, and of each micro-batch, that its stages' work takes at least."""
     times: EqualTimes
     """Seconds of every action and message."""
-    step_s: tuple[float, ...]
-    """Seconds of each stage's optimizer step."""
     most_microbatches: int
     """Micro-batches beyond which the activations in flight would not fit."""
     is_memory_bound: bool
     """Whether more memory would make it faster."""
     is_recomputing: bool
     """Whether a stage recomputes a layer."""
-    rooms: tuple["StageRoom", ...]
-    """What each stage's ranks may own; empty if holders share ownership alike."""
 
 
 class StageRoom(NamedTuple):
@@ -78,15 +77,21 @@ class StageRoom(NamedTuple):
         return max(0.0, min(self.claimed, self.capacity))
 
 
+_NO_ROOM = StageRoom(0, 0.0, 0.0)
+
+
 class PipelineEstimator(StageTimes):
     """Balances and times pipelines on one cluster for one workload; caches everything by class."""
 
     def __init__(self, cost: CostModel, workload: Workload) -> None:
         super().__init__(cost, workload)
         self._pipelines: dict[tuple[PipelineKey, int, float | None], PipelineEstimate | None] = {}
+        self._timed: dict[
+            tuple[tuple[StageTable, ...], PipelineKey, int, int], PipelineEstimate | None
+        ] = {}
         self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
-        self._ends_of: dict[EqualTimes, list[float]] = {}
-        self._capacities: dict[tuple[StageShape, int, int], float] = {}
+        self._ends_of: dict[tuple[PipelineEstimate, int], list[float]] = {}
+        self._rooms: dict[tuple[StageTable, int, int, int], StageRoom] = {}
         self._steps: dict[tuple[StageTable, int, int, float | None], float] = {}
         self._work: dict[PipelineKey, tuple[float, float]] = {}
 
@@ -159,41 +164,42 @@ class PipelineEstimator(StageTimes):
         owned_params: float | None,
     ) -> PipelineEstimate | None:
         tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, owned_params)
+        count = max(1, self.workload.num_microbatches // num_pipelines)
+        key = tuple(tables), self.key(pipeline), count, most_microbatches
+        if key not in self._timed:
+            self._timed[key] = self._time_stages(pipeline, tuple(tables), count, most_microbatches)
+        return self._timed[key]
+
+    def _time_stages(
+        self,
+        pipeline: PipelineNodes,
+        tables: tuple[StageTable, ...],
+        num_microbatches: int,
+        most_microbatches: int,
+    ) -> PipelineEstimate | None:
         balanced = self.balanced(tables)
         if balanced is None:
             return None
         hops = [self.hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
-        layers = self._balanced_with_links(tables, balanced, hops, num_pipelines)
+        layers = self._balanced_with_links(tables, balanced, hops, num_microbatches)
         pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
         times = EqualTimes(
             forward_s=tuple([forward for forward, _ in pairs]),
             backward_s=tuple([backward for _, backward in pairs]),
             forward_message_s=tuple([there for there, _ in hops]),
             backward_message_s=tuple([back for _, back in hops]),
-            num_microbatches=max(1, self.workload.num_microbatches // num_pipelines),
+            num_microbatches=num_microbatches,
         )
         slope_s = steady_round_s(times, blocking=self.cost.layout.blocking_messages)
         return PipelineEstimate(
+            tables=tables,
             layers=layers,
             slope_s=slope_s,
             least_s=_least_s(times, slope_s),
             times=times,
-            step_s=tuple(
-                [
-                    self._step_s(table, count, num_pipelines, owned_params)
-                    for table, count in zip(tables, layers, strict=True)
-                ]
-            ),
             most_microbatches=most_microbatches,
             is_memory_bound=self.is_slowed(tables, balanced),
             is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
-            rooms=()
-            if owned_params is None
-            else self._rooms(
-                [table.sized(count) for table, count in zip(tables, layers, strict=True)],
-                num_pipelines,
-                most_microbatches,
-            ),
         )
 
     def _balanced_with_links(
@@ -201,7 +207,7 @@ class PipelineEstimator(StageTimes):
         tables: Sequence[StageTable],
         layers: tuple[int, ...],
         hops: Sequence[tuple[float, float]],
-        num_pipelines: int,
+        num_microbatches: int,
     ) -> tuple[int, ...]:
         """Return the layers of each stage, moved where a link sets the pace and not a stage.
 
@@ -215,11 +221,10 @@ class PipelineEstimator(StageTimes):
         hops_s = np.sum(hops, axis=1)
         every_s = np.minimum([table.total_s for table in tables], _NEVER_S)
         stages = np.arange(len(layers))
-        count = max(1, self.workload.num_microbatches // num_pipelines)
 
         def seconds(split: IntArray) -> FloatArray:
             work_s = every_s[stages, split]
-            later_s = circle_s(work_s, hops_s, blocking=blocking) * (count - 1)
+            later_s = circle_s(work_s, hops_s, blocking=blocking) * (num_microbatches - 1)
             total_s: FloatArray = later_s + work_s.sum(axis=-1)
             return total_s
 
@@ -239,34 +244,38 @@ class PipelineEstimator(StageTimes):
                 return tuple(best.tolist())
             best, best_s = tried[least], float(tried_s[least])
 
-    def _step_s(
-        self, table: StageTable, num_layers: int, num_pipelines: int, owned_params: float | None
-    ) -> float:
-        """Return the seconds of a stage's optimizer step."""
-        key = table, num_layers, num_pipelines, owned_params
-        found = self._steps.get(key)
-        if found is None:
-            cost, shape = self.cost, table.sized(num_layers)
-            if owned_params is None:
-                owned_params = cost.num_owned_params(shape, num_pipelines)
-            found = self._steps[key] = cost.update_s(shape, owned_params)
-        return found
+    def steps_s(
+        self, part: PipelineEstimate, num_pipelines: int, owned_params: float | None
+    ) -> list[float]:
+        """Return the seconds of each stage's optimizer step."""
+        steps_s = []
+        for table, num_layers in zip(part.tables, part.layers, strict=True):
+            key = table, num_layers, num_pipelines, owned_params
+            if key not in self._steps:
+                owned, shape = owned_params, table.sized(num_layers)
+                if owned is None:
+                    owned = self.cost.num_owned_params(shape, num_pipelines)
+                self._steps[key] = self.cost.update_s(shape, owned)
+            steps_s.append(self._steps[key])
+        return steps_s
 
-    def _rooms(
-        self, shapes: Sequence[StageShape], num_pipelines: int, most_microbatches: int
-    ) -> tuple[StageRoom, ...]:
-        """Return what ranks of the stages may own."""
-        tokens, rooms = sum(self.workload.microbatch), []
-        for stage, shape in enumerate(shapes):
-            held = min(len(shapes) - stage, most_microbatches)
-            key = shape, num_pipelines, held
-            if key not in self._capacities:
-                self._capacities[key] = owned_capacity(
-                    self.cost, shape, num_pipelines, tokens * held, tokens
-                )
-            claimed = self.cost.num_owned_params(shape, num_pipelines)
-            rooms.append(StageRoom(shape.tp_degree, claimed, self._capacities[key]))
-        return tuple(rooms)
+    def rooms(
+        self, part: PipelineEstimate, num_pipelines: int, owned_params: float | None
+    ) -> list[StageRoom]:
+        """Return what ranks of each stage may own; nothing is said where holders share alike."""
+        if owned_params is None:
+            return [_NO_ROOM] * len(part.layers)
+        tokens, rooms, last = sum(self.workload.microbatch), [], len(part.layers)
+        for stage, (table, num_layers) in enumerate(zip(part.tables, part.layers, strict=True)):
+            held = min(last - stage, part.most_microbatches)
+            key = table, num_layers, num_pipelines, held
+            if key not in self._rooms:
+                shape = table.sized(num_layers)
+                room = owned_capacity(self.cost, shape, num_pipelines, tokens * held, tokens)
+                claimed = self.cost.num_owned_params(shape, num_pipelines)
+                self._rooms[key] = StageRoom(shape.tp_degree, claimed, room)
+            rooms.append(self._rooms[key])
+        return rooms
 
     def hop_s(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         """Return seconds of a hidden state between two stages, and of its gradient back.
@@ -298,15 +307,17 @@ class PipelineEstimator(StageTimes):
         usual = part.times.num_microbatches
         if min(usual, num_microbatches) >= _STEADY_ROUNDS * len(part.layers):
             later_s = (num_microbatches - usual) * part.slope_s
-            return [end + later_s for end in self._run_s(part.times)]
-        return self._run_s(replace(part.times, num_microbatches=num_microbatches))
+            return [end + later_s for end in self._run_s(part, usual)]
+        return self._run_s(part, num_microbatches)
 
-    def _run_s(self, times: EqualTimes) -> list[float]:
-        found = self._ends_of.get(times)
+    def _run_s(self, part: PipelineEstimate, num_microbatches: int) -> list[float]:
+        key = part, num_microbatches
+        found = self._ends_of.get(key)
         if found is None:
-            starts, blocking = (0.0,) * len(times.forward_s), self.cost.layout.blocking_messages
+            times = replace(part.times, num_microbatches=num_microbatches)
+            starts, blocking = (0.0,) * len(part.layers), self.cost.layout.blocking_messages
             found = list(propagate_equal(times, starts, blocking=blocking).end_s)
-            self._ends_of[times] = found
+            self._ends_of[key] = found
         return found
 
 
