@@ -91,7 +91,8 @@ class Estimator(PipelineEstimator):
             parts = self._parts(arrangement, 0.0) or parts
         if parts is None:
             return np.inf
-        return self._finish_s(arrangement, {key: part.least_s for key, part in parts.items()})
+        usual = self.usual_share(len(arrangement))
+        return self._finish_s(arrangement, {key: p.least_s(usual) for key, p in parts.items()})
 
     def least_work_s(self, arrangement: Arrangement) -> float:
         """Return about what `least_s` is at least: with fractions of layers, in any memory."""
@@ -177,7 +178,7 @@ class Estimator(PipelineEstimator):
         if parts is None:
             return None
         total, num_pipelines = self.workload.num_microbatches, len(arrangement)
-        members = self.members(arrangement)
+        members, usual = self.members(arrangement), self.usual_share(num_pipelines)
         exchange = self._exchange(arrangement, parts)
         kinds, numbers = list(parts.values()), list(map(len, members.values()))
         rooms = [self.rooms(p, num_pipelines, owned_params) for p in kinds]
@@ -187,7 +188,7 @@ class Estimator(PipelineEstimator):
             exchange.pull_start_s([part.times.forward_s for part in kinds]), foreign_s, weight
         )
         waits_s = [_wait_s(part, starts) for part, starts in zip(kinds, pulled_s, strict=True)]
-        fills = [self.fill_s(part) + wait for part, wait in zip(kinds, waits_s, strict=True)]
+        fills = [self.fill_s(part, usual) + wait for part, wait in zip(kinds, waits_s, strict=True)]
         slopes = [part.slope_s for part in kinds]
         limits = [part.most_microbatches for part in kinds]
         shares = (
@@ -198,7 +199,7 @@ class Estimator(PipelineEstimator):
         if shares is None:
             return None
         ends_s = [
-            [wait + end for end in self.ends_s(part, max(share))]
+            [wait + end for end in self.ends_s(part, max(share), usual)]
             for part, share, wait in zip(kinds, shares, waits_s, strict=True)
         ]
         backward_s = [part.times.backward_s for part in kinds]

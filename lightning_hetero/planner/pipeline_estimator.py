@@ -5,8 +5,8 @@ different numbers of pipelines as well if their memory asks for the same recompu
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -49,16 +49,28 @@ class PipelineEstimate:
     """Layers of each stage."""
     slope_s: float
     """Seconds that one more micro-batch takes."""
-    least_s: tuple[float, float]
-    """Seconds besides, and of each micro-batch, that its stages' work takes at least."""
     times: EqualTimes
-    """Seconds of every action and message."""
+    """Seconds of every action and message of one micro-batch."""
     most_microbatches: int
     """Micro-batches beyond which the activations in flight would not fit."""
     is_memory_bound: bool
     """Whether more memory would make it faster."""
     is_recomputing: bool
     """Whether a stage recomputes a layer."""
+
+    def least_s(self, num_microbatches: int) -> tuple[float, float]:
+        """Return seconds besides, and of each micro-batch, that its work takes at least.
+
+        A stage begins when the first micro-batch has passed those before it, and when its last
+        gradient leaves it passes them back: K micro-batches of w_s seconds take
+        K·w_s + w_1 + ... + w_{s-1}. Of all stages the one that says the most for this K is taken.
+        """
+        best, before = (0.0, self.slope_s), 0.0
+        for work in map(add, self.times.forward_s, self.times.backward_s):
+            if before + num_microbatches * work > best[0] + num_microbatches * best[1]:
+                best = before, work
+            before += work
+        return best
 
 
 class StageRoom(NamedTuple):
@@ -87,8 +99,9 @@ class PipelineEstimator(StageTimes):
         super().__init__(cost, workload)
         self._pipelines: dict[tuple[PipelineKey, int, float | None], PipelineEstimate | None] = {}
         self._timed: dict[
-            tuple[tuple[StageTable, ...], PipelineKey, int, int], PipelineEstimate | None
+            tuple[tuple[StageTable, ...], tuple[int, ...], PipelineKey, int], PipelineEstimate
         ] = {}
+        self._moved: dict[tuple[PipelineEstimate, int], tuple[int, ...]] = {}
         self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
         self._ends_of: dict[tuple[PipelineEstimate, int], list[float]] = {}
         self._rooms: dict[tuple[StageTable, int, int, int], StageRoom] = {}
@@ -164,63 +177,58 @@ class PipelineEstimator(StageTimes):
         owned_params: float | None,
     ) -> PipelineEstimate | None:
         tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, owned_params)
-        count = max(1, self.workload.num_microbatches // num_pipelines)
-        key = tuple(tables), self.key(pipeline), count, most_microbatches
-        if key not in self._timed:
-            self._timed[key] = self._time_stages(pipeline, tuple(tables), count, most_microbatches)
-        return self._timed[key]
-
-    def _time_stages(
-        self,
-        pipeline: PipelineNodes,
-        tables: tuple[StageTable, ...],
-        num_microbatches: int,
-        most_microbatches: int,
-    ) -> PipelineEstimate | None:
         balanced = self.balanced(tables)
         if balanced is None:
             return None
-        hops = [self.hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
-        layers = self._balanced_with_links(tables, balanced, hops, num_microbatches)
-        pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
-        times = EqualTimes(
-            forward_s=tuple([forward for forward, _ in pairs]),
-            backward_s=tuple([backward for _, backward in pairs]),
-            forward_message_s=tuple([there for there, _ in hops]),
-            backward_message_s=tuple([back for _, back in hops]),
-            num_microbatches=num_microbatches,
-        )
-        slope_s = steady_round_s(times, blocking=self.cost.layout.blocking_messages)
-        return PipelineEstimate(
-            tables=tables,
-            layers=layers,
-            slope_s=slope_s,
-            least_s=_least_s(times, slope_s),
-            times=times,
-            most_microbatches=most_microbatches,
-            is_memory_bound=self.is_slowed(tables, balanced),
-            is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
-        )
+        found = self._timed_stages(pipeline, tuple(tables), balanced, most_microbatches)
+        slowest_s = max(map(add, found.times.forward_s, found.times.backward_s))
+        if found.slope_s < slowest_s * _LINKS_SET_THE_PACE or len(balanced) > _MOST_STAGES_MOVED:
+            return found
+        key = found, self.usual_share(num_pipelines)
+        if key not in self._moved:
+            self._moved[key] = self._moved_with_links(*key)
+        return self._timed_stages(pipeline, tuple(tables), self._moved[key], most_microbatches)
 
-    def _balanced_with_links(
+    def _timed_stages(
         self,
-        tables: Sequence[StageTable],
+        pipeline: PipelineNodes,
+        tables: tuple[StageTable, ...],
         layers: tuple[int, ...],
-        hops: Sequence[tuple[float, float]],
-        num_microbatches: int,
-    ) -> tuple[int, ...]:
-        """Return the layers of each stage, moved where a link sets the pace and not a stage.
+        most_microbatches: int,
+    ) -> PipelineEstimate:
+        key = tables, layers, self.key(pipeline), most_microbatches
+        if key not in self._timed:
+            hops = [self.hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
+            pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
+            times = EqualTimes(
+                forward_s=tuple([forward for forward, _ in pairs]),
+                backward_s=tuple([backward for _, backward in pairs]),
+                forward_message_s=tuple([there for there, _ in hops]),
+                backward_message_s=tuple([back for _, back in hops]),
+                num_microbatches=1,
+            )
+            self._timed[key] = PipelineEstimate(
+                tables=tables,
+                layers=layers,
+                slope_s=steady_round_s(times, blocking=self.cost.layout.blocking_messages),
+                times=times,
+                most_microbatches=most_microbatches,
+                is_memory_bound=self.is_slowed(tables),
+                is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
+            )
+        return self._timed[key]
+
+    def _moved_with_links(self, part: PipelineEstimate, num_microbatches: int) -> tuple[int, ...]:
+        """Return the layers of each stage, moved because a link sets the pace and not a stage.
 
         Eq. 4 knows stages alone; two stages with a slow link between them are faster with less on
         each. Moved is one layer at a time, as long as K micro-batches take less:
         `circle·(K - 1)` after the first has passed all stages and links.
         """
-        if not 1 < len(layers) <= _MOST_STAGES_MOVED:
-            return layers
         blocking = self.cost.layout.blocking_messages
-        hops_s = np.sum(hops, axis=1)
-        every_s = np.minimum([table.total_s for table in tables], _NEVER_S)
-        stages = np.arange(len(layers))
+        hops_s = np.add(part.times.forward_message_s, part.times.backward_message_s)
+        every_s = np.minimum([table.total_s for table in part.tables], _NEVER_S)
+        stages = np.arange(len(part.layers))
 
         def seconds(split: IntArray) -> FloatArray:
             work_s = every_s[stages, split]
@@ -228,11 +236,8 @@ class PipelineEstimator(StageTimes):
             total_s: FloatArray = later_s + work_s.sum(axis=-1)
             return total_s
 
-        best = np.array(layers)
-        work_s = every_s[stages, best]
-        if circle_s(work_s, hops_s, blocking=blocking) < work_s.max() * _LINKS_SET_THE_PACE:
-            return layers
-        moves = np.array([*itertools.permutations(np.eye(len(layers), dtype=np.int64), 2)])
+        best = np.array(part.layers)
+        moves = np.array([*itertools.permutations(np.eye(len(best), dtype=np.int64), 2)])
         moves = moves[:, 0] - moves[:, 1]
         best_s = float(seconds(best))
         while True:
@@ -243,6 +248,10 @@ class PipelineEstimator(StageTimes):
             if not len(tried_s) or tried_s[least] >= best_s * (1 - _WORTH_MOVING):
                 return tuple(best.tolist())
             best, best_s = tried[least], float(tried_s[least])
+
+    def usual_share(self, num_pipelines: int) -> int:
+        """Return the micro-batches of a pipeline where all have equally many."""
+        return max(1, self.workload.num_microbatches // num_pipelines)
 
     def steps_s(
         self, part: PipelineEstimate, num_pipelines: int, owned_params: float | None
@@ -297,14 +306,15 @@ class PipelineEstimator(StageTimes):
             )
         return found
 
-    def fill_s(self, part: PipelineEstimate) -> float:
-        """Return a pipeline's seconds besides those of its micro-batches: the bubble."""
-        count = part.times.num_microbatches
-        return max(self.ends_s(part, count)) - part.slope_s * count
+    def fill_s(self, part: PipelineEstimate, usual: int) -> float:
+        """Return a pipeline's seconds besides those of its micro-batches: the bubble.
 
-    def ends_s(self, part: PipelineEstimate, num_microbatches: int) -> list[float]:
-        """Return when the stages of a pipeline end that starts at once."""
-        usual = part.times.num_microbatches
+        That is if it has about as many as is `usual`.
+        """
+        return max(self.ends_s(part, usual, usual)) - part.slope_s * usual
+
+    def ends_s(self, part: PipelineEstimate, num_microbatches: int, usual: int) -> list[float]:
+        """Return when the stages of a pipeline end that starts at once, as if about as usual."""
         if min(usual, num_microbatches) >= _STEADY_ROUNDS * len(part.layers):
             later_s = (num_microbatches - usual) * part.slope_s
             return [end + later_s for end in self._run_s(part, usual)]
@@ -319,20 +329,3 @@ class PipelineEstimator(StageTimes):
             found = list(propagate_equal(times, starts, blocking=blocking).end_s)
             self._ends_of[key] = found
         return found
-
-
-def _least_s(times: EqualTimes, slope_s: float) -> tuple[float, float]:
-    """Return seconds besides, and of each micro-batch, that a pipeline takes at least.
-
-    A stage begins when the first micro-batch has passed those before it, and when its last gradient
-    leaves it passes them back: K micro-batches of w_s seconds take K·w_s + w_1 + ... + w_{s-1}. For
-    each K another stage says the most; the one that does for the usual number is taken.
-    """
-    count, before = times.num_microbatches, 0.0
-    best = 0.0, slope_s
-    for forward, backward in zip(times.forward_s, times.backward_s, strict=True):
-        work = forward + backward
-        if before + count * work > best[0] + count * best[1]:
-            best = before, work
-        before += work
-    return best

@@ -153,9 +153,10 @@ class StageTimes:
             self._balanced[key] = balance_layers([t.total_s for t in tables], self.num_layers)
         return self._balanced[key]
 
-    def is_slowed(self, tables: Sequence[StageTable], layers: Sequence[int]) -> bool:
-        """Return whether a pipeline of these stages would be faster with more memory."""
-        if all(table.is_unlimited for table in tables):
+    def is_slowed(self, tables: Sequence[StageTable]) -> bool:
+        """Return whether a pipeline of these stages fits and would be faster with more memory."""
+        layers = self.balanced(tables)
+        if layers is None or all(table.is_unlimited for table in tables):
             return False
         key = tuple([table.shape for table in tables])
         if key not in self._unlimited:
