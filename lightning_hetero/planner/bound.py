@@ -161,9 +161,9 @@ def _bottlenecks_s(estimator: Estimator, kinds: Sequence[UnitKind], rows: IntArr
     # Least times of n or more layers: a profile's noise must not raise the bound.
     times = [np.minimum.accumulate((f + b)[::-1])[::-1] for f, b in pairs]
     # Others may own everything, and all may be recomputed: for nothing, as far as a bound goes.
-    use = MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0)
-    most = [estimator.most_layers(k.node, k.tp_degree, use, recompute=True) for k in kinds]
-    return bottleneck_times_s(rows, times, np.array(most))
+    uses = [MemoryUse(num_pipelines=total, num_in_flight=1, owned_params=0.0)]
+    most = [estimator.most_layers(k.node, k.tp_degree, uses, recompute=True) for k in kinds]
+    return bottleneck_times_s(rows, times, np.concatenate(most))
 
 
 def bound_iteration_price(estimator: Estimator, tp_degrees: Sequence[int]) -> float | None:

@@ -69,6 +69,7 @@ class Judge:
         self.estimator = estimator
         self._weigh = weigh
         self._scores: dict[Candidate, float] = {}
+        self._settled: dict[Candidate, tuple[ParallelPlan, Simulation]] = {}
         self._work: dict[tuple[PipelineKey, tuple[int, ...]], tuple[float, ...]] = {}
         self._fits: dict[tuple[PipelineKey, tuple[int, ...], int, int], bool] = {}
         self._equal_times: dict[tuple[PipelineKey, tuple[int, ...], int], EqualTimes] = {}
@@ -82,7 +83,7 @@ class Judge:
 
     def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation]:
         """Return a candidate that fits, with ranks, recomputation and ownership, and its times."""
-        found = self._fitting(candidate, float("inf"))
+        found = self._settled.get(candidate) or self._fitting(candidate, float("inf"))
         assert found is not None, "the candidate has no finite score"
         return found
 
@@ -111,6 +112,7 @@ class Judge:
                 if below == float("inf"):
                     self._scores[candidate] = below
                 return float("inf")
+            self._settled[candidate] = found
             time_s = found[1].iteration_time_s
         score = self._weigh(time_s, candidate.arrangement)
         self._scores[candidate] = score

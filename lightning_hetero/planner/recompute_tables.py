@@ -6,7 +6,9 @@ over its device's room by `over` bytes recomputes r = ⌈over / (K - R)⌉ layer
 doesn't do, or states and the buffers of a push alone are too large, n layers don't fit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +20,7 @@ from lightning_hetero.simulator.memory import push_buffer_bytes
 __all__ = ["MemoryUse", "RecomputeTables", "StageTable"]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
+class MemoryUse(NamedTuple):
     """All that a stage's memory depends on beside its layers."""
 
     num_pipelines: int
@@ -79,27 +80,9 @@ class RecomputeTables:
         self._tokens = sum(workload.microbatch)
         self._num_microbatches = workload.num_microbatches
         self._num_layers = cost.model.num_layers
-        self._of_middles: dict[tuple[StageShape, int, float | None], IntArray] = {}
-        self._known: dict[tuple[StageShape, MemoryUse], IntArray] = {}
+        self._known: dict[tuple[StageShape, int, float | None], IntArray] = {}
         self._tables: dict[tuple[StageShape, bytes], StageTable] = {}
         self._linear: dict[tuple[StageShape, bytes], tuple[FloatArray, FloatArray]] = {}
-
-    def least(self, shape: StageShape, use: MemoryUse) -> IntArray:
-        """Return the recomputed layers of stages of 0, 1, ... layers; -1 where they don't fit.
-
-        Args:
-            shape: Where the stage runs and what stands at its ends; its layers don't matter.
-            use: What else its memory depends on.
-        """
-        shape = shape._replace(num_layers=1)
-        rows = self._of_middles.get((shape, use.num_pipelines, use.owned_params))
-        if rows is not None and use.num_in_flight <= len(rows):
-            found: IntArray = rows[use.num_in_flight - 1]
-            return found
-        if (shape, use) not in self._known:
-            (found,) = self._find(shape, use, np.array([use.num_in_flight]))
-            self._known[shape, use] = found
-        return self._known[shape, use]
 
     def table(
         self,
@@ -111,17 +94,12 @@ class RecomputeTables:
         """Return what stages of 0, 1, ... layers take.
 
         Args:
-            shape: As in `least`.
-            use: As in `least`.
+            shape: Where they run and what stands at their ends; its layers don't matter.
+            use: What else their memory depends on.
             times_s: Their forward and backward seconds, nothing recomputed.
             inner_s: Forward seconds of their layers alone.
         """
-        middle = shape._replace(num_layers=1), use.num_pipelines, use.owned_params
-        if not shape.has_embedding and not shape.has_head and middle not in self._of_middles:
-            # Stages in the middle of a pipeline differ in micro-batches in flight alone.
-            every = np.arange(1, min(self._num_layers, self._num_microbatches) + 1)
-            self._of_middles[middle] = self._find(middle[0], use, every)
-        again = self.least(shape, use)
+        again = self._least(shape, use)
         key = shape, again.tobytes()
         if key not in self._tables:
             sizes = np.maximum(np.arange(len(again)), 1)
@@ -131,14 +109,36 @@ class RecomputeTables:
             self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again)
         return self._tables[key]
 
-    def _find(self, shape: StageShape, use: MemoryUse, in_flight: IntArray) -> IntArray:
-        """Return `least` for numbers of micro-batches in flight, [numbers, layers]."""
+    def _least(self, shape: StageShape, use: MemoryUse) -> IntArray:
+        """Return `least` of one use, of a stage of a pipeline."""
+        num_pipelines, num_in_flight, owned_params = use
+        key = shape, num_pipelines, owned_params
+        if key not in self._known:
+            # Stages of a pipeline differ in micro-batches in flight; the last one has one.
+            most = 1 if shape.has_head else min(self._num_layers, self._num_microbatches)
+            uses = [MemoryUse(num_pipelines, n, owned_params) for n in range(1, most + 1)]
+            self._known[key] = self.least(shape, uses)
+        row: IntArray = self._known[key][num_in_flight - 1]
+        return row
+
+    def least(self, shape: StageShape, uses: Sequence[MemoryUse]) -> IntArray:
+        """Return the recomputed layers of stages of 0, 1, ... layers; -1 where they don't fit.
+
+        Args:
+            shape: Where the stage runs and what stands at its ends; its layers don't matter.
+            uses: What else its memory depends on.
+
+        Returns:
+            [uses, layers].
+        """
         cost, layout = self._cost, self._cost.layout
         sizes = np.arange(self._num_layers + 1)
-        held, passing = self._by_layers(shape, in_flight)
-        owned = held / use.num_pipelines if layout.sharded else held
-        if use.owned_params is not None:
-            owned = np.full_like(held, use.owned_params)
+        every, flying, shares = zip(*uses, strict=True)
+        num_pipelines, in_flight = np.array(every)[:, None], np.array(flying)
+        held, passing = self._by_layers(shape._replace(num_layers=1), in_flight)
+        owned = held / num_pipelines if layout.sharded else held
+        if shares[0] is not None:
+            owned = np.array(shares)[:, None]
         states = held * (layout.weight_bytes + layout.summed_bytes)
         states = states + owned * layout.device_kept_bytes
         room = cost.usable_bytes(shape.device) - states
@@ -151,7 +151,7 @@ class RecomputeTables:
         all_of_them = over - sizes * of_layer + saved <= 0
         fits = (needed < sizes) | ((needed <= sizes) & all_of_them) | (over <= 0)
         if layout.sharded:
-            fits &= push_buffer_bytes(held, owned, use.num_pipelines, layout.pushed_bytes) <= room
+            fits &= push_buffer_bytes(held, owned, num_pipelines, layout.pushed_bytes) <= room
         if not self._may_recompute:
             fits &= over <= 0
         least = np.where(fits, np.minimum(np.maximum(needed, 0), sizes), -1)

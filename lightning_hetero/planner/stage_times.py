@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.arrangement import Group, PipelineNodes, classify_nodes, num_units
 from lightning_hetero.planner.recompute_tables import MemoryUse, RecomputeTables, StageTable
 from lightning_hetero.planner.solvers.balancing import balance_layers
@@ -37,9 +37,7 @@ class StageTimes:
         self._tables: dict[tuple[int, int, bool, bool], tuple[FloatArray, FloatArray]] = {}
         self._rates: dict[tuple[int, int], float] = {}
         self._keys: dict[PipelineNodes, PipelineKey] = {}
-        self._stage_tables: dict[
-            tuple[int, int, bool, bool, tuple[int, int, float | None]], StageTable
-        ] = {}
+        self._stage_tables: dict[tuple[int, int, bool, bool, MemoryUse], StageTable] = {}
         self._recompute = RecomputeTables(cost, workload)
         self._unlimited: dict[tuple[StageShape, ...], float] = {}
         self._balanced: dict[tuple[StageTable, ...], tuple[int, ...] | None] = {}
@@ -95,20 +93,21 @@ class StageTimes:
         return self._rates[key]
 
     def most_layers(
-        self, node: int, tp_degree: int, use: MemoryUse, *, recompute: bool = False
-    ) -> int:
-        """Return how many layers fit into a stage in the middle of a pipeline.
+        self, node: int, tp_degree: int, uses: Sequence[MemoryUse], *, recompute: bool = False
+    ) -> IntArray:
+        """Return how many layers fit into a stage in the middle of a pipeline, for each use.
 
         Args:
             node: Where it stands.
             tp_degree: Its devices.
-            use: What else its memory depends on.
+            uses: What else its memory depends on: all own as their holdings say, or none does.
             recompute: Whether it may recompute them.
         """
         shape = self.shape(node, tp_degree, 1, first=False, last=False)
-        least = self._recompute.least(shape, use)
-        fitting = np.flatnonzero(least >= 0 if recompute else least == 0)
-        return int(fitting[-1]) if len(fitting) else 0
+        least = self._recompute.least(shape, uses)
+        fits = least >= 0 if recompute else least == 0
+        most: IntArray = np.where(fits, np.arange(fits.shape[1]), 0).max(axis=1)
+        return most
 
     def key(self, pipeline: PipelineNodes) -> PipelineKey:
         """Return what a pipeline's times depend on."""
@@ -132,14 +131,14 @@ class StageTimes:
         last = len(pipeline.nodes) - 1
         for stage, (tp_degree, node) in enumerate(zip(*pipeline, strict=True)):
             in_flight = min(last + 1 - stage, most_microbatches)
-            use = num_pipelines, in_flight, owned_params
+            use = MemoryUse(num_pipelines, in_flight, owned_params)
             key = self.classes[node], tp_degree, stage == 0, stage == last, use
             table = self._stage_tables.get(key)
             if table is None:
                 ends = {"first": stage == 0, "last": stage == last}
                 table = self._stage_tables[key] = self._recompute.table(
                     self.shape(node, tp_degree, 1, **ends),
-                    MemoryUse(*use),
+                    use,
                     self.stage_times_s(node, tp_degree, **ends),
                     self.stage_times_s(node, tp_degree, first=False, last=False)[0],
                 )

@@ -38,6 +38,8 @@ from lightning_hetero.planner.stage_times import DeviceTypes
 __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
 
 _MAX_COMPOSITIONS = 6000
+_GROUPING_GAP = 0.005
+"""Share by which a grouping may be below Eq. 3's optimum: estimates judge it by other measures."""
 _GROUPING_PROGRAMS = 500
 """Most linear programmes for one grouping; 30 to 130 are usual."""
 _MAX_EVERY_GROUPING = 1000
@@ -182,6 +184,7 @@ def _by_effective_power(types: DeviceTypes, tp_degree: int) -> Iterator[list[Gro
                 max(1, total // num_groups),
                 _max_stages(units, estimator.num_layers),
                 max_programs=_GROUPING_PROGRAMS,
+                max_gap=_GROUPING_GAP,
             )
         except PlanningError:
             # Fewer groups own larger shares of the states; more of them need less each.
@@ -366,6 +369,18 @@ def _rates(
     longest = _max_stages(units, estimator.num_layers)
     compositions = enumerate_compositions(units, longest)
     lengths = compositions.sum(axis=1)
+    total = estimator.workload.num_microbatches
+    uses = [
+        MemoryUse(
+            num_pipelines=max(1, sum(units) // length),
+            num_in_flight=min((length + 2) // 2, total),
+            owned_params=0.0 if recompute else None,
+        )
+        for length in range(1, longest + 1)
+    ]
+    most = np.array(
+        [estimator.most_layers(node, tp_degree, uses, recompute=recompute) for node in types.nodes]
+    )
     pairs = [
         estimator.stage_times_s(node, tp_degree, first=False, last=False) for node in types.nodes
     ]
@@ -373,16 +388,7 @@ def _rates(
     slope = np.full(len(compositions), np.inf)
     for length in np.unique(lengths).tolist():
         rows = np.flatnonzero(lengths == length)
-        held = min((length + 2) // 2, estimator.workload.num_microbatches)
-        replicas = max(1, sum(units) // length)
-        use = MemoryUse(replicas, held, 0.0 if recompute else None)
-        most = np.array(
-            [
-                estimator.most_layers(node, tp_degree, use, recompute=recompute)
-                for node in types.nodes
-            ]
-        )
-        slope[rows] = bottleneck_times_s(compositions[rows], times, most)
+        slope[rows] = bottleneck_times_s(compositions[rows], times, most[:, length - 1])
     return compositions, PipelineRates(
         devices=compositions * tp_degree,
         slope_s=slope,

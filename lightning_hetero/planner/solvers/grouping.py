@@ -40,6 +40,8 @@ _COVER_PROGRAMS = 50
 """Linear programmes that a covering programme counts as."""
 _COVER_NODES = 2000
 """Nodes of its search, at which a covering programme is given up."""
+_LEAST_GAIN = 1e-9
+"""Share by which an objective must be above another to count as larger."""
 _MOST_DEALS = 1000
 """Numbers of groups that are tried for a start."""
 
@@ -53,7 +55,7 @@ class Grouping:
     objective: float
     """Number of groups times the least effective power (Eq. 3a)."""
     optimal: bool
-    """Whether no grouping has a larger objective."""
+    """Whether no grouping is known to have a larger objective: none was looked for below a gap."""
     gap: float
     """(bound - objective) / bound; 0 when optimal."""
 
@@ -76,6 +78,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     max_stages: int,
     *,
     max_programs: int = 2000,
+    max_gap: float = 0.0,
     time_limit_s: float | None = None,
 ) -> Grouping:
     """Solve Eq. 3 for units of several types.
@@ -89,6 +92,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
         max_stages: Most units in a group, such as the model's number of layers.
         max_programs: Linear programmes to solve; afterwards the best grouping so far is returned,
             with its gap. A covering programme counts as 50 of them.
+        max_gap: Share of the bound by which the grouping may be below it; 0 for the optimum.
         time_limit_s: Deprecated and without effect: results would depend on the machine's load.
 
     Raises:
@@ -109,6 +113,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     # Equal powers that differ in their last bits are one candidate for z.
     order = np.lexsort((*compositions.T, -_rounded(power)))
     search = _IntervalSearch(compositions[order], _rounded(power)[order], kept, max_programs)
+    search.least_gain += max_gap
     # A group's effective power is at most its power, so the sum of all powers bounds Eq. 3a.
     search.bound = float(sum(n * power for n, power in zip(counts, powers, strict=True)))
     search.run()
@@ -118,7 +123,7 @@ def group_devices(  # noqa: PLR0913  # The problem's own data; one object would 
     groups.sort(key=lambda group: (-effective_power(group, powers, num_microbatches), group))
     objective = len(groups) * effective_power(groups[-1], powers, num_microbatches)
     bound = max(search.bound, objective)
-    optimal = search.finished
+    optimal = search.finished and not max_gap
     return Grouping(
         groups=tuple(groups),
         objective=objective,
@@ -140,6 +145,7 @@ class _IntervalSearch:
         self.candidates = power[last]
         self.ends = last + 1
         self.programs_left = max_programs
+        self.least_gain = _LEAST_GAIN
         self.bounds: dict[int, CoverBound] = {}
         # Prices of one candidate bound all others: by what the cheapest composition then costs.
         self.priced_groups = np.full(len(self.candidates), np.inf)
@@ -164,20 +170,28 @@ class _IntervalSearch:
 
     def _start_from_deal(self) -> None:
         """Start from the best round-robin deal, so that weak intervals are never opened."""
-        index = {tuple(row): i for i, row in enumerate(self.compositions.tolist())}
-        position = np.searchsorted(self.ends, np.arange(len(self.compositions)), side="right")
-        best: tuple[float, int] = (0.0, 0)
-        every = range(1, int(self.counts.sum()) + 1)
-        spread = np.unique(np.geomspace(1, every[-1], _MOST_DEALS).astype(int)).tolist()
-        for num_groups in every if len(every) <= _MOST_DEALS else spread:
-            rows = [index.get(row) for row, _ in deal_evenly(self.counts.tolist(), num_groups)]
-            if all(row is not None for row in rows):
-                weakest = max(position[row] for row in rows if row is not None)
-                best = max(best, (num_groups * float(self.candidates[weakest]), num_groups))
-        self.objective = best[0]
-        if best[1]:
-            dealt = deal_evenly(self.counts.tolist(), best[1])
-            self.solution = [row for row, repeats in dealt for _ in range(repeats)]
+        counts, total = self.counts.tolist(), int(self.counts.sum())
+        every = range(1, total + 1)
+        spread = np.unique(np.geomspace(1, total, _MOST_DEALS).astype(int)).tolist()
+        numbers = every if total <= _MOST_DEALS else spread
+        deals = [deal_evenly(counts, num_groups) for num_groups in numbers]
+        firsts = np.cumsum([0, *map(len, deals[:-1])])
+        powers = self._powers(np.array([row for dealt in deals for row, _ in dealt]))
+        objectives = np.array(numbers) * np.minimum.reduceat(powers, firsts)
+        best = len(deals) - 1 - int(np.argmax(objectives[::-1]))
+        self.objective = float(objectives[best])
+        if self.objective:
+            self.solution = [row for row, repeats in deals[best] for _ in range(repeats)]
+
+    def _powers(self, rows: IntArray) -> FloatArray:
+        """Return the powers of some compositions; 0 of those that aren't allowed."""
+        weights = np.cumprod([1, *(self.counts[:-1] + 1)])
+        codes, wanted = self.compositions @ weights, rows @ weights
+        order = np.argsort(codes)
+        found = order[np.searchsorted(codes, wanted, sorter=order) % len(codes)]
+        position = np.searchsorted(self.ends, found, side="right")
+        powers: FloatArray = np.where(codes[found] == wanted, self.candidates[position], 0.0)
+        return powers
 
     def _search_intervals(self) -> None:
         heap: list[tuple[float, int, int]] = []
@@ -197,7 +211,8 @@ class _IntervalSearch:
             else:
                 self._resolve(self._most_groups(low), low)
                 self._push(heap, low, high)
-        self.bound = self.objective
+        # The last interval's bound, or less than that can be gained beyond the objective.
+        self.bound = max(self.objective, min(self.bound, self.objective * (1 + self.least_gain)))
 
     def _push(self, heap: list[tuple[float, int, int]], low: int, high: int) -> None:
         """Push an interval by what is known of it, without another programme."""
@@ -212,7 +227,7 @@ class _IntervalSearch:
         return self._most_groups(high) * float(self.candidates[low])
 
     def _improves(self, objective: float) -> bool:
-        return objective > self.objective * (1 + 1e-9)
+        return objective > self.objective * (1 + self.least_gain)
 
     def _most_groups(self, candidate: int) -> int:
         """Return the most groups under a candidate that aren't settled yet."""
@@ -238,7 +253,9 @@ class _IntervalSearch:
         Covers exist from some candidate on, because a smaller z only allows more compositions.
         Candidates before `first` are known to have none.
         """
-        worth = np.flatnonzero(num_groups * self.candidates > self.objective * (1 + 1e-9))
+        worth = np.flatnonzero(
+            num_groups * self.candidates > self.objective * (1 + self.least_gain)
+        )
         low, high = first, int(worth[-1]) if len(worth) else -1
         step, found = 1, -1
         probe = first
