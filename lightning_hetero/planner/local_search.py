@@ -1,5 +1,7 @@
 """Local search on the simulator: move a layer, a micro-batch or a stage, keep what is faster.
 
+So do pipelines that idle devices get, or whose devices become idle.
+
 Balancing and sharing are exact for their own objectives, but neither sees warm-up, links, gradient
 exchange and memory together; the simulator does. Moves are tried in one fixed order and the first
 that helps is kept, until none helps or the budget is spent.
@@ -27,6 +29,8 @@ _IMPROVED_IF_CHEAP = 10
 _ACTIONS = 100_000
 _ACTIONS_EQUAL = 50_000
 _MOST_BUDGETS = 5
+_LONGEST_ADDED = 8
+"""Stages of pipelines that idle devices get."""
 _WORTH_GOING_ON = 0.002
 """A budget that gained so large a share is followed by another."""
 
@@ -234,6 +238,40 @@ def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterato
             yield from _rebuilt(rows, estimator)
 
 
+def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Leave the devices of a pipeline idle, or of all that are alike."""
+    keys = list(map(estimator.key, candidate.arrangement))
+    rows = [pipeline.stages for pipeline in candidate.arrangement]
+    for key in dict.fromkeys(keys):
+        left = [row for row, other in zip(rows, keys, strict=True) if other != key]
+        last = len(keys) - 1 - keys[::-1].index(key)
+        for kept in dict.fromkeys([tuple(left), tuple(rows[:last] + rows[last + 1 :])]):
+            if kept:
+                yield from _rebuilt(kept, estimator)
+
+
+def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+    """Give idle devices of a kind pipelines of their own, with a degree that others have."""
+    rows = [pipeline.stages for pipeline in candidate.arrangement]
+    idle = [node.count for node in estimator.cost.cluster.nodes]
+    for node, degree in itertools.chain.from_iterable(rows):
+        idle[node] -= degree
+    degrees = {degree for pipeline in candidate.arrangement for degree in pipeline.tp_degrees}
+    classes = dict.fromkeys(estimator.classes)
+    for kind, degree in itertools.product(classes, sorted(degrees)):
+        units = [
+            (node, degree)
+            for node, count in enumerate(idle)
+            if estimator.classes[node] == kind
+            for _ in range(count // degree)
+        ]
+        for length in range(1, min(len(units), _LONGEST_ADDED) + 1):
+            starts = range(0, len(units) - length + 1, length)
+            yield from _rebuilt(
+                [*rows, *(units[start : start + length] for start in starts)], estimator
+            )
+
+
 def _rebuilt(
     rows: Sequence[Sequence[tuple[int, int]]], estimator: Estimator
 ) -> Iterator[Candidate]:
@@ -254,6 +292,8 @@ def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
 
 
 _MOVES = (
+    _add_pipelines,
+    _drop_pipelines,
     _move_layers,
     _move_layers_together,
     _move_microbatches,

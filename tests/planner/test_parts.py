@@ -9,8 +9,10 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.planner.allowances import smaller_allowances
-from lightning_hetero.planner.arrangement import PipelineNodes
+from lightning_hetero.planner.arrangement import PipelineNodes, used_nodes
 from lightning_hetero.planner.estimator import Estimator
+from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.local_search import improve
 from lightning_hetero.planner.starting_points import propose_arrangements
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.search_laws import TOLERANCE, Task, slower_by
@@ -134,6 +136,26 @@ def test_a_node_that_does_not_help_is_left_out(nodes, more, model, workload, byt
         iteration_s(some, sizes, workload, bytes_per_s) for some in (nodes, [*nodes, more])
     )
     assert all_of_them <= fewer * 1.005
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "num_used", "num_worth_using"), [(12.5e9, 1, 3), (1.25e8, 3, 1)]
+)
+def test_improving_gives_idle_devices_pipelines_and_leaves_idle_what_holds_up(
+    bytes_per_s, num_used, num_worth_using
+):
+    cluster = Cluster(
+        nodes=(Node(device="A100-80GB", count=1),) * 3,
+        inter_node_bytes_per_s=bytes_per_s,
+    )
+    workload = Workload(sequence_length=512, global_batch_size=32)
+    estimator = Estimator(RooflineCost(cluster, BERT), workload, equal_microbatches=False)
+    judge = Judge(estimator, lambda seconds, _arrangement: seconds)
+    pipelines = tuple(PipelineNodes((1,), (node,)) for node in range(num_used))
+    estimate = estimator.estimate(pipelines)
+    improved = improve(Candidate.of(estimate), judge, estimator, budget=10_000)
+    assert len(used_nodes(improved.arrangement)) == num_worth_using
+    assert judge.score(improved) < 0.9 * judge.score(Candidate.of(estimate))
 
 
 def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
