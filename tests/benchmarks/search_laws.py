@@ -6,21 +6,23 @@
     python -m tests.benchmarks.search_laws 20 --seed 7 --most 64
 
 Each random cluster is planned as it is and with less: without one of its nodes, with some of its TP
-degrees, as if recomputing freed no memory, and with equal shares. Devices and times are from data
-sheets or, with Sailor's profiles beside the repository, as measured there.
+degrees, as if recomputing freed no memory, and with equal shares; and the search that chooses a
+size of micro-batches is compared with searches of each size. Devices and times are from data sheets
+or, with Sailor's profiles beside the repository, as measured there.
 """
 
 import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan
+from lightning_hetero.planner.microbatch_size import plan_best_size
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import CostModel, RooflineCost
 from tests.simulator.sailor import ROOT, SailorCost, cluster_of, load_profile
@@ -88,6 +90,16 @@ class Task:
     def best_s(self) -> float:
         """The best plan's iteration time with all there is."""
         return self.seconds(self.cost())
+
+    @cached_property
+    def best_of_sizes_s(self) -> float:
+        """The same with the best size of micro-batches."""
+        options = PlanningOptions(tp_degrees=self.tp_degrees)
+        try:
+            best = plan_best_size(self.cost(), self.workload, options).best
+        except PlanningError:
+            return float("inf")
+        return best.simulation.iteration_time_s
 
 
 def draw(seed: int, most: int = 512) -> Task:
@@ -171,11 +183,24 @@ def _with_equal_shares(task: Task) -> float:
     return task.seconds(task.cost(), equal_microbatches=True)
 
 
+def _with_one_size(task: Task) -> float | None:
+    if task.bytes_per_s is None:
+        return None  # Profiles know few sizes.
+    batch = task.workload.global_batch_size
+    sized = [replace(task.workload, sequences_per_microbatch=size) for size in (1, 2, 4, 8, 16)]
+    return min(
+        replace(task, workload=work).best_s
+        for work in sized
+        if batch % work.sequences_per_microbatch == 0
+    )
+
+
 LAWS: dict[str, Callable[[Task], float | None]] = {
     "a node": _without_a_node,
     "TP degrees": _with_some_degrees,
     "recomputation": _without_recomputation,
     "unequal shares": _with_equal_shares,
+    "sizes": _with_one_size,
 }
 """What a search may do more, and the best seconds without it; None where there is none."""
 
@@ -185,7 +210,7 @@ def slower_by(task: Task, law: str) -> float | None:
     restricted_s = LAWS[law](task)
     if restricted_s is None or restricted_s == float("inf"):
         return None
-    return task.best_s / restricted_s - 1
+    return (task.best_of_sizes_s if law == "sizes" else task.best_s) / restricted_s - 1
 
 
 def main() -> int:
