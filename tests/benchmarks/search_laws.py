@@ -187,11 +187,10 @@ def _with_one_size(task: Task) -> float | None:
     if task.bytes_per_s is None:
         return None  # Profiles know few sizes.
     batch = task.workload.global_batch_size
-    sized = [replace(task.workload, sequences_per_microbatch=size) for size in (1, 2, 4, 8, 16)]
     return min(
-        replace(task, workload=work).best_s
-        for work in sized
-        if batch % work.sequences_per_microbatch == 0
+        replace(task, workload=replace(task.workload, sequences_per_microbatch=size)).best_s
+        for size in (1, 2, 4, 8, 16)
+        if batch % size == 0
     )
 
 
