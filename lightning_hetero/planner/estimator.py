@@ -135,10 +135,10 @@ class Estimator(PipelineEstimator):
         found = self._estimate(arrangement, None)
         if not self._is_short_of_memory(self._parts(arrangement, None)):
             return found
-        used: Counter[int] = Counter()
-        for pipeline in arrangement:
-            for node, tp_degree in pipeline.stages:
-                used[node] += tp_degree
+        used: Counter[str] = Counter()
+        for key, members in self.members(arrangement).items():
+            for tp_degree, device in zip(key[0], self.devices_of(key), strict=True):
+                used[device] += tp_degree * len(members)
         num_params = self.cost.model.num_params - self._idle_capacity(used, len(arrangement))
         # The least part of an equal share for which all ranks leave room, so that all have enough.
         low, high, part = 0.0, 1.0, 0.0
@@ -163,14 +163,13 @@ class Estimator(PipelineEstimator):
             return False
         return parts is None or any(part.is_memory_bound for part in parts.values())
 
-    def _idle_capacity(self, used: Mapping[int, int], num_pipelines: int) -> float:
+    def _idle_capacity(self, used: Mapping[str, int], num_pipelines: int) -> float:
         """Return the parameters that devices without layers have room to own."""
         if not self.idle_may_own:
             return 0.0
         return sum(
-            (entry.count - used.get(node, 0))
-            * idle_capacity(self.cost, entry.device, num_pipelines)
-            for node, entry in enumerate(self.cost.cluster.nodes)
+            (count - used.get(device, 0)) * idle_capacity(self.cost, device, num_pipelines)
+            for device, count in self.num_devices.items()
         )
 
     def _estimate(self, arrangement: Arrangement, owned_params: float | None) -> Estimate | None:

@@ -245,7 +245,7 @@ class Judge:
         last = len(layers) - 1
         return [
             self.estimator.shape(
-                self.estimator.classes.index(kind), degree, count, first=s == 0, last=s == last
+                self.estimator.node_of_class[kind], degree, count, first=s == 0, last=s == last
             )
             for s, (kind, degree, count) in enumerate(zip(classes, degrees, layers, strict=True))
         ]

@@ -134,7 +134,7 @@ class PipelineEstimator(StageTimes):
         if key not in self._work:
             degrees, classes, _ = key
             stages = zip(classes, degrees, strict=True)
-            powers = [self.most_per_s(self.classes.index(c), degree) for c, degree in stages]
+            powers = [self.most_per_s(self.node_of_class[c], degree) for c, degree in stages]
             power = sum(powers)
             before = sum(stage * rate for stage, rate in enumerate(powers))
             self._work[key] = before / power**2, 1.0 / power

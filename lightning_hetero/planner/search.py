@@ -386,6 +386,8 @@ class PlanSearch:
         return self._weigh(estimate.time_s, estimate.arrangement)
 
     def _weigh(self, time_s: float, arrangement: Arrangement) -> float:
+        if self.options.objective is Objective.THROUGHPUT:
+            return time_s
         return self.scores.weigh(time_s, used_nodes(arrangement))
 
     def _price(self, found: ParallelPlan) -> float | None:

@@ -1,6 +1,7 @@
 """Times of stages of 0, 1, ... layers on every node, as memory allows; cached by class of node."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,12 @@ class StageTimes:
         self.classes = classify_nodes(cost.cluster)
         self.num_layers = cost.model.num_layers
         self.rank_of_node = [cost.cluster.ranks_of(i)[0] for i in range(len(self.classes))]
+        self.node_of_class = {kind: node for node, kind in reversed([*enumerate(self.classes)])}
+        """The first node of each class."""
         self._devices = [node.device for node in cost.cluster.nodes]
+        self.num_devices: Counter[str] = Counter()
+        for entry in cost.cluster.nodes:
+            self.num_devices[entry.device] += entry.count
         self._largest: dict[str, int] = {}
         for entry in cost.cluster.nodes:
             self._largest[entry.device] = max(entry.count, self._largest.get(entry.device, 0))
@@ -118,6 +124,10 @@ class StageTimes:
             same = tuple([a == b for a, b in itertools.pairwise(nodes)])
             key = self._keys[pipeline] = pipeline.tp_degrees, classes, same
         return key
+
+    def devices_of(self, key: PipelineKey) -> list[str]:
+        """Return the device type of each stage."""
+        return [self._devices[self.node_of_class[kind]] for kind in key[1]]
 
     def stage_tables(
         self,

@@ -38,7 +38,7 @@ from lightning_hetero.planner.stage_times import DeviceTypes
 __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
 
 _MAX_COMPOSITIONS = 6000
-_GROUPING_GAP = 0.005
+_GROUPING_GAP = 0.02
 """Share by which a grouping may be below Eq. 3's optimum: estimates judge it by other measures."""
 _GROUPING_PROGRAMS = 500
 """Most linear programmes for one grouping; 30 to 130 are usual."""

@@ -21,7 +21,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["PipelineRates", "best_mix", "bottleneck_times_s", "choose_pipelines"]
 
-_MAX_COLUMNS = 400
+_MAX_COLUMNS = 100
 _NEWTON_STEPS = 8
 _WHOLE_STEPS = 2
 
