@@ -134,7 +134,8 @@ class RecomputeTables:
         cost, layout = self._cost, self._cost.layout
         sizes = np.arange(self._num_layers + 1)
         every, flying, shares = zip(*uses, strict=True)
-        num_pipelines, in_flight = np.array(every)[:, None], np.array(flying)
+        num_pipelines = np.array(every, dtype=np.float64)[:, None]
+        in_flight = np.array(flying)
         held, passing = self._by_layers(shape._replace(num_layers=1), in_flight)
         owned = held / num_pipelines if layout.sharded else held
         if shares[0] is not None:

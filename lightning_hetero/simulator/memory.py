@@ -85,7 +85,7 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
 
 
 def push_buffer_bytes(
-    held: _Number, owned: _Number, num_pipelines: int, bytes_per_param: float
+    held: _Number, owned: _Number, num_pipelines: _Number, bytes_per_param: float
 ) -> _Number:
     """Return the bytes of a push until its last gradient has arrived.
 

@@ -101,6 +101,10 @@ def test_groups_keep_every_constraint_of_eq_3(problem):
     )
     weakest = min(effective_power(group, powers, num_microbatches) for group in groups)
     assert grouping.objective == pytest.approx(len(groups) * weakest)
+    near = group_devices(*problem, max_gap=0.1)
+    assert not near.optimal
+    assert near.gap <= 0.1
+    assert near.objective * 1.1 >= grouping.objective
 
 
 @pytest.mark.parametrize("counts", [(32, 16, 16), (341, 342, 341), (1024,), (5000, 3000, 2000)])
