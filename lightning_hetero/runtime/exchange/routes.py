@@ -20,6 +20,7 @@ from lightning_hetero.runtime.exchange.even import (
     GatheredUnit,
     ScatteredUnit,
 )
+from lightning_hetero.runtime.exchange.lines import PushedLine, is_line
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.parcel_table import Parcels
 from lightning_hetero.runtime.exchange.parcels import PulledParcels, PushedParcels
@@ -69,6 +70,9 @@ class PushedUnit(Protocol):
     @property
     def leaving(self) -> set[str]:
         """The parameters whose gradients leave this rank."""
+
+    def made(self) -> list[Tensor]:
+        """Return what holds the gradients that this rank's backward passes have made."""
 
     def post(self) -> None:
         """Post the gradients, which are final."""
@@ -141,7 +145,9 @@ class Routes:
         if (way := self._find_even(unit, push=True)) is not None:
             return ScatteredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
-        return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
+        parts = unit, self._find_parcels(unit, push=True), *common, group
+        pushed = PushedParcels(*parts)
+        return PushedLine(*parts) if is_line(pushed) else pushed
 
     def _find_even(self, unit: Unit, *, push: bool) -> EvenWay | None:
         key = unit.kind, push

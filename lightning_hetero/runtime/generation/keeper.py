@@ -18,6 +18,7 @@ import ctypes
 import enum
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -226,6 +227,10 @@ class Keeper:
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        if self._serves:
+            # Every member of the run is a client of it, several times over.
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         try:
             store = TCPStore(
                 self._address,

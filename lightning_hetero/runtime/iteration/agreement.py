@@ -31,6 +31,10 @@ __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 
 _NUM_INTEGERS = 8
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8, Kind.TOGETHER: 16}
+_KINDS = [
+    frozenset(kind for kind, bit in _BITS.items() if bits & bit) for bits in range(2 ** len(_BITS))
+]
+"""Kinds by the sum of their bits."""
 _MAX_KNOWN = 64
 
 
@@ -148,7 +152,7 @@ class Agreement:
             header.fingerprint,
             header.is_leaving,
             header.sees_guests,
-            sum(bit for kind, bit in _BITS.items() if kind in header.loss_kinds),
+            sum(_BITS[kind] for kind in header.loss_kinds),
             header.returns,
         ]
         integers = torch.tensor(numbers, dtype=torch.float64)
@@ -185,7 +189,7 @@ class Agreement:
             num_samples=int(num_samples.sum()),
             leaving=frozenset(is_leaving.nonzero()[0].tolist()),
             has_guests=bool(guests.any()),
-            loss_kinds=frozenset(kind for kind, bit in _BITS.items() if (kinds & bit).any()),
+            loss_kinds=_KINDS[int(np.bitwise_or.reduce(kinds))],
             returns=bool(returns.any()),
             sums=sums,
         )

@@ -270,7 +270,9 @@ class Engine:
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
             return row if self._speaks() else without_sums(row)
 
-        agreement = self._agreements.setdefault(phase, Agreement(self.comms, self.device))
+        if phase not in self._agreements:
+            self._agreements[phase] = Agreement(self.comms, self.device)
+        agreement = self._agreements[phase]
         agreement.begin(report, header, sums_of)
         return agreement
 

@@ -7,7 +7,6 @@ the start that all run the same thing: one that doesn't is named, and nobody han
 import json
 import os
 import platform
-import resource
 import sys
 import threading
 import time
@@ -25,11 +24,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.open_files import allow_clients_of_ancestor, allow_files
 
 __all__ = [
     "EXIT_CODE",
     "MAX_EAGER_RANKS",
-    "allow_connections",
     "check_alike",
     "connect_store",
     "end_process",
@@ -50,28 +49,6 @@ def end_process(global_rank: int, reason: str) -> None:
 
 MAX_EAGER_RANKS = 64
 """Ranks up to which gloo connects all pairs of each group when it is made."""
-_CONNECTIONS_PER_RANK = 2
-"""To the store: one for calls that may wait, one for the heartbeat."""
-_OTHER_FILES = 256
-"""Open at a time besides: of the run, its groups and its data."""
-
-
-def allow_connections(count: int) -> None:
-    """Let this process open this number of connections, and what else a run opens.
-
-    Raises:
-        ConfigurationError: The system's hard limit doesn't allow it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigurationError(
-            f"Rank 0 serves the store, which needs {needed} open files here, but the system allows "
-            f"{hard}. Raise the limit (ulimit -Hn {needed}) where the job is started."
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def connect_store(
@@ -88,13 +65,16 @@ def connect_store(
 
     Raises:
         PeerError: The other ranks didn't come within `start_timeout`.
-        ConfigurationError: Rank 0 may not open as many connections as the store needs.
+        ConfigurationError: The process that serves the store may not open enough files; on a rank
+            beside it.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world_size > MAX_EAGER_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if global_rank == 0 and not agent_serves:
-        allow_connections(_CONNECTIONS_PER_RANK * world_size)
+    if agent_serves and os.environ.get("LOCAL_RANK") == "0":
+        allow_clients_of_ancestor(port, world_size)
+    elif global_rank == 0 and not agent_serves:
+        allow_files(world_size)
     timeout_s = start_timeout.total_seconds()
     with ended_when_late(global_rank, f"the store at {address}:{port}", timeout_s):
         try:

@@ -88,11 +88,11 @@ class IterationLoss:
                 'num_microbatches=1; or say HeteroStrategy(loss_reduction="mean") to train on the '
                 "mean of the micro-batches' losses, as data parallelism does."
             )
-        loss, weight = totals[:, :2].sum(0)
+        loss, weight = totals[:, :2].sum(0).unbind()
         broken = totals[:, NUM_TOTALS - 1].any()
         if Kind.SUM in kinds:
             return cls(loss.float(), torch.ones_like(loss), broken, is_guessed=False)
-        scale = torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+        scale = weight.reciprocal().nan_to_num_(0.0, 0.0, 0.0)  # Of no targets: 0.
         return cls((loss / weight).float(), scale, broken, is_guessed=Kind.UNKNOWN in kinds)
 
 
@@ -105,8 +105,9 @@ def nonfinite_ranks(totals: Tensor) -> list[int]:
     Raises:
         StepError: The losses of micro-batches don't go together.
     """
-    check_ratios(totals[:, 2], totals[:, 3], "loss")
-    ranks: list[int] = totals[:, NUM_TOTALS - 1].nonzero().flatten().tolist()
+    columns = totals.numpy().T
+    check_ratios(columns[2].min(), columns[3].max(), "loss")
+    ranks: list[int] = columns[NUM_TOTALS - 1].nonzero()[0].tolist()
     return ranks
 
 
@@ -173,7 +174,7 @@ class NonfiniteGradients(Choice):
 
 
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return 1.0 if any element is NaN or infinite, else 0.0, without waiting for the device."""
+    """Return NaN if any element is NaN or infinite, else 0.0, without waiting for the device."""
     real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
     # A sum keeps what isn't finite, and reads each tensor once; of small ones the calls cost more.
     small = [item for item in real if item.numel() <= _SMALL_NUMEL]
@@ -183,7 +184,8 @@ def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
         sums.append(line.sum(dtype=torch.float32))
     if not sums:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.isfinite(torch.stack(sums)).all().logical_not().double()
+    total = torch.stack(sums).double().sum() if len(sums) > 1 else sums[0].double()
+    return total * 0.0
 
 
 def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -> None:

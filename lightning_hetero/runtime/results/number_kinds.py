@@ -199,15 +199,17 @@ def ends_of(ratios: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
-def check_ratios(least: Tensor, largest: Tensor, what: str) -> None:
+def check_ratios(low: float, high: float, what: str) -> None:
     """Refuse a sum of means over different targets whose shares differ between micro-batches.
+
+    Args:
+        low: The least ratio of all; see `ends_of`.
+        high: The largest.
+        what: What the sum is.
 
     Raises:
         StepError: One weight can't fit all of them; on every rank, if all call it.
     """
-    if not least.numel():
-        return
-    low, high = float(least.min()), float(largest.max())
     if low < high * (1 - 1e-6) or high == float("inf"):
         raise StepError(
             f"The {what} is a sum of means over different numbers of targets: {low:g} of one for "

@@ -276,9 +276,12 @@ def _batch_size_of(given: Tensor, otherwise: int) -> Any:
 
 def _check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
     """Refuse what is mixed and differs between micro-batches; warn of what is guessed and does."""
+    if not entry.doubt or not least.numel():
+        return
+    low, high = float(least.min()), float(largest.max())
     if entry.doubt == "mixed":
-        check_ratios(least, largest, f"{entry.name!r} that is logged")
-    elif entry.doubt == "guessed" and least.numel() and float(least.min()) < float(largest.max()):
+        check_ratios(low, high, f"{entry.name!r} that is logged")
+    elif low < high:
         rank_zero_warn(
             f"What is logged as {entry.name!r} isn't known to be a mean, sum or extreme over "
             "samples, so the values of micro-batches are averaged by target tokens, which may not "

@@ -12,15 +12,14 @@ Where none of them says it, the loss is taken for a mean over the targets of the
 function that the step called, or over samples, and the user is told.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
@@ -56,6 +55,9 @@ _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 
 
 _SAMPLES = {id(None), id(CONSTANT)}
+
+_Suspended = Any
+"""The watch itself, which was on top, or what was known then; None where nothing was watched."""
 
 
 class LossReduction(Choice):
@@ -125,22 +127,25 @@ class LossWatch(TorchFunctionMode):
         """Watch what the step calls from now on, with what was known before the first pause."""
         if self._known_at_pause is not None:
             self.reductions.restore(self._known_at_pause)
+        self._watch()
+
+    def _watch(self) -> None:
         if not self.is_active:
             self.is_active = True
-            self.__enter__()  # type: ignore[no-untyped-call]
+            torch._C._push_on_torch_function_stack(self)
 
     def pause(self) -> None:
         """Watch nothing until `resume`; what other modes over this one show it is forgotten."""
         if self._known_at_pause is None:
             self._known_at_pause = self.reductions.snapshot()
-        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+        if self._is_on_top():
             self.stop()
 
     def stop(self) -> None:
         """Watch nothing until `resume`."""
         if self.is_active:
             self.is_active = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            torch._C._pop_torch_function_stack()
 
     def end(self) -> None:
         """Watch no longer."""
@@ -148,20 +153,25 @@ class LossWatch(TorchFunctionMode):
         if self._trial is not None:
             self._trial.end()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Watch nothing inside this context; what other modes show it is forgotten."""
-        known = self.reductions.snapshot()
-        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        is_on_top = self.is_active and top is self
-        if is_on_top:
-            self.stop()
-        try:
-            yield
-        finally:
-            if is_on_top:
-                self.resume()
-            self.reductions.restore(known)
+    def suspend(self) -> "_Suspended":
+        """Watch nothing until `proceed`, which forgets what other modes over this one show it."""
+        if not self.is_active:
+            return None
+        if not self._is_on_top():
+            return self.reductions.snapshot()
+        self.stop()
+        return self
+
+    def proceed(self, suspended: "_Suspended") -> None:
+        """Watch again as before `suspend`, which has returned `suspended`."""
+        if suspended is self:
+            self._watch()
+        elif suspended is not None:
+            self.reductions.restore(suspended)
+
+    def _is_on_top(self) -> bool:
+        depth = torch._C._len_torch_function_stack()
+        return depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
 
     def __torch_function__(
         self,

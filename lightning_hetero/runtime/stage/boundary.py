@@ -152,9 +152,12 @@ class StageBoundary:
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer of a stage that has all layers."""
         current.called.append(call.index)
-        with current.loss_watch.paused():
+        suspended = current.loss_watch.suspend()
+        try:
             current.begin_layer(call.index)
             output = self._compute(current, call)
+        finally:
+            current.loss_watch.proceed(suspended)
         if call.index + 1 == current.num_layers:
             current.begin_layer(current.num_layers)
         if current.is_chain:

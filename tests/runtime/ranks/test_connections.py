@@ -1,15 +1,12 @@
 """How many connections a rank opens, and how many it may."""
 
-import resource
 import socket
 import threading
 from functools import partial
 
 import pytest
 
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.meeting import allow_connections
 from tests.processes import ProcessPool
 from tests.runtime.ranks.control_traffic import count_sockets, wait_for_frozen
 
@@ -77,23 +74,3 @@ def test_what_is_opened_is_returned_or_raised_and_hung_up(may_end: bool) -> None
                 connections.hang_up()
                 assert opened.recv(1) == b""
                 other.send(b"goes on")
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "raised_to"),
-    [(1024, 4096, 2304), (4096, 4096, None), (resource.RLIM_INFINITY, 4096, None)],
-)
-def test_the_rank_that_serves_the_store_may_open_as_many_files_as_it_needs(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised_to: int | None
-) -> None:
-    given: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
-    allow_connections(2048)
-    assert given == ([] if raised_to is None else [(raised_to, hard)])
-
-
-def test_a_limit_that_is_too_low_for_the_store_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    with pytest.raises(ConfigurationError, match=r"needs 2304 open files .* allows 1024"):
-        allow_connections(2048)

@@ -113,4 +113,4 @@ def test_one_number_that_is_not_finite_among_many_is_seen() -> None:
     assert float(has_nonfinite([], device)) == 0
     for value in (float("nan"), float("inf"), -float("inf")):
         tensors[1][1, 0] = value
-        assert float(has_nonfinite(tensors, device)) == 1
+        assert float(has_nonfinite(tensors, device)) != 0

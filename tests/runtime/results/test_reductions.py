@@ -184,10 +184,10 @@ def test_extremes_are_known_and_constants_need_no_weight() -> None:
 
 
 def test_means_over_other_targets_go_together_only_if_their_shares_stay() -> None:
-    def ends(*pairs: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    def ends(*pairs: tuple[float, float]) -> tuple[float, float]:
         ratios = [ratio_of((other,), torch.tensor(own)) for own, other in pairs]
         least, largest = ends_of([item for items in ratios for item in items], torch.device("cpu"))
-        return least[None], largest[None]
+        return float(least), float(largest)
 
     check_ratios(*ends(), "loss")
     check_ratios(*ends((2.0, 8.0), (3.0, 12.0), (0.0, 0.0)), "loss")
