@@ -228,6 +228,7 @@ def test_shared_memory_of_old_runs_is_freed(tmp_path, monkeypatch, capsys):
         ["--memory", "--older-than", "-1"],
         ["--memory", "--older-than", "nan"],
         [".", "--keep", "0"],
+        ["nowhere", "--keep", "1"],
     ],
 )
 def test_prune_says_what_it_takes(options, capsys):

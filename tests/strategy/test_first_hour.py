@@ -4,6 +4,7 @@ import copy
 import pickle
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -75,7 +76,25 @@ def test_an_embedding_that_is_checked_can_be_copied() -> None:
     assert not module.model.wte._forward_pre_hooks
 
 
+class WithoutOptimizer(ToyModule):
+    """Trains nothing, as plain Lightning lets it."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_without_an_optimizer_is_saved_and_goes_on(tmp_path: Path) -> None:
+    options = quiet(max_steps=1, devices=1, enable_checkpointing=True, default_root_dir=tmp_path)
+    for path in (None, tmp_path / "saved.ckpt"):
+        trainer = L.Trainer(**options, strategy=HeteroStrategy(plan=None))
+        trainer.fit(WithoutOptimizer(ToyOptions()), loader(8, 4), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+
 def test_a_strategy_belongs_to_one_trainer() -> None:
+    with pytest.raises(ConfigurationError, match="num_stages is 0; it must be 1 or more"):
+        HeteroStrategy(num_stages=0)
     options = quiet(max_steps=4, devices=1, strategy=HeteroStrategy(plan=None))
     L.Trainer(**options)
     with pytest.raises(ConfigurationError, match="belongs to another Trainer"):
