@@ -106,7 +106,7 @@ class Nodes:
         """Wait for a node's agent."""
         self.agents.processes[name].join(PATIENCE_S)
         if self.agents.processes[name].exitcode is None:
-            raise SystemExit(f"node {name} hasn't ended for {PATIENCE_S:.0f} s")
+            raise SystemExit(f"Node {name} hasn't ended for {PATIENCE_S:.0f} s.")
         del self.agents.processes[name]
 
     def check(self) -> None:
@@ -150,12 +150,15 @@ class Watch:
             self.events += new
             heard_s = time.monotonic() if new else heard_s
             if time.monotonic() - heard_s > PATIENCE_S:
-                raise SystemExit(f"the run has noted nothing for {PATIENCE_S:.0f} s")
+                raise SystemExit(f"The run has noted nothing for {PATIENCE_S:.0f} s.")
             for event in new:
                 if line := self._timeline.line(event):
                     self._console.print(line)
             if steps(MOST_STEPS)(self.events[start:]):
-                raise SystemExit(f"the run hasn't answered within {MOST_STEPS} steps")
+                raise SystemExit(
+                    f"The run hasn't answered within {MOST_STEPS} steps. Where the machine is busy "
+                    "with other work, emulated faults drown in that: try again when it is idle."
+                )
 
     def last(self, event: str) -> Event:
         """Return the last event of a kind."""
