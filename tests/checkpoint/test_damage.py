@@ -182,6 +182,21 @@ def test_pruning_leaves_other_runs_alone() -> None:
     assert found == {("old", 200), ("new", 60)}
 
 
+def test_the_remote_tier_is_pruned_while_a_disk_is_the_first_to_have_each() -> None:
+    disk, remote = MemoryStore(), MemoryStore()
+    tiers = [
+        Tier(kind=kind, store=store, keep=1)
+        for kind, store in ((TierKind.DISK, disk), (TierKind.REMOTE, remote))
+    ]
+    writer = CheckpointWriter(tiers)
+    alone = ParallelPlan.even(world_size=1, num_layers=4)
+    for step in range(1, 5):
+        assert writer.save(contents(step, alone, 1)[0]).wait_until_uploaded(20)
+    assert [item.step for item in checkpoints_in(remote.files)] == [3, 4]
+    writer.close()
+    assert [item.step for item in checkpoints_in(remote.files)] == [4]
+
+
 def test_a_manifest_names_files_of_its_own_alone() -> None:
     store = MemoryStore()
     save([store], TierKind.REMOTE, [1], keep=1, attempt=0)

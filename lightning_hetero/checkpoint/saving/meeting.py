@@ -220,8 +220,10 @@ class Meeting:
                 if text:
                     self.lasting.note(text)
         uploaded = self.uploads.newest_everywhere(statuses)
-        if uploaded is not None and self.lasting.reach(uploaded) and self._rank == 0:
-            self.uploads.settle_later(uploaded)
+        if uploaded is not None:
+            self.lasting.reach(uploaded)  # A disk may have been the first.
+            if self._rank == 0:
+                self.uploads.settle_later(uploaded)
 
     def _copy_to_peers(
         self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses

@@ -184,6 +184,7 @@ class Uploads:
         self._running: list[CheckpointId] = []
         self._deferred: tuple[OwnPart, Future[bool]] | None = None
         self._done: deque[CheckpointId] = deque(maxlen=_NUM_REMEMBERED)
+        self._settled: CheckpointId | None = None
         self._error = ""
 
     @property
@@ -276,8 +277,10 @@ class Uploads:
             uploaded.set_result(True)
 
     def settle_later(self, uploaded: CheckpointId) -> None:
-        """Note what all ranks have uploaded, after the uploads; one rank does it for all."""
-        self._thread.submit(self.settle, uploaded)
+        """Note what all ranks have uploaded, once, after the uploads; one rank does it for all."""
+        if uploaded != self._settled:
+            self._settled = uploaded
+            self._thread.submit(self.settle, uploaded)
 
     def settle(self, uploaded: CheckpointId | None = None) -> None:
         """Note in the remote tier what is complete there, and delete what is old."""
