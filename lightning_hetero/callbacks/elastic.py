@@ -283,9 +283,7 @@ class ElasticRestart(Callback):
         membership = None if strategy is None else strategy.processes.membership
         if membership is None or len(leaving) == trainer.world_size:
             return "nobody would be left"
-        assert membership.generation is not None
-        server = membership.generation.rank_of(0)
-        return "the store goes with the first process" if server in leaving else None
+        return "the store goes with its node" if membership.loses_store(leaving) else None
 
     def _confirm(self, saved: SavedCheckpoint) -> str | None:
         """Wait until a checkpoint is safe; returns what has kept it from that."""

@@ -225,9 +225,8 @@ class LayerwiseCheckpoint(Checkpoint):
             run_of(trainer).restart_s = report
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
-        if found.is_live:
-            assert recovered is not None
-            self._start = access.enter_behind(recovered)
+        if found.is_live and recovered is not None:
+            self._start = access.enter_later(recovered)
             # What was saved at that step may lack the parts of lost ranks, or even of others.
             self._last_step = 0
         self._recovered = recovered
@@ -312,6 +311,8 @@ class LayerwiseCheckpoint(Checkpoint):
             if step == trainer.max_steps or has_finished_epoch(trainer):
                 # What other callbacks do now, such as weight averaging, may change the slices.
                 self._wait_for_snapshot()
+        if self._access is not None:
+            self._access.begin()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -39,7 +39,7 @@ from lightning_hetero.runtime.ranks.failure import AgreedExit
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
-    from lightning_hetero.runtime.generation.membership import Generation
+    from lightning_hetero.runtime.generation.records import Generation
 
 __all__ = ["RunLog", "read_log"]
 

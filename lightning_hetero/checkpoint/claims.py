@@ -122,13 +122,16 @@ class Lease:
         """
         try:
             self._wait_for(self._read())
-            self._write()
+            if not self._ended.is_set():
+                self._write()
         except OccupiedError:
             raise
         except Exception as error:
             # Stores raise their client library's own types. Who needs the place will say so better.
             _log.warning("Can't see whether another job writes to %s: %r", self._store, error)
-        if self._shared:
+        if self._ended.is_set():
+            self._remove()  # Released meanwhile, since another rank was lost.
+        elif self._shared:
             self._thread.start()
 
     def _wait_for(self, owner: dict[str, Any] | None) -> None:
@@ -165,7 +168,8 @@ class Lease:
             # A place that doesn't answer is for the next save to complain of.
             with contextlib.suppress(Exception):
                 found = self._read()
-                if found is not None and found.get("session") != self._session:
+                is_own = found is None or found.get("session") == self._session
+                if found is not None and not is_own and not _is_of_own_run(found):
                     self._thief = found
                     return
                 if not self._ended.is_set():
@@ -204,8 +208,7 @@ class Lease:
         if _job() is not None and owner.get("job") == _job():
             # torchrun has ended all processes of a start before it begins the next one.
             return True
-        if membership_name() is not None and owner.get("membership") == membership_name():
-            # Who is lost while the others go on can't complete a checkpoint without them.
+        if _is_of_own_run(owner):
             return True
         if owner.get("machine") != machine_namespace():
             # To a disk of this machine's own nobody else can write: it was started again since.
@@ -220,6 +223,14 @@ class Lease:
             f"{owner.get('host')}, last seen {owner.get('at')} (its clock). End it, or give this "
             f"job another folder."
         )
+
+
+def _is_of_own_run(owner: dict[str, Any]) -> bool:
+    """Whether an owner is, or was, a member of this run: an earlier generation's, or a lost one.
+
+    Who is lost while the others go on can't complete a checkpoint without them.
+    """
+    return membership_name() is not None and owner.get("membership") == membership_name()
 
 
 def _job() -> list[str] | None:

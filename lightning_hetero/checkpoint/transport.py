@@ -160,7 +160,8 @@ def finish_together(
 ) -> "tuple[Future[_T], list[dict[str, Any]]]":
     """Let all ranks do something once, on a thread; as `Rounds.finish`, with what it came to.
 
-    The work tells its progress, so that a rank is waited for as long as its work moves.
+    The work tells its progress, so that a rank is waited for as long as its work moves. Where
+    another rank is lost it is given up, and may end later.
 
     Raises:
         CheckpointError: A rank couldn't, unless it `may_fail`; all ranks raise it.
@@ -169,7 +170,11 @@ def finish_together(
     done = thread.submit(work, thread.progress)
     thread.finish()
     rounds = Rounds(transport, Progress(), _STALL_S)
-    answers = rounds.finish(done, thread, lambda it: {} if it is None else describe(it))
+    try:
+        answers = rounds.finish(done, thread, lambda it: {} if it is None else describe(it))
+    except BaseException:
+        thread.progress.is_given_up = True
+        raise
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors and not may_fail:
         raise CheckpointError(" ".join(errors))

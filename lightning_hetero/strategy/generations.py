@@ -48,7 +48,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.generation.entering import (
     JOIN,
     find_layer_call_of_run,
@@ -56,6 +56,7 @@ from lightning_hetero.runtime.generation.entering import (
     split_address,
 )
 from lightning_hetero.runtime.generation.keeper import KEPT, KeeperTask, become_keeper
+from lightning_hetero.runtime.generation.vain import VainGenerations
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.setup.layout import find_layers
@@ -67,15 +68,13 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hetero.strategy.hooks import HookedStrategy
-    from lightning_hetero.strategy.processes import StartMethod
+    from lightning_hetero.strategy.processes import Processes, StartMethod
 
-__all__ = ["HeteroLauncher", "launcher_of"]
+__all__ = ["HeteroLauncher", "launcher_of", "size_that_stays"]
 
 _log = logging.getLogger(__name__)
 _NO_SCRIPT = ("-c", "-", "")
 """First entries of `sys.argv` where Python runs no file."""
-_MOST_IN_VAIN = 3
-"""Generations in a row that may end before any step is trained: the fault comes back then."""
 
 
 def launcher_of(
@@ -192,6 +191,25 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         )
 
 
+def size_that_stays(processes: "Processes", num_batches: int) -> int:
+    """Return how many batches of a loader make an iteration, as before; collective.
+
+    Args:
+        processes: This process among the others.
+        num_batches: What this process knows; 0 where it has just come.
+
+    Raises:
+        CheckpointError: All who knew are lost, and only newcomers are left.
+    """
+    most = processes.most(num_batches)
+    if not most:
+        raise CheckpointError(
+            "All ranks that had trained were lost before newcomers had been told what they train. "
+            "Start the run again; it goes on from its newest checkpoint."
+        )
+    return most
+
+
 def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
     """Compile a layer and load its kernels, before anybody waits for this newcomer."""
     call = find_layer_call_of_run(strategy._processes._start_timeout)
@@ -238,7 +256,7 @@ class _Generations:
         self._strategy = strategy
         self._processes = strategy.processes
         self._trainer: Any = trainer
-        self._num_in_vain = 0
+        self._vain = VainGenerations()
         self._newcomers: tuple[int, ...] = ()
         """Members that weren't in the generation before this one."""
         self._processes.outlive_ranks(silence)
@@ -290,12 +308,9 @@ class _Generations:
             return f"Newcomers {list(newcomers)} couldn't be taken in. {reason}"
         if lost is None:
             return None
-        self._num_in_vain = 0 if trained else self._num_in_vain + 1
-        why = ""
+        why = self._vain.note(has_trained=trained)
         if not self._strategy.has_begun_training:
             why = "training hadn't begun"
-        elif self._num_in_vain >= _MOST_IN_VAIN:
-            why = f"{self._num_in_vain} generations in a row have trained no step"
         if why:
             _log.warning("Not going on in place, because %s. %s", why, lost)
         return None if why else str(lost)

@@ -47,7 +47,7 @@ from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointing, LayerOptions
 from lightning_hetero.strategy.engine_options import EngineOptions
-from lightning_hetero.strategy.generations import launcher_of
+from lightning_hetero.strategy.generations import launcher_of, size_that_stays
 from lightning_hetero.strategy.hooks import HookedStrategy
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.run import Run
@@ -350,7 +350,7 @@ class HeteroStrategy(HookedStrategy):
         request = self._request
         if self.awaits_recovery:
             # An iteration stays what it was, whoever is left or comes.
-            self._num_batches = self.broadcast(self._num_batches)
+            self._num_batches = size_that_stays(self._processes, self._num_batches)
             members = self._processes.membership
             first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)

@@ -28,7 +28,8 @@ from lightning_hetero.runtime.generation.entering import (
     open_membership,
 )
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
-from lightning_hetero.runtime.generation.membership import Generation, Membership
+from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.generation.records import Generation
 from lightning_hetero.runtime.ranks.communicators import Communicators, reduce_over
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import (

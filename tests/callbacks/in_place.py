@@ -67,6 +67,9 @@ class Record(Callback):
         place = {"rank": trainer.global_rank, "size": trainer.world_size}
         self.write(begin=trainer.global_step, zero=zero, **place)
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.write(ended=trainer.global_step)
+
     def on_generation(self, trainer: Any, old: Any, new: Any) -> None:
         self._told = (new.number, trainer.global_rank, trainer.world_size)
 

@@ -64,7 +64,7 @@ def entry(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_save_waits_until_the_places_are_entered(entry: Any) -> None:
-    assert entry.access.enter_behind(entry.recovered) == CheckpointId(0, 3, "run")
+    assert entry.access.enter_later(entry.recovered) == CheckpointId(0, 3, "run")
     asked: list[Any] = []
     saving = threading.Thread(target=lambda: asked.append(entry.access.writer))
     saving.start()
@@ -80,17 +80,27 @@ def test_a_save_waits_until_the_places_are_entered(entry: Any) -> None:
 
 def test_what_is_entered_after_a_fit_has_ended_is_left_at_once(entry: Any) -> None:
     """Else the run's own lease would keep its next generation, or its restart, out."""
-    entry.access.enter_behind(entry.recovered)
+    entry.access.enter_later(entry.recovered)
+    entry.access.begin()
     entry.access.leave()
     assert not entry.lease.released.is_set()
     entry.come.set()
     assert entry.lease.released.wait(PATIENCE_S)
 
 
+def test_nothing_is_entered_before_a_step_is_trained(entry: Any) -> None:
+    entry.come.set()
+    entry.access.enter_later(entry.recovered)
+    assert entry.access._to_enter is not None
+    entry.access.leave()
+    entry.access.begin()
+    assert not entry.access._entered.done()
+
+
 def test_what_went_wrong_behind_the_training_is_raised_by_the_next_save(entry: Any) -> None:
     entry.error = CheckpointError("full")
     entry.come.set()
-    entry.access.enter_behind(entry.recovered)
+    entry.access.enter_later(entry.recovered)
     with pytest.raises(CheckpointError, match="full"):
         entry.access.writer.save()
     assert entry.lease.released.is_set()

@@ -147,3 +147,43 @@ def test_a_place_that_does_not_answer_is_tried_again_and_holds_nobody_up() -> No
         threading.Event().wait(0.01)
     assert store.files
     lease.release()
+
+
+def test_an_earlier_generation_of_the_run_is_no_other_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was cut short may still write once more, after the next one has taken the place."""
+    monkeypatch.setenv("LIGHTNING_HETERO_MEMBERSHIP", "members/7")
+    store = MemoryStore()
+    lease = Lease(store, shared=True, beat_s=0.01)
+    lease.take()
+    left_by(store)
+    for _ in range(1000):
+        if owner_of(store)["session"] != "another":
+            break
+        threading.Event().wait(0.01)
+    lease.raise_if_lost()
+    assert lease._thread.is_alive()
+    lease.release()
+
+
+def test_a_lease_that_is_given_up_while_a_slow_place_takes_it_leaves_nothing() -> None:
+    store, writes, goes_on = MemoryStore(), threading.Event(), threading.Event()
+
+    def slow(verb: str, name: str) -> None:
+        if verb == "write":
+            writes.set()
+            goes_on.wait()
+
+    lease = Lease(FaultyStore(store, slow), shared=True, beat_s=0.01)
+    taking = threading.Thread(target=lease.take)
+    taking.start()
+    writes.wait()
+    lease.release()
+    goes_on.set()
+    taking.join()
+    assert not store.files
+    late = Lease(store, shared=True, beat_s=0.01)
+    late.release()
+    late.take()
+    assert not store.files

@@ -1,13 +1,14 @@
 """One rank's access to the places of a run: who may write there, which run it is, and the writer.
 
 Where a fit begins from a checkpoint the ranks enter the places first, together. Where they go on
-from what they still had, nothing is read, so they enter behind the first steps: a save waits for
-it, and what went wrong is raised there, by all ranks.
+from what they still had, nothing is read, so they enter behind the training, once they have trained
+a step: a save waits for it, and what went wrong is raised there, by all ranks.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_hetero.callbacks.checkpointing.places import Joined, Places, join, release
@@ -68,6 +69,8 @@ class Access:
         self._options = options
         self._skip_unreadable = skip_unreadable
         self._entered: Future[_Entered] = Future()
+        self._to_enter: Callable[[], object] | None = None
+        """What begins to enter later."""
 
     def enter(self, look: Callable[..., Recovered | None], *, anew: bool) -> CheckpointId:
         """Enter, and find out what is there; communicates.
@@ -107,25 +110,32 @@ class Access:
         self._entered.set_result(_Entered(joined=joined, writer=writer))
         return start
 
-    def enter_behind(self, recovered: Recovered) -> CheckpointId:
-        """Enter behind the training that goes on from what the ranks had.
+    def enter_later(self, recovered: Recovered) -> CheckpointId:
+        """Enter once `begin` is called, or where it is needed first: training goes on before it.
 
-        Nobody else may use the transport from now on.
+        Nobody else may use the transport from then on.
 
         Returns:
             Step 0 of the attempt that begins.
         """
+        self._to_enter = partial(self.enter, lambda *_, **__: recovered, anew=False)
+        return CheckpointId(0, recovered.report.attempt, recovered.id.run)
+
+    def begin(self) -> None:
+        """Begin behind the training with what was to be entered later, if anything was."""
+        enter, self._to_enter = self._to_enter, None
+        if enter is None:
+            return
 
         def work() -> None:
             try:
-                self.enter(lambda *_, **__: recovered, anew=False)
+                enter()
             except BaseException as error:
                 self._entered.set_exception(error)
 
         thread = BackgroundThread("checkpoint-start")
         thread.submit(work)
         thread.finish()
-        return CheckpointId(0, recovered.report.attempt, recovered.id.run)
 
     @property
     def node_of_rank(self) -> tuple[str, ...]:
@@ -156,10 +166,12 @@ class Access:
         entered.writer.close()
 
     def leave(self) -> None:
-        """Give all up, also what is entered only later."""
+        """Give all up, also what would be entered only later."""
+        self._to_enter = None
         self._entered.add_done_callback(_leave)
 
     def _wait(self) -> _Entered:
+        self.begin()
         return self._entered.result(_PATIENCE_S)
 
 

@@ -238,7 +238,7 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
     """
     leases: list[Lease] = []
 
-    def enter(_: Progress) -> tuple[list[Tier], str, str]:
+    def enter(progress: Progress) -> tuple[list[Tier], str, str]:
         if is_first_of_node:
             places.forget_old_memory()
         tiers = places.tiers()
@@ -248,6 +248,7 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
                 transport.global_rank, is_first_of_node=is_first_of_node
             )
             if is_own and tier.kind is not TierKind.MEMORY:
+                progress.refuse_if_late()
                 leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
                 leases[-1].take()
         return tiers, node, disk

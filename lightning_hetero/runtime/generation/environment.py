@@ -5,7 +5,7 @@ import os
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_hetero.runtime.generation.membership import Generation
+from lightning_hetero.runtime.generation.records import Generation
 
 __all__ = ["GenerationEnvironment"]
 

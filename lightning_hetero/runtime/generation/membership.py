@@ -26,15 +26,14 @@ is served:
   package, is there already, and all it has to do here is to compare and set.
 """
 
-import json
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import PeerError
@@ -43,61 +42,26 @@ from lightning_hetero.runtime.generation.records import (
     ENDED,
     NEWEST,
     NEWS,
+    Generation,
+    Member,
+    forget_members,
     gone_key,
+    has_formed,
+    loses_store,
+    meeting_of,
+    members_of,
+    propose,
     tell_gone,
 )
 from lightning_hetero.runtime.ranks.heartbeat import Silence
 
 __all__ = [
-    "Generation",
-    "Member",
     "Membership",
     "SignsOfLife",
     "silence_of",
 ]
 
 _POLL_S = 0.01
-
-
-class Member(NamedTuple):
-    """One process of a run."""
-
-    number: int
-    """Its own for the whole run, also after it is lost."""
-    node: str
-    """Names its node."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """Members that train together."""
-
-    number: int
-    members: tuple[Member, ...]
-    """By rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return len(self.members)
-
-    def rank_of(self, number: int) -> int | None:
-        """Return a member's rank, None if it isn't in here."""
-        return next((r for r, item in enumerate(self.members) if item.number == number), None)
-
-    def local_rank_of(self, global_rank: int) -> int:
-        """Return the place of a rank among those of its node."""
-        node = self.members[global_rank].node
-        return sum(item.node == node for item in self.members[:global_rank])
-
-    def without(self, other: "Generation") -> tuple[int, ...]:
-        """Return the ranks in here whose members aren't in another generation."""
-        kept = {item.number for item in other.members}
-        return tuple(r for r, item in enumerate(self.members) if item.number not in kept)
-
-    def newcomers_since(self, old: "Generation") -> tuple[int, ...]:
-        """Return the numbers of the members that weren't in the generation before."""
-        return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
 
 
 class SignsOfLife(Protocol):
@@ -169,12 +133,11 @@ class Membership:
         return numbers if max(numbers, default=0) < count else None
 
     def store_of(self, generation: Generation) -> Store:
-        """Return what a generation's ranks meet in; no other generation uses these names.
+        """Return what a generation's ranks meet in, over a client of its own.
 
-        A client of its own: whoever waits in it keeps no heartbeat waiting.
+        Whoever waits in it keeps no heartbeat waiting.
         """
-        own = self._store.clone()  # type: ignore[attr-defined]
-        return PrefixStore(f"generation/{generation.number}", own)
+        return meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
 
     # -- forming --------------------------------------------------------------------------------
 
@@ -196,14 +159,32 @@ class Membership:
                 comes first says otherwise.
 
         Raises:
-            PeerError: The others go on without this member, or the store doesn't answer.
+            PeerError: The others go on without this member; not all have come to the first
+                generation; or the store is gone.
         """
         number = 0 if self.generation is None else self.generation.number + 1
-        self._say_here(number)
-        called = [] if number == 0 else newcomers.call(self._store, number, anybody=calls_guests)
-        expected = list(dict.fromkeys([*expected, *called]))
+        with _needs_store():
+            self._say_here(number)
+            called = newcomers.call(self._store, number, anybody=calls_guests) if number else []
+            self._agree(number, list(dict.fromkeys([*expected, *called])), called, is_silent)
+            formed = self._enter(number)
+            if number == 0 and formed.world_size < len(expected):
+                # A run that begins with fewer would train something else than was asked for.
+                left = {member.number for member in formed.members}
+                lost = [f"rank {n}: {self.reason_of(n)}" for n in expected if n not in left]
+                raise PeerError(f"Ranks were lost before training began. {' '.join(lost)}")
+        return formed
+
+    def _agree(
+        self,
+        number: int,
+        expected: Sequence[int],
+        called: Sequence[int],
+        is_silent: Callable[[int], bool],
+    ) -> None:
+        """Wait for those who are expected until somebody's proposal of a generation counts."""
         deadline_s = time.monotonic() + self._patience_s
-        while not self._store.check([f"members/{number}"]):
+        while not has_formed(self._store, number):
             here, missing = self._look(number, expected)
             # Who is here may freeze, too, while others are waited for.
             beating = {member.number for member in here}.difference([self.number], called)
@@ -213,10 +194,9 @@ class Membership:
                 elif other in missing and time.monotonic() > deadline_s:
                     self.tell_gone(other, f"It didn't come within {self._patience_s:.0f} s.")
             if not missing:
-                self._store.compare_set(f"members/{number}", "", json.dumps(here))
+                propose(self._store, number, here)
             else:
                 time.sleep(_POLL_S)
-        return self._enter(number)
 
     def form_next(
         self,
@@ -265,7 +245,7 @@ class Membership:
         newcomers.note_entered(self._store, self.number)
         self._say_here(number)
         deadline_s = time.monotonic() + self._patience_s
-        while not self._store.check([f"members/{number}"]):
+        while not has_formed(self._store, number):
             if time.monotonic() > deadline_s:
                 raise PeerError(
                     f"Generation {number}, which had called this process, didn't form within "
@@ -277,12 +257,16 @@ class Membership:
     def wait_for_next(self, timeout_s: float) -> None:
         """Stay, as one that leaves, until the others have formed the next generation, or so long.
 
-        They have stopped using the old one's groups then.
+        They have stopped using the old one's groups then. Where a rank was lost meanwhile, others
+        may not know who leaves, and would wait for this one.
         """
         assert self.generation is not None
         deadline_s = time.monotonic() + timeout_s
-        key = f"members/{self.generation.number + 1}"
-        while not self._store.check([key]) and time.monotonic() < deadline_s:
+        number = self.generation.number + 1
+        while not has_formed(self._store, number) and time.monotonic() < deadline_s:
+            if self.find_gone() is not None:
+                self.tell_gone(self.number, "It was told to leave.")
+                return
             time.sleep(_POLL_S)
 
     def _say_here(self, number: int) -> None:
@@ -302,8 +286,7 @@ class Membership:
         return here, missing
 
     def _enter(self, number: int) -> Generation:
-        members = _decode(self._store.get(f"members/{number}"))
-        formed = Generation(number=number, members=members)
+        formed = Generation(number=number, members=members_of(self._store, number))
         if formed.rank_of(self.number) is None:
             why = self.reason_of(self.number) or "It came too late."
             raise PeerError(
@@ -322,16 +305,18 @@ class Membership:
     def _delete_names(self, number: int) -> None:
         """Delete what the ranks of a generation met in, which those of the next one have left.
 
-        Who was in it stays, for a member that comes back. So a store holds the names of two
-        generations, however many there were.
+        That it has formed stays, for a member that comes back, and who was in the first one. So a
+        store holds the names of two generations, and one short entry for each other one.
         """
-        for prefix in (f"here/{number}", f"generation/{number}"):
-            names = PrefixStore(prefix, self._store)
+        here = PrefixStore(f"here/{number}", self._store)
+        for names in (here, meeting_of(self._store, number)):
             with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
                 for name in names.list_keys():
                     names.delete_key(name)
         with suppress(RuntimeError, AttributeError):
             self._store.delete_key(newcomers.call_key(number))
+            if number > 0:
+                forget_members(self._store, number)
 
     # -- who comes ------------------------------------------------------------------------------
 
@@ -350,6 +335,11 @@ class Membership:
         key = gone_key(member)
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    def loses_store(self, leaving: Collection[int]) -> bool:
+        """Whether the store goes with ranks that leave; see `records.loses_store`."""
+        assert self.generation is not None
+        return loses_store(self._store, self.generation, leaving)
+
     def tell_end(self) -> None:
         """Say that training has ended as it should."""
         self._store.set(ENDED, "")
@@ -367,6 +357,19 @@ class Membership:
             if reason is not None:
                 return rank, f"Rank {rank} is gone: {reason}"
         return None
+
+
+@contextmanager
+def _needs_store() -> Iterator[None]:
+    """Say what it means that the store is gone."""
+    try:
+        yield
+    except DistError as error:
+        raise PeerError(
+            "The store of the membership is gone, so nobody can agree on who goes on: the node "
+            "that serves it is lost, or this process is cut off from it. It ends; start the run "
+            f"again, and it goes on from its newest checkpoint. ({error})"
+        ) from error
 
 
 def silence_of(
@@ -393,7 +396,3 @@ def silence_of(
         return watched[rank].look(beats) > limit_s
 
     return is_silent
-
-
-def _decode(members: bytes) -> tuple[Member, ...]:
-    return tuple(Member(number, node) for number, node in json.loads(members))

@@ -27,14 +27,15 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.generation.records import (
     ENDED,
-    NEWEST,
     NEWS,
     gone_key,
     is_anybody_left,
     is_gone,
+    meeting_of,
+    newest_generation,
     tell_gone,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Silence
+from lightning_hetero.runtime.ranks.heartbeat import Silence, sign_of_life
 
 __all__ = [
     "Door",
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 _NUMBERS, _FIRST, _GUESTS, _CALL = "numbers", "first newcomer", "guests", "layer call"
 _KNOCK_S = 0.05
 _MOST_SILENT_S = 30.0
-"""After which one that doesn't knock any more is forgotten."""
+"""After which one that doesn't knock any more is forgotten, and a run that doesn't beat is over."""
 
 
 class Newcomer:
@@ -67,6 +68,7 @@ class Newcomer:
 
     def __init__(self, store: Store, facts: Mapping[str, str]) -> None:
         self._store = store
+        self._run_silence = Silence(1.0)
         self.number = int(store.add(_NUMBERS, 1)) - 1
         """The member's."""
         store.set(_facts(self.number), json.dumps(dict(facts)))
@@ -84,9 +86,10 @@ class Newcomer:
             self.knock()
             self._store.add(NEWS, 1)
             while time.monotonic() < deadline_s:
-                self._raise_if_turned_away()
-                coming = self._next_generation()
-                if coming is not None and self.number in _numbers(self._store, call_key(coming)):
+                newest = newest_generation(self._store)
+                self._raise_if_turned_away(newest)
+                coming = 0 if newest is None else newest + 1
+                if self.number in _numbers(self._store, call_key(coming)):
                     return coming
                 time.sleep(_KNOCK_S)
                 self.knock()
@@ -104,16 +107,7 @@ class Newcomer:
         """Show that this process lives."""
         self._store.add(_knocks(self.number), 1)
 
-    def _next_generation(self) -> int | None:
-        """Return the number of the first generation that hasn't formed."""
-        if not self._store.check([NEWEST]):
-            return None
-        coming = int(self._store.get(NEWEST)) + 1
-        while self._store.check([f"members/{coming}"]):
-            coming += 1
-        return coming
-
-    def _raise_if_turned_away(self) -> None:
+    def _raise_if_turned_away(self, newest: int | None) -> None:
         store, refused = self._store, f"refused/{self.number}"
         if store.check([refused]):
             raise ConfigurationError(store.get(refused).decode())
@@ -122,9 +116,18 @@ class Newcomer:
         if is_gone(store, self.number):
             reason = store.get(gone_key(self.number)).decode()
             raise PeerError(f"The run goes on without this process: {reason}")
-        if store.check([NEWEST]) and not is_anybody_left(store):
+        if newest is None:
+            return
+        if not is_anybody_left(store):
             raise PeerError(
                 "Nobody is left of the run: it has failed, or was started anew. Start this again."
+            )
+        # Where all nodes are lost at once but the store's, nobody says so.
+        sign = newest, sign_of_life(meeting_of(store, newest), 0)
+        if self._run_silence.look(sign) > _MOST_SILENT_S:
+            raise PeerError(
+                f"The run has shown no sign of life for {_MOST_SILENT_S:.0f} s: it has failed. "
+                "Start this again once it trains."
             )
 
 
@@ -198,7 +201,9 @@ class Door:
             return False
         guests = _numbers(store, _GUESTS)
         if lives and number not in guests:
-            store.set(_GUESTS, json.dumps([*guests, number]))
+            # Whoever isn't waiting any more is in, refused or gone.
+            waiting = [guest for guest in guests if guest in self._waiting]
+            store.set(_GUESTS, json.dumps([*waiting, number]))
         return True
 
 

@@ -1,21 +1,109 @@
-"""The records of a membership beside its generations, and their names."""
+"""The records of a membership: its generations, who is gone, and whether it has ended."""
 
 import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = [
     "ENDED",
     "NEWEST",
     "NEWS",
+    "Generation",
+    "Member",
+    "forget_members",
     "gone_key",
     "has_ended",
+    "has_formed",
     "is_anybody_left",
     "is_gone",
+    "loses_store",
+    "meeting_of",
+    "members_of",
+    "newest_generation",
+    "propose",
     "tell_gone",
 ]
 
 ENDED, NEWEST, NEWS = "ended", "newest", "news"
+
+
+class Member(NamedTuple):
+    """One process of a run."""
+
+    number: int
+    """Its own for the whole run, also after it is lost."""
+    node: str
+    """Names its node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Members that train together."""
+
+    number: int
+    members: tuple[Member, ...]
+    """By rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    def rank_of(self, number: int) -> int | None:
+        """Return a member's rank, None if it isn't in here."""
+        return next((r for r, item in enumerate(self.members) if item.number == number), None)
+
+    def local_rank_of(self, global_rank: int) -> int:
+        """Return the place of a rank among those of its node."""
+        node = self.members[global_rank].node
+        return sum(item.node == node for item in self.members[:global_rank])
+
+    def without(self, other: "Generation") -> tuple[int, ...]:
+        """Return the ranks in here whose members aren't in another generation."""
+        kept = {item.number for item in other.members}
+        return tuple(r for r, item in enumerate(self.members) if item.number not in kept)
+
+    def newcomers_since(self, old: "Generation") -> tuple[int, ...]:
+        """Return the numbers of the members that weren't in the generation before."""
+        return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
+
+
+def propose(store: Store, number: int, members: Sequence[Member]) -> None:
+    """Propose who is in a generation; the first proposal counts."""
+    store.compare_set(_members(number), "", json.dumps(members))
+
+
+def has_formed(store: Store, number: int) -> bool:
+    """Whether a generation has formed."""
+    return bool(store.check([_members(number)]))
+
+
+def members_of(store: Store, number: int) -> tuple[Member, ...]:
+    """Return who is in a generation that has formed; nobody once that is forgotten."""
+    return tuple(Member(*item) for item in json.loads(store.get(_members(number))))
+
+
+def meeting_of(store: Store, number: int) -> PrefixStore:
+    """Return what the ranks of a generation meet in; no other generation uses these names."""
+    return PrefixStore(f"generation/{number}", store)
+
+
+def forget_members(store: Store, number: int) -> None:
+    """Forget who was in a generation, but not that it has formed: a member may come back to it."""
+    store.set(_members(number), "[]")
+
+
+def newest_generation(store: Store) -> int | None:
+    """Return the number of the newest generation, None before the first one has formed."""
+    if not store.check([NEWEST]):
+        return None
+    number = int(store.get(NEWEST))  # Of whoever was the last to enter one, maybe an older one.
+    while has_formed(store, number + 1):
+        number += 1
+    return number
 
 
 def tell_gone(store: Store, member: int, reason: str) -> None:
@@ -37,10 +125,25 @@ def is_gone(store: Store, member: int) -> bool:
 
 def is_anybody_left(store: Store) -> bool:
     """Whether a member of the newest generation isn't gone."""
-    if not store.check([NEWEST]):
-        return False
-    members = json.loads(store.get(f"members/{int(store.get(NEWEST))}"))
-    return any(not is_gone(store, number) for number, _ in members)
+    newest = newest_generation(store)
+    members = () if newest is None else members_of(store, newest)
+    return any(not is_gone(store, member.number) for member in members)
+
+
+def loses_store(store: Store, generation: Generation, leaving: Collection[int]) -> bool:
+    """Whether the store's node goes with ranks that leave.
+
+    That is the first member's, which may be lost already: then with the last ones of its node.
+
+    Args:
+        store: The membership's.
+        generation: The newest.
+        leaving: Its ranks that leave.
+    """
+    first = members_of(store, 0)[0]
+    there = {rank for rank, member in enumerate(generation.members) if member.node == first.node}
+    is_left = there.difference(leaving)
+    return bool(there) and (not is_left or generation.rank_of(first.number) in leaving)
 
 
 def gone_key(member: int) -> str:
@@ -51,3 +154,7 @@ def gone_key(member: int) -> str:
 def has_ended(store: Store) -> bool:
     """Whether some member has trained to the end."""
     return bool(store.check([ENDED]))
+
+
+def _members(number: int) -> str:
+    return f"members/{number}"

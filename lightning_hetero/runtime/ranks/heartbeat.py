@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Bulletin", "Heartbeat", "Silence"]
+__all__ = ["Bulletin", "Heartbeat", "Silence", "sign_of_life"]
 
 _FAILURE, _NEWS, _SERVER_LEFT, _SUSPICION = "failure", "news", "server left", "suspicion"
 _GONE = 2**32
@@ -155,7 +155,7 @@ class Heartbeat:
 
         More than any rank's beats where it has said goodbye.
         """
-        return int(self._store.add(f"beat/{global_rank}", 0))
+        return int(self._store.add(_beat(global_rank), 0))
 
     def end(self, timeout_s: float) -> None:
         """Say goodbye, so that nobody misses this rank; wait so long for the store to hear it."""
@@ -166,7 +166,7 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             own = self._store.clone()  # type: ignore[attr-defined]
-            self._store = PrefixStore(f"heartbeat/{own.add(f'starts/{self._rank}', 1)}", own)
+            self._store = PrefixStore(f"heartbeat/{own.add(_starts(self._rank), 1)}", own)
             while not self._is_ending:
                 self._round()
                 self.has_begun.set()
@@ -189,7 +189,7 @@ class Heartbeat:
 
     def _say_goodbye(self) -> None:
         """Rank 0 stays, for a moment, until the others know that the store goes without harm."""
-        self._store.add(f"beat/{self._rank}", _GONE * (1 + self.peer))
+        self._store.add(_beat(self._rank), _GONE * (1 + self.peer))
         if self._rank != 0:
             self._see_server_leave()
             return
@@ -207,7 +207,7 @@ class Heartbeat:
 
     def _round(self) -> None:
         store = self._store
-        beat = store.add(f"beat/{self._rank}", 1)
+        beat = store.add(_beat(self._rank), 1)
         num_news = store.add(_NEWS, self._tell())
         if self._bulletin is not None:
             num_news += self._bulletin.num_news()
@@ -252,8 +252,27 @@ class Heartbeat:
         for _ in range(_MAX_HOPS):
             if peer == self._rank:
                 return peer, own_beat
-            beat = self._store.add(f"beat/{peer}", 0)
+            beat = self._store.add(_beat(peer), 0)
             if beat < _GONE:
                 break
             peer = beat // _GONE - 1
         return peer, beat
+
+
+def sign_of_life(store: Store, global_rank: int) -> tuple[int, int]:
+    """Return what changes as long as a rank of a run beats, for others than its ranks.
+
+    Args:
+        store: The run's; see `Heartbeat`.
+        global_rank: The rank.
+    """
+    start = store.add(_starts(global_rank), 0)
+    return start, PrefixStore(f"heartbeat/{start}", store).add(_beat(global_rank), 0)
+
+
+def _starts(global_rank: int) -> str:
+    return f"starts/{global_rank}"
+
+
+def _beat(global_rank: int) -> str:
+    return f"beat/{global_rank}"

@@ -1,5 +1,6 @@
 """Members of one process, each in a thread, agree on generations in one store."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,12 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.generation.membership import (
+from lightning_hetero.runtime.generation import records
+from lightning_hetero.runtime.generation.membership import Membership, silence_of
+from lightning_hetero.runtime.generation.records import (
     Generation,
-    Membership,
-    silence_of,
+    has_ended,
+    is_anybody_left,
+    is_gone,
 )
-from lightning_hetero.runtime.generation.records import has_ended, is_anybody_left, is_gone
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
 
@@ -64,6 +67,8 @@ def test_a_store_keeps_the_names_of_two_generations() -> None:
     # who was in it.
     grown = [later - earlier for earlier, later in pairwise(found)]
     assert grown == [1 + 4 + 3 + 1, 1 + 1, 1, 1]
+    # And that is short, but for the first generation and the last two.
+    assert [len(records.members_of(store, number)) for number in range(5)] == [4, 0, 0, 4, 4]
 
 
 def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> None:
@@ -74,6 +79,9 @@ def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> Non
     with ThreadPoolExecutor(3) as threads:
         formed = threads.map(lambda m: m.form(range(4), lambda number: number == 2), everyone)
     assert {item.world_size for item in formed} == {3}
+    for _ in range(3):
+        form(everyone)
+    # However late: its next generation is forgotten by then, but not that it has formed.
     with pytest.raises(PeerError, match=r"The others go on without this process \(member 2"):
         frozen.form(range(4))
     # Nor under the old names: those of each generation begin with its number.
@@ -96,9 +104,60 @@ def test_who_was_cut_off_from_the_store_forms_nothing() -> None:
             raise dist.DistNetworkError("no route to host")
 
     lone = Membership(Unreachable(), number=0, node="a")
-    with pytest.raises(dist.DistNetworkError):
+    with pytest.raises(PeerError, match=r"store of the membership is gone.*no route to host"):
         lone.form(range(1))
     assert lone.generation is None
+
+
+def test_a_run_begins_with_all_who_were_started_or_not_at_all() -> None:
+    """With fewer it would train on fewer samples than was asked for."""
+    everyone = members(dist.HashStore(), 3)
+    everyone[0].tell_gone(1, "Its process 7 ended with SIGKILL.")
+    with ThreadPoolExecutor(2) as threads:
+        forming = [threads.submit(everyone[rank].form, range(3)) for rank in (0, 2)]
+        for member in forming:
+            with pytest.raises(PeerError, match=r"before training began\. rank 1: Its process 7"):
+                member.result()
+
+
+def test_who_leaves_is_not_waited_for_by_those_who_were_not_told() -> None:
+    """All had stopped for it, and one was lost before the others had heard who leaves."""
+    store = dist.HashStore()
+    everyone = members(store)
+    form(everyone)
+    signs = SimpleNamespace(beats_of=lambda _: time.monotonic(), silence_since=lambda *_: 0.0)
+    with ThreadPoolExecutor(3) as threads:
+        leaver = threads.submit(everyone[3].wait_for_next, 20.0)
+        others = [threads.submit(item.form_next, signs, 20.0) for item in everyone[:2]]
+        everyone[3].tell_gone(2, "Its process 7 ended with SIGKILL.")
+        formed = [item.result(10.0)[1] for item in others]
+        leaver.result(10.0)
+    assert [member.number for member in formed[0].members] == [0, 1]
+    assert everyone[0].reason_of(3) == "It was told to leave."
+
+
+@pytest.mark.parametrize(
+    ("lost", "leaving", "goes"),
+    [
+        ((), (0,), True),
+        ((), (1,), False),
+        ((), (0, 1), True),
+        ((), (1, 2), False),
+        ((0,), (0,), True),
+        ((0,), (1,), False),
+        ((0, 1), (0,), False),
+    ],
+)
+def test_the_store_goes_with_whom_it_was_started_or_the_last_of_its_node(
+    lost: tuple[int, ...], leaving: tuple[int, ...], *, goes: bool
+) -> None:
+    everyone = members(dist.HashStore())
+    form(everyone)
+    for number in lost:
+        everyone[3].tell_gone(number, "SIGKILL")
+    left = [item for item in everyone if item.number not in lost]
+    form(left)
+    assert left[-1].loses_store(frozenset(leaving)) == goes
 
 
 def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:

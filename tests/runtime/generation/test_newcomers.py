@@ -1,5 +1,6 @@
 """Newcomers and members of one process, in one store: every way in which one comes, or doesn't."""
 
+import itertools
 import random
 import socket
 from collections.abc import Iterator
@@ -8,17 +9,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.core.errors import ConfigurationError, PeerError
+from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.generation import entering, newcomers
 from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
-from lightning_hetero.runtime.generation.membership import Generation, Membership
+from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
-from lightning_hetero.strategy.generations import _Generations
+from lightning_hetero.runtime.generation.records import Generation
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
+from lightning_hetero.strategy.generations import _Generations, size_that_stays
 from tests.processes import free_port
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
@@ -235,6 +239,44 @@ def test_a_newcomer_is_told_why_nobody_lets_it_in() -> None:
         PeerError, match=r"Nobody is left of the run: it has failed, or was started"
     ):
         Newcomer(store, FACTS).wait_for_call(20.0)
+
+
+def test_a_newcomer_does_not_wait_for_a_run_of_which_nobody_beats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All its nodes are lost at once, and nobody is left who could say so."""
+    monkeypatch.setattr(newcomers, "_MOST_SILENT_S", 0.2)
+    store, members = run_of(2)
+    with monkeypatch.context() as patch:
+        beats = itertools.count()
+        patch.setattr(newcomers, "sign_of_life", lambda *_: next(beats))
+        with pytest.raises(PeerError, match="Nobody has let this process in"):
+            Newcomer(store, FACTS).wait_for_call(0.5)
+    met = members[0].store_of(members[0].generation)
+    beating, before = Heartbeat(met, global_rank=0, world_size=1, interval_s=0.01), (1, 0)
+    while newcomers.sign_of_life(met, 0) <= before:
+        Event().wait(0.01)
+    beating.end(10.0)
+    with pytest.raises(PeerError, match="shown no sign of life for 0 s: it has failed"):
+        Newcomer(store, FACTS).wait_for_call(20.0)
+
+
+def test_who_came_in_or_is_gone_is_no_guest_for_ever() -> None:
+    store, members = run_of(1)
+    for _ in range(3):
+        coming = Coming(store)
+        see(members[0])
+        members.append(coming.membership)
+        form_next([*members[:-1]])
+        assert isinstance(coming.wait(), Generation)
+        assert newcomers._numbers(store, "guests") == [coming.number]
+
+
+def test_where_only_newcomers_are_left_nobody_trains_something_else() -> None:
+    processes: Any = SimpleNamespace(most=lambda own: own)
+    assert size_that_stays(processes, 4) == 4
+    with pytest.raises(CheckpointError, match="All ranks that had trained were lost"):
+        size_that_stays(processes, 0)
 
 
 def test_a_newcomer_whose_store_goes_is_told_so_at_once() -> None:

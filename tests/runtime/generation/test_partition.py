@@ -1,5 +1,7 @@
 """A network that falls apart and heals: one side goes on, and the other one never trains again."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -11,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.generation.membership import Generation, Membership
+from lightning_hetero.runtime.generation.membership import Membership
+from lightning_hetero.runtime.generation.records import Generation
 from tests.callbacks.in_place import BATCH, playing, undisturbed
 
 PATIENCE_S = 60.0
@@ -147,3 +150,32 @@ def test_processes_of_two_sides_never_both_train(tmp_path: Path) -> None:
         assert max(trained_far) < begun()[0]
         text = (node.folder / "log").read_text()
     assert "ranks go on in place, without ranks [1]" in text
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_processes_whose_store_does_not_answer_for_a_while_go_on_together(tmp_path: Path) -> None:
+    """Nobody trains meanwhile, no rank is lost, and no step is."""
+    first, last = 3, 12
+    options = {"num_steps": last, "every": 100, "heartbeat_s": 6.0, "redundancy": 1}
+    with playing(tmp_path / "run", 2, **options) as node:
+        node.let_go_on_to(first)
+        for rank in range(2):
+            node.wait_for_step(rank, first)
+        server = node.process.pid
+        assert server is not None
+        os.kill(server, signal.SIGSTOP)
+        while not all(any("ended" in item for item in node.records(rank)) for rank in range(2)):
+            time.sleep(0.05)
+        os.kill(server, signal.SIGCONT)
+        node.let_go_on_to(last)
+        assert node.wait_for_end() == 0, node.log()
+        losses = undisturbed(2, last)
+        for rank in range(2):
+            items = node.records(rank)
+            assert [item["size"] for item in items if "size" in item] == [2, 2]
+            found = {item["step"]: item["loss"] for item in items if "step" in item}
+            assert [item["step"] for item in items if "step" in item] == list(range(1, last + 1))
+            assert list(found.values()) == pytest.approx(losses, rel=1e-5)
