@@ -52,7 +52,7 @@ def check_room_for_standbys(
         return
     slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
     room = [usable_bytes(seat.device.memory_bytes) for seat in facts.detect_seats()]
-    for plan in (plans.first, *plans.candidates):
+    for plan in dict.fromkeys((plans.first, *plans.candidates)):
         used = state_memory(plan, facts, specs, slices)
         for rank, (has, needs) in enumerate(zip(room, used, strict=True)):
             if needs.total > has:

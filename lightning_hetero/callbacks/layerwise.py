@@ -200,7 +200,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._access = access = self._open(transport, is_first_of_node=is_first)
         owned = OwnedState(trainer)
         needs, goes_on = owned.needs(), _goes_on(trainer)
-        found = self._live.recover(trainer, needs, self._transport) if goes_on else Found(None)
+        found = self._live.recover(trainer, needs, transport) if goes_on else Found(None)
 
         def look(tiers: Sequence[Tier], **seen: Any) -> Recovered | None:
             nonlocal found
@@ -209,7 +209,7 @@ class LayerwiseCheckpoint(Checkpoint):
             return found.recovered
 
         if not found.is_live:
-            self._start = access.enter(look, anew=not (self._resume or goes_on))
+            self._start = access.enter(look, anew=not (self._resume or goes_on), tidies=not goes_on)
         recovered = found.recovered
         if recovered is not None:
             if not found.is_live:

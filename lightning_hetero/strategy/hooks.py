@@ -240,8 +240,9 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        is_end = not self.has_trained or self._trainer.is_last_batch
-        is_seen = is_end or is_looked_at(self._trainer.fit_loop.batch_idx + 1)
+        is_first = not (self.has_trained or self._slices.knows_uses)
+        is_seen = is_looked_at(self._trainer.fit_loop.batch_idx + 1)
+        is_seen |= is_first or self._trainer.is_last_batch
         with self._iterating(trains=True, is_looked_at=is_seen):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)

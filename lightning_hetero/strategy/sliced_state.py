@@ -88,6 +88,10 @@ class SlicedState:
         """Tensors that stand in the module for slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the values of the slices aren't there yet."""
+        self.knows_uses = False
+        """Whether uses of slices were watched behind an iteration, in any generation."""
+        self._knows_loss = False
+        """Whether an earlier generation has tried the loss; see `LossTrials`."""
 
     @property
     def _running(self) -> Engine:
@@ -103,6 +107,7 @@ class SlicedState:
     def begin(self, engine: Engine, *, trains: bool) -> None:
         """Take the engine of a run."""
         self.engine, self._comms, self._kept = engine, engine.comms, None
+        engine.loss_trials.is_known = self._knows_loss
         if trains:
             self._trained = engine.store
             self._standbys = StandbyCheck(
@@ -130,6 +135,7 @@ class SlicedState:
         self._forget_uses()
         if self.engine is not None:
             engine, self.engine = self.engine, None
+            self._knows_loss = engine.loss_trials.is_known
             self._awaited = stand_for_awaited(engine.store)
             engine.remove()
         for slot, awaited in self._awaited:
@@ -147,6 +153,7 @@ class SlicedState:
             self._cut_when_loading = None
         if self.engine is None:
             return
+        self.knows_uses = self._knows_loss = False
         engine, self.engine = self.engine, None
         if not failed:
             engine.buffers.share()
@@ -167,6 +174,7 @@ class SlicedState:
     def in_iteration(self, *, trains: bool, is_looked_at: bool) -> Iterator[None]:
         """Leave an iteration alone, and watch uses of slices behind it if that is looked at."""
         was_watched = self._uses is not None and self._uses.stop()
+        self.knows_uses |= was_watched
         yield
         if self._uses is not None and (is_looked_at if trains else was_watched):
             self._uses.start()

@@ -4,7 +4,9 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -12,6 +14,8 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.results.loss_trial import LossTrials
+from lightning_hetero.strategy.sliced_state import SlicedState
 from tests.processes import ProcessPool
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
@@ -144,3 +148,30 @@ def test_whole_weights_are_given_to_rank_0_or_to_all(pool: ProcessPool) -> None:
     first, second = pool.run(make_whole, 2)
     for name, value in first.items():
         assert (value == second[name]).all()
+
+
+def test_what_first_steps_are_watched_for_is_known_to_later_generations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their code is the same; where a run ends it is forgotten, for another module may follow."""
+    monkeypatch.setattr("lightning_hetero.strategy.sliced_state.stand_for_awaited", lambda _: [])
+    slices = SlicedState(whole_after_run=False)
+
+    def begin() -> Any:
+        engine = mock.MagicMock(loss_trials=LossTrials(), comms=SimpleNamespace(world_size=1))
+        slices.begin(engine, trains=False)
+        return engine
+
+    engine = begin()
+    for index in range(2):
+        assert engine.loss_trials.begin(index) == (index == 0)
+    slices._uses = mock.Mock(stop=lambda: True)
+    with slices.in_iteration(trains=True, is_looked_at=False):
+        assert slices.knows_uses
+    slices.await_recovery()
+    engine = begin()
+    assert not engine.loss_trials.begin(5)
+    assert slices.knows_uses
+    slices.end(None, failed=True)
+    assert begin().loss_trials.begin(5)
+    assert not slices.knows_uses

@@ -72,12 +72,15 @@ class Access:
         self._to_enter: Callable[[], object] | None = None
         """What begins to enter later."""
 
-    def enter(self, look: Callable[..., Recovered | None], *, anew: bool) -> CheckpointId:
+    def enter(
+        self, look: Callable[..., Recovered | None], *, anew: bool, tidies: bool = True
+    ) -> CheckpointId:
         """Enter, and find out what is there; communicates.
 
         Args:
             look: Returns what is recovered, given the tiers and what `recover` takes besides.
             anew: Whether a new run begins, whatever the places know.
+            tidies: See `join`.
 
         Returns:
             Step 0 of the attempt that begins; see `begin_run`.
@@ -87,7 +90,7 @@ class Access:
                 `begin_run` raise.
         """
         is_first = self._is_first_of_node
-        joined = join(self._places, self._transport, is_first_of_node=is_first)
+        joined = join(self._places, self._transport, is_first_of_node=is_first, tidies=tidies)
         seen: dict[str, Any] = {
             "node": joined.node,
             "transport": self._transport,
@@ -118,7 +121,7 @@ class Access:
         Returns:
             Step 0 of the attempt that begins.
         """
-        self._to_enter = partial(self.enter, lambda *_, **__: recovered, anew=False)
+        self._to_enter = partial(self.enter, lambda *_, **__: recovered, anew=False, tidies=False)
         return CheckpointId(0, recovered.report.attempt, recovered.id.run)
 
     def begin(self) -> None:

@@ -229,8 +229,16 @@ class Joined:
     """The copies that this rank holds for all; to be released in the end."""
 
 
-def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joined:
+def join(
+    places: Places, transport: Transport, *, is_first_of_node: bool, tidies: bool = True
+) -> Joined:
     """Open the places, tell the nodes apart and take the leases; every rank calls it. Communicates.
+
+    Args:
+        places: This node's.
+        transport: All ranks.
+        is_first_of_node: Whether this rank looks after its node's places.
+        tidies: Whether old leftovers are looked for: once a start, since there may be many.
 
     Raises:
         CheckpointError: A place can't be used, another job uses it, or machines share what should
@@ -239,7 +247,7 @@ def join(places: Places, transport: Transport, *, is_first_of_node: bool) -> Joi
     leases: list[Lease] = []
 
     def enter(progress: Progress) -> tuple[list[Tier], str, str]:
-        if is_first_of_node:
+        if is_first_of_node and tidies:
             places.forget_old_memory()
         tiers = places.tiers()
         node, disk = places.identify_node()

@@ -30,7 +30,6 @@ from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
 from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
-from lightning_hetero.runtime.exchange.unseen_changes import is_looked_at
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -52,6 +51,7 @@ from lightning_hetero.runtime.results.iteration_loss import (
     without_sums,
 )
 from lightning_hetero.runtime.results.late_numbers import LateNumbers
+from lightning_hetero.runtime.results.loss_trial import LossTrials
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -125,6 +125,7 @@ class Engine:
         """The plan that runs, made ready."""
         self._recomputation = RecomputationChoice(config.layer_options)
         self._late = LateNumbers(device)
+        self.loss_trials = LossTrials()
         self.gradients: dict[str, Tensor] = {}
         self.gradients_are_finite = True
         """Whether the last training iteration's were; the same on every rank."""
@@ -164,14 +165,13 @@ class Engine:
         # Cut.
         microbatches, first_index = self._cut(batch)
         is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
-        is_tried = key.phase not in self._agreements or is_looked_at(key.batch_idx + 1)
         results = StepResults(
             self.module,
             self.logs,
             self.device,
             loss_reduction=self.config.loss_reduction,
             is_training=is_training,
-            tries_loss=is_training and is_cut and is_tried,
+            tries_loss=is_training and is_cut and self.loss_trials.begin(key.batch_idx),
         )
         seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
         schedule = running.schedule(len(microbatches), is_training=is_training)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.models.batches import tensors_of
+from lightning_hetero.runtime.exchange.unseen_changes import is_looked_at
 from lightning_hetero.runtime.results.recording import Call, Recording, Value
 
-__all__ = ["LossTrial"]
+__all__ = ["LossTrial", "LossTrials"]
 
 _NUM_TRIALS = 6
 _NEGLIGIBLE = 1e-5
@@ -40,6 +41,25 @@ _PARTS: tuple[Callable[[Tensor, int], Tensor], ...] = (
     lambda samples, count: samples // 2 % 2 == 0,
 )
 """Samples of a part: between them they separate halves, neighbours and pairs of neighbours."""
+
+
+class LossTrials:
+    """The iterations whose losses are tried: the first one, and few later ones.
+
+    A trial takes several times as long as the loss. What the first one has found needn't be found
+    again where ranks are lost or come: their code is the same.
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        """Whether an iteration whose loss was tried has ended."""
+        self._is_under_way = False
+
+    def begin(self, batch_idx: int) -> bool:
+        """Return whether the loss of an iteration that begins is tried."""
+        self.is_known |= self._is_under_way  # What a trial finds ends the run.
+        self._is_under_way = not self.is_known
+        return self._is_under_way or is_looked_at(batch_idx + 1)
 
 
 class LossTrial:

@@ -24,6 +24,8 @@ def test_the_limit_of_a_start_isn_t_that_of_later_waits() -> None:
         strategy._processes._connect_store()
     assert connect.call_args.kwargs["start_timeout"] == long
     store.set_timeout.assert_called_once_with(short)
+    # A start is never allowed less than a set-up or a step.
+    assert HeteroStrategy(timeout=long, start_timeout=short)._processes._start_timeout == long
 
 
 @pytest.mark.parametrize("by_agent", [False, True])

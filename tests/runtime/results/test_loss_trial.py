@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_hetero.runtime.results.loss_trial import LossTrial
+from lightning_hetero.runtime.results.loss_trial import LossTrial, LossTrials
 from lightning_hetero.runtime.results.recording import Recording
 from lightning_hetero.runtime.results.targets import LossWatch
 
@@ -176,3 +176,18 @@ def test_packed_samples_meet_only_beyond_their_ends() -> None:
 
     assert not meets(lambda x: x[:2].mean().square() + x[2:].mean().square())
     assert meets(lambda x: x[:3].mean().square() + x[3:].mean().square())
+
+
+def test_a_loss_is_tried_until_an_iteration_has_ended_with_it_and_now_and_then() -> None:
+    trials = LossTrials()
+    assert [trials.begin(index) for index in range(3)] == [True, False, False]
+    assert trials.begin(99)
+    assert not trials.begin(100)
+    later = LossTrials()
+    later.is_known = trials.is_known  # As of a generation before.
+    assert not later.begin(7)
+    assert later.begin(0), "with each epoch's first batch again"
+    # One that was cut short has shown nothing.
+    cut = LossTrials()
+    assert cut.begin(5)
+    assert not cut.is_known
