@@ -67,14 +67,13 @@ class HookedStrategy(ParallelStrategy):
         self._processes = processes
         self._slices = slices
         self._start_method = start_method
-        self._num_nodes = 1
+        self._num_nodes, self._failed = 1, False
         self._dealer: Dealer | None = None
         """Knows which samples are whose; there from `setup` on."""
         self._steps: Steps | None = None
         """Runs the steps; there from `setup` on."""
         self.memory: MemoryWatch | None = None
         """Explains errors of memory, and says what fits; there from `setup` on."""
-        self._failed = False
         self.has_begun_training = False
         """Whether a fit has come to its first step; then all that it needs is saved."""
         self.has_trained = False
@@ -240,9 +239,8 @@ class HookedStrategy(ParallelStrategy):
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         assert self._steps is not None
-        is_first = not (self.has_trained or self._slices.knows_uses)
-        is_seen = is_looked_at(self._trainer.fit_loop.batch_idx + 1)
-        is_seen |= is_first or self._trainer.is_last_batch
+        is_end = self._trainer.is_last_batch or not (self.has_trained or self._slices.knows_uses)
+        is_seen = is_end or is_looked_at(self._trainer.fit_loop.batch_idx + 1)
         with self._iterating(trains=True, is_looked_at=is_seen):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
