@@ -8,7 +8,7 @@ that helps is kept, until none helps or the budget is spent.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_hetero.planner.arrangement import PipelineNodes
@@ -19,6 +19,8 @@ __all__ = ["WORTH_IMPROVING", "improve", "improve_best"]
 
 WORTH_IMPROVING = 1.03
 """A score may be so much above the best to be improved for its number of pipelines."""
+
+_Family = Callable[[Candidate, Estimator], Iterator[Candidate]]
 
 _MIN_GAIN = 1e-9
 _IMPROVED = 3
@@ -79,7 +81,7 @@ def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator, budget
 def _worth_improving(candidates: Sequence[Candidate], judge: Judge) -> list[Candidate]:
     """Return candidates, only one of those that differ in nodes alone, the likeliest first.
 
-    No move changes the number of pipelines, so the best of each number go first.
+    Most moves keep the number of pipelines, so the best of each number go first.
     """
     distinct: dict[object, Candidate] = {}
     firsts: dict[int, Candidate] = {}
@@ -99,14 +101,26 @@ def _has_equal_shares(candidate: Candidate) -> bool:
 def improve(candidate: Candidate, judge: Judge, estimator: Estimator, *, budget: int) -> Candidate:
     """Return the candidate after all moves that help, within `budget` simulated actions.
 
-    The estimator says whether pipelines must run equal shares.
+    First it gets or loses pipelines, within another budget. The estimator says whether pipelines
+    must run equal shares.
     """
+    resized = _improve_by(_RESIZES, candidate, judge, estimator, budget)
+    return _improve_by(_MOVES, resized, judge, estimator, budget)
+
+
+def _improve_by(
+    families: Sequence[_Family],
+    candidate: Candidate,
+    judge: Judge,
+    estimator: Estimator,
+    budget: int,
+) -> Candidate:
     best, score = candidate, judge.score(candidate)
     limit = judge.work_done + budget
     improved = True
     while improved:
         improved = False
-        for family in _MOVES:
+        for family in families:
             for moved in family(best, estimator):
                 if judge.work_done >= limit:
                     return best
@@ -291,9 +305,8 @@ def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
     return list(groups.values())
 
 
+_RESIZES = (_add_pipelines, _drop_pipelines)
 _MOVES = (
-    _add_pipelines,
-    _drop_pipelines,
     _move_layers,
     _move_layers_together,
     _move_microbatches,
