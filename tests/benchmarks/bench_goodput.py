@@ -5,7 +5,9 @@ its place at once: a newcomer with ours (`redundancy=1`), a new replica group of
 torchft, all four with torchrun. Each sample takes 25 ms, as on a device of its own, so that two
 cores can play four. All workers are forks of processes that have imported torch. torchft has its
 DDP and its Lighthouse, with our heartbeat's limit and a quorum that waits 1 s for who is alive: its
-default of 0.1 s leaves live replicas out where four share two cores.
+default of 0.1 s leaves live replicas out where four share two cores. Ours saves a checkpoint every
+200 steps, about as often as a worker is lost; torchrun's restarts, which read them, every 20;
+torchft none.
 
 * seconds without training: pauses between two ends of steps above three usual ones, without a usual
   one. A step that is trained again, or with fewer workers, is none.

@@ -165,8 +165,8 @@ def _ours(*, joins: bool, **more: Any) -> Iterator[Faulty]:
 
 @contextmanager
 def in_place() -> Iterator[Faulty]:
-    """Give a run that goes on in place, with a standby of each slice."""
-    with _ours(joins=True, redundancy=1) as run:
+    """Give a run that goes on in place, with standbys, so that checkpoints may be rare."""
+    with _ours(joins=True, redundancy=1, every=200) as run:
         yield run
 
 
