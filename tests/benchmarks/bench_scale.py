@@ -101,6 +101,7 @@ def _rows_of(plan: str, figures: dict[int, Figures]) -> list[Row]:
         row("set-up", "CPU s", lambda f: f.set_up_s, 1.0, is_ratio=False),
         row("change to a known plan", "CPU s", lambda f: f.change_s, 0.2, is_ratio=False),
         row("iteration", "CPU s", lambda f: f.iteration_s, 1.2, is_ratio=True),
+        row("Python calls an iteration", "", lambda f: f.num_python_calls, 1.05, is_ratio=True),
         row("calls an iteration", "", lambda f: f.num_calls, 1.0, is_ratio=True),
         row("messages an iteration", "", lambda f: f.num_messages, 1.0, is_ratio=True),
         row("groups made", "", lambda f: f.num_groups, 1.2, is_ratio=True),
