@@ -20,7 +20,6 @@ from lightning_hetero.runtime.exchange.even import (
     GatheredUnit,
     ScatteredUnit,
 )
-from lightning_hetero.runtime.exchange.lines import PushedLine, is_line
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
 from lightning_hetero.runtime.exchange.parcel_table import Parcels
 from lightning_hetero.runtime.exchange.parcels import PulledParcels, PushedParcels
@@ -145,9 +144,8 @@ class Routes:
         if (way := self._find_even(unit, push=True)) is not None:
             return ScatteredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
-        parts = unit, self._find_parcels(unit, push=True), *common, group
-        pushed = PushedParcels(*parts)
-        return PushedLine(*parts) if is_line(pushed) else pushed
+        # Not yet as a `PushedLine`: under plans that change and tensor parallelism it sums wrongly.
+        return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
 
     def _find_even(self, unit: Unit, *, push: bool) -> EvenWay | None:
         key = unit.kind, push
