@@ -6,6 +6,7 @@ empty: that is what optimizers, clipping, EMA and checkpoints see. During steps 
 used only by other stages are *stubs*: unknown tensors of the full shape, which take no memory.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,12 +18,13 @@ from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.slices import Interval, ParameterSpec, Slice, kept_rows
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.slices.host_memory import empty_at
+from lightning_hetero.runtime.slices.host_memory import PinnedBlocks
 from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
 __all__ = ["ComputeWeights", "SliceStore", "local_rows", "narrow_rows"]
 
+_MASTER_BYTES = 4
 _OF_CUT = (
     "A step uses parameter {name} outside of its module, but tensor parallelism has cut it among "
     "ranks. Compute what needs it inside the module, leave it out of the tensor-parallel plan, or "
@@ -88,6 +90,9 @@ class SliceStore:
             self.kept |= dict.fromkeys(names, kept_rows(items, global_rank))
             self.has_standbys |= any(item.standby is not None for item in items)
         self.dtype = dtype
+        num_elements = sum(math.prod(self.shape_of(name)) for name in self.specs)
+        is_pinned = on_host and device.type == "cuda"
+        self._pinned = PinnedBlocks(_MASTER_BYTES * num_elements) if is_pinned else None
         self.masters: dict[str, nn.Parameter] = {}
         self._stubs: dict[str, nn.Parameter] = {}
 
@@ -134,7 +139,10 @@ class SliceStore:
     def adopt_rows(self, name: str, rows: Tensor) -> None:
         """Keep a copy of this rank's slice of a parameter and register it in the module."""
         dtype = self.dtype if self.dtype and rows.is_floating_point() else rows.dtype
-        own = empty_at(self.owned_device, self.shape_of(name), dtype, reached_from=self.device)
+        if self._pinned is None:
+            own = torch.empty(self.shape_of(name), dtype=dtype, device=self.owned_device)
+        else:
+            own = self._pinned.empty(self.shape_of(name), dtype)
         own.copy_(rows.reshape(own.shape))
         self.masters[name] = nn.Parameter(own, requires_grad=self.specs[name].requires_grad)
         self.register(name)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything, seed_of
@@ -215,8 +214,8 @@ class StageBoundary:
         """Run a layer, and note what it leaves for later stages."""
         cuts = self._group is not None and self._group.cuts_tokens()
         is_looked_at = cuts or not current.is_last_stage
-        # Nothing looks at single operations here: layers and pulls read no outer weights.
-        with _WATCHED if current.reads is None else _disable_current_modes():
+        # Layers and pulls read no outer weights.
+        with _WATCHED if current.reads is None else current.reads.pause():
             current.begin_layer(call.index)
             before = self._leavings.look(call.index) if is_looked_at else None
             versions = call.versions() if current.has_stages else []

@@ -10,12 +10,18 @@ there only until the next epoch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.plan import ParallelPlan
@@ -116,6 +122,12 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._reads |= names
             self._mark(_tensors(made), names)
         return made
+
+    def pause(self) -> AbstractContextManager[Any]:
+        """Return a context whose operations pass unwatched; modes around the step see them."""
+        if _get_current_dispatch_mode() is self:
+            return _pop_mode_temporarily()
+        return _disable_current_modes()  # One that the step has entered: it can't stay alone.
 
     def reach_layers(self, given: Any) -> None:
         """Say that the stage's own layers begin, with these arguments."""

@@ -1,6 +1,7 @@
 """Only what is used of a parameter counts, not what is thrown away."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
+from lightning_hetero.testing.capped_memory import MemoryCounter
 
 IDS = torch.tensor([0, 2, 1])
 
@@ -56,3 +58,17 @@ def test_a_stage_behind_the_first_uses_what_reaches_its_layers_or_values(
 def test_the_first_stage_uses_all_that_it_reads() -> None:
     found = reads(lambda watch, table, head: F.embedding(IDS, table), is_first=True)
     assert found == {"table"}
+
+
+@pytest.mark.parametrize("is_covered", [False, True])
+def test_modes_around_a_step_see_what_passes_unwatched(*, is_covered: bool) -> None:
+    found: set[str] = set()
+    head = torch.randn(3, 4)
+    watch = ReadWatch({"head": head}, found, is_first=True)
+    inner = MemoryCounter(2**40) if is_covered else nullcontext()
+    with MemoryCounter(2**40) as counter, watch, inner:
+        before = counter.live_bytes
+        with watch.pause():
+            made = head + 1
+    assert not found
+    assert (counter.live_bytes - before == made.nbytes) is not is_covered
