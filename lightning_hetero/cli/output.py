@@ -130,6 +130,7 @@ def stage_rows(plan: ParallelPlan, cost: CostModel, simulation: Simulation) -> l
                 "num_microbatches": plan.pipelines[pipeline].num_microbatches,
                 "microbatch_size": plan.pipelines[pipeline].microbatch_size,
                 "recomputed_layers": stage.recomputed_layers,
+                "selective_layers": stage.selective_layers,
                 "recompute_s": simulation.stage_recompute_s[pipeline][index],
                 "memory_bytes": round(memory.total),
                 **{f"{term}_bytes": round(value) for term, value in memory._asdict().items()},

@@ -32,6 +32,8 @@ class StagePlan:
     recomputed_layers: int | None = None
     """How many of them, the first ones, compute their activations again in backward; None leaves it
     to the budget, or to the strategy's option."""
+    selective_layers: int | None = None
+    """How many of those behind them compute all again but matrix products and attention."""
     activation_budget_bytes: int | None = None
     """Most bytes of activations that each rank keeps of the stage's layers. Every micro-batch
     recomputes just as many layers as that takes; None sets no limit."""
@@ -43,17 +45,19 @@ class StagePlan:
             raise PlanError(
                 f"Stage ranks {list(self.ranks)} hold a negative rank; ranks start at 0."
             )
+        where = f"Stage on ranks {list(self.ranks)}"
         if self.layers.step != 1 or len(self.layers) == 0 or self.layers.start < 0:
             raise PlanError(
-                f"Stage on ranks {list(self.ranks)} has layers [{self.layers.start}, "
-                f"{self.layers.stop}); a stage needs at least one layer, [first, last + 1)."
+                f"{where} has layers [{self.layers.start}, {self.layers.stop}); a stage needs at "
+                "least one layer, [first, last + 1)."
             )
-        check_recomputation(
-            f"Stage on ranks {list(self.ranks)}",
-            len(self.layers),
-            recomputed_layers=self.recomputed_layers,
-            activation_budget_bytes=self.activation_budget_bytes,
-        )
+        check_recomputation(where, len(self.layers), **self.recomputation)
+
+    @property
+    def recomputation(self) -> dict[str, int | None]:
+        """What it says of recomputation, by field."""
+        names = "recomputed_layers", "selective_layers", "activation_budget_bytes"
+        return {name: getattr(self, name) for name in names}
 
     @property
     def tp_degree(self) -> int:
@@ -200,10 +204,8 @@ class ParallelPlan:
     @property
     def works_by_layers(self) -> bool:
         """Whether it needs a list of layers: it cuts the model into stages or recomputes layers."""
-        return self.max_stages > 1 or any(
-            stage.recomputed_layers or stage.activation_budget_bytes
-            for _, _, stage in self.iter_stages()
-        )
+        parts = (stage.recomputation.values() for _, _, stage in self.iter_stages())
+        return self.max_stages > 1 or any(map(any, parts))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -325,7 +327,7 @@ class ParallelPlan:
                             "ranks": list(stage.ranks),
                             "layers": [stage.layers.start, stage.layers.stop],
                         }
-                        | _given(stage, "recomputed_layers", "activation_budget_bytes")
+                        | _given(stage, *stage.recomputation)
                         for stage in pipeline.stages
                     ]
                 }
@@ -380,13 +382,11 @@ class ParallelPlan:
             for pipeline_index, stage_index, stage in self.iter_stages()
         ]
         header = ["pipeline", "stage", "ranks", "tp", "layers", "count", "micro-batches"]
-        recomputed = [
-            describe_recomputation(stage.recomputed_layers, stage.activation_budget_bytes)
-            for _, _, stage in self.iter_stages()
-        ]
-        if any(recomputed):
+        stages = [stage for _, _, stage in self.iter_stages()]
+        cells = [describe_recomputation(**stage.recomputation) or "-" for stage in stages]
+        if set(cells) != {"-"}:
             header.append("recomputed")
-            rows = [(*row, cell or "-") for row, cell in zip(rows, recomputed, strict=True)]
+            rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
         return format_table(header, rows)
 
 

@@ -95,6 +95,9 @@ class LayerMemory:
     recomputed_bytes_per_token: float | None = None
     """The same of one layer that is computed again in backward: its input; None if it wasn't
     measured."""
+    products_bytes_per_token: float | None = None
+    """What a layer that keeps only matrix products and attention keeps beside its input; None if it
+    wasn't measured."""
 
     def __post_init__(self) -> None:
         values = (
@@ -102,6 +105,7 @@ class LayerMemory:
             self.head_bytes_per_token,
             self.embedding_bytes_per_token,
             self.recomputed_bytes_per_token or 0.0,
+            self.products_bytes_per_token or 0.0,
         )
         if self.tp_degree < 1 or not all(math.isfinite(v) and v >= 0 for v in values):
             raise ProfileError(f"Memory at TP {self.tp_degree} is {values}; measure again.")

@@ -2,7 +2,8 @@
 
 A layer that is recomputed keeps its input instead of all that autograd saves. Always the stage's
 first layers are recomputed: backward comes to them last, when the kept layers of the micro-batch
-have gone and left room for the one that is computed again.
+have gone and left room for the one that is computed again. A fixed number of the layers behind them
+may be recomputed *selectively*: matrix products and attention are kept as well.
 
 Let micro-batch m have t_m tokens and keep k_m of the stage's n layers; K and R are the bytes per
 token of a kept and of a recomputed layer. When its backward begins, with the micro-batches W_m in
@@ -58,25 +59,32 @@ class LayerBytes:
 def check_recomputation(
     where: str,
     num_layers: int,
-    *,
     recomputed_layers: int | None,
+    selective_layers: int | None,
     activation_budget_bytes: int | None,
 ) -> None:
     """Refuse what a plan says of a stage's recomputation, if that can't be.
 
     Raises:
-        PlanError: A number is out of range, or both are given.
+        PlanError: A number is out of range, or a budget is given beside numbers.
     """
-    recomputed, budget = recomputed_layers, activation_budget_bytes
-    if recomputed is not None and budget is not None:
+    recomputed, selective = recomputed_layers, selective_layers
+    budget, left = activation_budget_bytes, num_layers - (recomputed_layers or 0)
+    if budget is not None and (recomputed is not None or selective is not None):
         raise PlanError(
-            f"{where} has recomputed_layers {recomputed} and activation_budget_bytes {budget}. "
-            "Give one of them: the budget decides how many layers each micro-batch recomputes."
+            f"{where} has recomputed_layers {recomputed}, selective_layers {selective} and "
+            f"activation_budget_bytes {budget}. Give one of them, numbers or a budget: it decides "
+            "how many layers each micro-batch recomputes."
         )
     if recomputed is not None and not 0 <= recomputed <= num_layers:
         raise PlanError(
             f"{where} has recomputed_layers {recomputed} of {num_layers} layers. Give 0 (none) to "
             f"{num_layers} (all)."
+        )
+    if selective is not None and not 0 <= selective <= left:
+        raise PlanError(
+            f"{where} has selective_layers {selective}, but {left} of {num_layers} layers aren't "
+            f"recomputed as a whole. Give 0 (none) to {left}."
         )
     if budget is not None and budget < 1:
         raise PlanError(
@@ -85,14 +93,19 @@ def check_recomputation(
 
 
 def describe_recomputation(
-    recomputed_layers: int | None, activation_budget_bytes: int | None
+    recomputed_layers: int | None,
+    selective_layers: int | None,
+    activation_budget_bytes: int | None,
 ) -> str:
     """Return what a plan says of a stage's recomputation, in words; "" if it says nothing."""
     if activation_budget_bytes is not None:
         return f"within {_gib(activation_budget_bytes)}"
-    if recomputed_layers is None:
-        return ""
-    return f"{recomputed_layers} layer{'s' if recomputed_layers != 1 else ''}"
+    parts = []
+    if recomputed_layers is not None and (recomputed_layers or not selective_layers):
+        parts.append(f"{recomputed_layers} layer{'s' if recomputed_layers != 1 else ''}")
+    if selective_layers:
+        parts.append(f"{selective_layers} selectively")
+    return ", ".join(parts)
 
 
 @lru_cache(maxsize=256)

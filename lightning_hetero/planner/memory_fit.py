@@ -1,9 +1,9 @@
 """Settle how a plan spends memory: as little recomputation as fits, and owners where there is room.
 
-There are two ways. Either a layer's holders own it, and every stage
-recomputes as few layers as then fit. Or ownership follows memory: what stages leave free beside
+There are two ways. Either a layer's holders own it, and every stage recomputes as little as then
+fits, by the levels of `recompute_tables`. Or ownership follows memory: what stages leave free beside
 weights, gradients and activations must hold all owned states together; where it doesn't, the stage
-whose load stays least recomputes one layer more, until it does. Whatever a rank's holdings claim it
+whose load stays least goes one level higher, until it does. Whatever a rank's holdings claim it
 owns as far as it has room, the rest goes to the others in proportion to the room that they have.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.planner.recompute_tables import at_level
 from lightning_hetero.simulator import CostModel, MicroBatchShape, StageShape
 
 __all__ = ["idle_capacity", "own_microbatches", "owned_capacity", "settle_memory"]
@@ -31,34 +32,42 @@ class _Stage:
 
     cost: CostModel
     shape: StageShape
+    is_selective: bool
+    """Whether the first levels are selective."""
     num_pipelines: int
     num_microbatches: int
     num_in_flight: int
     microbatch: MicroBatchShape
 
-    def load_s(self, recomputed: int) -> float:
-        """Return the seconds of all its micro-batches."""
-        shape = self.shape._replace(recomputed_layers=recomputed)
-        return self.num_microbatches * sum(self.cost.compute_s(shape, self.microbatch))
+    def most(self) -> int:
+        """Return the highest level of recomputation."""
+        return self.shape.num_layers * (1 + self.is_selective)
 
-    def least_recomputed(self) -> int | None:
-        """Return the fewest recomputed layers that fit if holders own; None if none do."""
-        return self._least(lambda recomputed: self._room(recomputed) >= 0)
+    def at(self, level: int) -> StageShape:
+        """Return the stage at a level of recomputation."""
+        return at_level(self.shape, level, is_selective=self.is_selective)
+
+    def load_s(self, level: int) -> float:
+        """Return the seconds of all its micro-batches."""
+        return self.num_microbatches * sum(self.cost.compute_s(self.at(level), self.microbatch))
+
+    def least_by_holders(self) -> int | None:
+        """Return the least level that fits if holders own; None if none does."""
+        return self._least(lambda level: self._room(level) >= 0)
 
     def least_without_states(self) -> int | None:
-        """Return the fewest recomputed layers that fit if it owns nothing."""
-        return self._least(lambda recomputed: self.capacity(recomputed) >= 0)
+        """Return the least level that fits if it owns nothing."""
+        return self._least(lambda level: self.capacity(level) >= 0)
 
-    def capacity(self, recomputed: int) -> float:
+    def capacity(self, level: int) -> float:
         """Return the parameters that each rank has room to own; below 0 if it is full without."""
         tokens = sum(self.microbatch)
-        shape = self.shape._replace(recomputed_layers=recomputed)
         return owned_capacity(
-            self.cost, shape, self.num_pipelines, tokens * self.num_in_flight, tokens
+            self.cost, self.at(level), self.num_pipelines, tokens * self.num_in_flight, tokens
         )
 
-    def _room(self, recomputed: int) -> float:
-        shape = self.shape._replace(recomputed_layers=recomputed)
+    def _room(self, level: int) -> float:
+        shape = self.at(level)
         batches = [self.microbatch] * self.num_in_flight
         memory = self.cost.stage_memory(shape, self.num_pipelines, batches, self.num_in_flight)
         return self.cost.usable_bytes(shape.device) - memory.total
@@ -66,7 +75,7 @@ class _Stage:
     def _least(self, fits: Callable[[int], bool]) -> int | None:
         if fits(0):
             return 0
-        low, high = 1, self.shape.num_layers
+        low, high = 1, self.most()
         if not fits(high):
             return None
         while low < high:
@@ -129,19 +138,21 @@ def settle_memory(
         [
             _Stage(
                 cost=cost,
-                shape=cost.shape_of(stage)._replace(recomputed_layers=0),
+                shape=shape,
+                is_selective=cost.saves_selectively(shape),
                 num_pipelines=plan.num_pipelines,
                 num_microbatches=count,
                 num_in_flight=min(pipeline.num_stages - index, count),
                 microbatch=_own_microbatch(pipeline, microbatch),
             )
             for index, stage in enumerate(pipeline.stages)
+            for shape in (at_level(cost.shape_of(stage), 0, is_selective=False),)
         ]
         for pipeline in plan.pipelines
         for count in (pipeline.num_microbatches or 0,)
     ]
     copies = Counter(stage for row in stages for stage in row)
-    by_holders = {stage: stage.least_recomputed() for stage in copies}
+    by_holders = {stage: stage.least_by_holders() for stage in copies}
     found = []
     if None not in by_holders.values():
         found.append(_with_memory(plan, stages, by_holders, None))
@@ -151,9 +162,9 @@ def settle_memory(
         if by_memory is not None and (
             None in by_holders.values() or _load_s(by_memory) < _load_s(by_holders)
         ):
-            for recomputed in _recomputations(plan, by_memory):
-                for shares in _owner_shares(plan, stages, recomputed, others):
-                    found.append(_with_memory(plan, stages, recomputed, shares))
+            for levels in _recomputations(plan, by_memory):
+                for shares in _owner_shares(plan, stages, levels, others):
+                    found.append(_with_memory(plan, stages, levels, shares))
     return list(dict.fromkeys(found))
 
 
@@ -166,11 +177,11 @@ def _recomputations(
     """
     if len(plan.ranks) > _FEW_RANKS:
         return [least]
-    every = {stage: stage.shape.num_layers for stage in least}
+    every = {stage: stage.most() for stage in least}
     almost = [
-        {**least, stage: stage.shape.num_layers - 1}
+        {**least, stage: stage.most() - 1}
         for stage in least
-        if (least[stage] or 0) < stage.shape.num_layers - 1
+        if (least[stage] or 0) < stage.most() - 1
     ]
     return [least, every, *almost]
 
@@ -197,50 +208,50 @@ def _idle_rooms(plan: ParallelPlan, cost: CostModel) -> dict[int, float]:
     }
 
 
-def _load_s(recomputed: Mapping[_Stage, int | None]) -> float:
-    return max(stage.load_s(count or 0) for stage, count in recomputed.items())
+def _load_s(levels: Mapping[_Stage, int | None]) -> float:
+    return max(stage.load_s(level or 0) for stage, level in levels.items())
 
 
 def _recompute_for_owners(
     copies: Mapping[_Stage, int], cost: CostModel, elsewhere: float
 ) -> dict[_Stage, int | None] | None:
-    """Return what stages recompute so that all together have room for all owned states.
+    """Return the levels of stages so that all together have room for all owned states.
 
     `elsewhere` are the parameters that others have room to own.
     """
     if not cost.layout.is_owned_by_room:
         return None
-    recomputed: dict[_Stage, int | None] = {}
+    levels: dict[_Stage, int | None] = {}
     lacking = cost.model.num_params - elsewhere
     for stage, count in copies.items():
         least = stage.least_without_states()
         if least is None:
             return None
-        recomputed[stage] = least
+        levels[stage] = least
         lacking -= stage.capacity(least) * stage.shape.tp_degree * count
     queue = [
         (stage.load_s((least or 0) + 1), position, stage)
-        for position, (stage, least) in enumerate(recomputed.items())
-        if (least or 0) < stage.shape.num_layers
+        for position, (stage, least) in enumerate(levels.items())
+        if (least or 0) < stage.most()
     ]
     heapq.heapify(queue)
     while lacking > 0:
         if not queue:
             return None
         _, position, stage = heapq.heappop(queue)
-        before = recomputed[stage] or 0
+        before = levels[stage] or 0
         gained = stage.capacity(before + 1) - stage.capacity(before)
         lacking -= max(0.0, gained) * stage.shape.tp_degree * copies[stage]
-        recomputed[stage] = before + 1
-        if before + 1 < stage.shape.num_layers:
+        levels[stage] = before + 1
+        if before + 1 < stage.most():
             heapq.heappush(queue, (stage.load_s(before + 2), position, stage))
-    return recomputed
+    return levels
 
 
 def _owner_shares(
     plan: ParallelPlan,
     stages: Sequence[Sequence[_Stage]],
-    recomputed: Mapping[_Stage, int | None],
+    levels: Mapping[_Stage, int | None],
     idle: Mapping[int, float],
 ) -> list[tuple[float, ...]]:
     """Return ranks' shares, the nearest and the most even ones.
@@ -254,7 +265,7 @@ def _owner_shares(
     for row, pipeline in zip(stages, plan.pipelines, strict=True):
         for known, stage in zip(row, pipeline.stages, strict=True):
             for rank in stage.ranks:
-                room[rank] = known.capacity(recomputed[known] or 0)
+                room[rank] = known.capacity(levels[known] or 0)
                 claim[rank] = cost.num_owned_params(known.shape, plan.num_pipelines)
     total = float(cost.model.num_params)
     claimed = {rank: min(claim[rank], room[rank]) for rank in room}
@@ -290,17 +301,22 @@ def _filled(
 def _with_memory(
     plan: ParallelPlan,
     stages: Sequence[Sequence[_Stage]],
-    recomputed: Mapping[_Stage, int | None],
+    levels: Mapping[_Stage, int | None],
     shares: tuple[float, ...] | None,
 ) -> ParallelPlan:
     """Return the plan with what its stages recompute, said nowhere if none does."""
-    if any(recomputed.values()):
+    if any(levels.values()):
         pipelines = tuple(
             replace(
                 pipeline,
                 stages=tuple(
-                    replace(stage, recomputed_layers=recomputed[known])
+                    replace(
+                        stage,
+                        recomputed_layers=shape.recomputed_layers,
+                        selective_layers=shape.selective_layers or None,
+                    )
                     for stage, known in zip(pipeline.stages, row, strict=True)
+                    for shape in (known.at(levels[known] or 0),)
                 ),
             )
             for pipeline, row in zip(plan.pipelines, stages, strict=True)

@@ -214,7 +214,7 @@ class PipelineEstimator(StageTimes):
                 times=times,
                 most_microbatches=most_microbatches,
                 is_memory_bound=self.is_slowed(tables),
-                is_recomputing=any(t.recomputed[n] for t, n in zip(tables, layers, strict=True)),
+                is_recomputing=any(t.levels[n] for t, n in zip(tables, layers, strict=True)),
             )
         return self._timed[key]
 

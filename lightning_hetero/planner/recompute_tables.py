@@ -1,9 +1,12 @@
-"""How many layers a stage must recompute to fit, for every number of layers at once.
+"""How much a stage must recompute to fit, for every number of layers at once.
 
 Memory is linear in layers (`CostModel`), so a stage of n layers follows from stages of one and two.
-With K and R the bytes of a kept and of a recomputed layer of all tokens in flight, a stage that is
-over its device's room by `over` bytes recomputes r = ⌈over / (K - R)⌉ layers. Where even r = n
-doesn't do, or states and the buffers of a push alone are too large, n layers don't fit.
+Recomputation has levels: 1 to n, so many layers selectively, for few seconds a byte; n + 1 to 2·n,
+one layer more as a whole each. With K, S and R the bytes of all tokens in flight of a layer that is
+kept, recomputed selectively and as a whole, a stage that is over its device's room by `over` bytes
+takes the level ⌈over / (K - S)⌉, or n + ⌈(over - n·(K - S)) / (S - R)⌉. Where even 2·n doesn't do,
+or states and the buffers of a push alone are too large, n layers don't fit. If nothing is saved
+selectively, S counts as R, and levels 1 to n are so many whole layers.
 """
 
 from collections.abc import Sequence
@@ -14,10 +17,17 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.workload import Workload
-from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.simulator import SELECTIVE_SHARE, CostModel, StageShape
 from lightning_hetero.simulator.memory import push_buffer_bytes
 
-__all__ = ["MemoryUse", "RecomputeTables", "StageTable"]
+__all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level"]
+
+
+def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape:
+    """Return a stage that recomputes what a level says, with or without selective levels."""
+    whole = max(0, level - shape.num_layers) if is_selective else level
+    selective = min(level, shape.num_layers) - whole if is_selective else 0
+    return shape._replace(recomputed_layers=whole, selective_layers=selective)
 
 
 class MemoryUse(NamedTuple):
@@ -46,13 +56,15 @@ class StageTable:
     """Seconds of a micro-batch, as if everything fitted."""
     total_s: FloatArray
     """Seconds of a micro-batch; infinite where the layers don't fit."""
-    recomputed: IntArray
-    """Layers that are recomputed."""
+    levels: IntArray
+    """Levels of recomputation."""
+    is_selective: bool
+    """Whether the first of them are selective."""
 
     @property
     def is_unlimited(self) -> bool:
         """Whether any number of layers fits without recomputation."""
-        return not self.recomputed[1:].any()
+        return not self.levels[1:].any()
 
     def pair_s(self, num_layers: int) -> tuple[float, float]:
         """Return the seconds of forward and backward with this number of layers."""
@@ -61,8 +73,8 @@ class StageTable:
 
     def sized(self, num_layers: int) -> StageShape:
         """Return the shape of the stage with this number of layers."""
-        again = int(self.recomputed[num_layers])
-        return self.shape._replace(num_layers=num_layers, recomputed_layers=again)
+        shape, level = self.shape._replace(num_layers=num_layers), int(self.levels[num_layers])
+        return at_level(shape, level, is_selective=self.is_selective)
 
 
 class RecomputeTables:
@@ -102,11 +114,13 @@ class RecomputeTables:
         again = self._least(shape, use)
         key = shape, again.tobytes()
         if key not in self._tables:
-            sizes = np.maximum(np.arange(len(again)), 1)
+            sizes, is_selective = np.arange(len(again)), self._cost.saves_selectively(shape)
+            whole = np.maximum(again - is_selective * sizes, 0)
+            selective = is_selective * (np.clip(again, 0, sizes) - whole)
             unlimited = times_s[0] + times_s[1]
-            total = unlimited + inner_s * np.maximum(again, 0) / sizes
-            total = np.where(again < 0, np.inf, total)
-            self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again)
+            share = (whole + SELECTIVE_SHARE * selective) / np.maximum(sizes, 1)
+            total = np.where(again < 0, np.inf, unlimited + inner_s * share)
+            self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again, is_selective)
         return self._tables[key]
 
     def _least(self, shape: StageShape, use: MemoryUse) -> IntArray:
@@ -122,7 +136,7 @@ class RecomputeTables:
         return row
 
     def least(self, shape: StageShape, uses: Sequence[MemoryUse]) -> IntArray:
-        """Return the recomputed layers of stages of 0, 1, ... layers; -1 where they don't fit.
+        """Return the least levels of stages of 0, 1, ... layers; -1 where they don't fit.
 
         Args:
             shape: Where the stage runs and what stands at its ends; its layers don't matter.
@@ -143,19 +157,16 @@ class RecomputeTables:
         states = held * (layout.weight_bytes + layout.summed_bytes)
         states = states + owned * layout.device_kept_bytes
         room = cost.usable_bytes(shape.device) - states
-        kept, of_input = cost.layer_bytes(shape)
-        saved = (kept - of_input) * self._tokens
         over = passing - room
-        of_layer = saved * in_flight[:, None]
-        needed = np.ceil(np.maximum(over, 0.0) / of_layer * (1 - 1e-12)) if saved else over
-        # Where all layers are recomputed, the one that is has no room that another left.
-        all_of_them = over - sizes * of_layer + saved <= 0
-        fits = (needed < sizes) | ((needed <= sizes) & all_of_them) | (over <= 0)
+        kept, of_input = cost.layer_bytes(shape)
+        saved = [self._tokens * (kept - s) for s in (cost.selective_bytes(shape), of_input)]
+        least = _least_levels(over, sizes, in_flight[:, None], *saved)
+        fits = least >= 0
         if layout.sharded:
             fits &= push_buffer_bytes(held, owned, num_pipelines, layout.pushed_bytes) <= room
         if not self._may_recompute:
             fits &= over <= 0
-        least = np.where(fits, np.minimum(np.maximum(needed, 0), sizes), -1)
+        least = np.where(fits, least, -1)
         least[:, 0] = -1
         return least.astype(np.int64)
 
@@ -181,3 +192,31 @@ class RecomputeTables:
                 passing[0] + (sizes - 1) * (passing[1] - passing[0]),
             )
         return self._linear[key]
+
+
+def _least_levels(
+    over: FloatArray, sizes: IntArray, in_flight: IntArray, spared: float, saved: float
+) -> FloatArray:
+    """Return the least levels that free `over` bytes, [numbers, layers]; -1 where none does.
+
+    Args:
+        over: By numbers in flight and layers.
+        sizes: Layers, [layers].
+        in_flight: Micro-batches, [numbers, 1].
+        spared: Bytes that a layer of a micro-batch saves selectively; 0 if there are no such.
+        saved: The same as a whole.
+    """
+
+    def count(num_bytes: FloatArray, of_layer: float) -> FloatArray:
+        if not of_layer:
+            return np.where(num_bytes > 0, np.inf, 0.0)
+        needed: FloatArray = np.maximum(num_bytes, 0.0) / (of_layer * in_flight)
+        return np.ceil(needed * (1 - 1e-12))
+
+    # Where no layer is kept, the one that is computed again has no room that another left.
+    all_whole = over - sizes * in_flight * saved + saved <= 0
+    selective = count(over, spared)
+    whole = count(over - sizes * in_flight * spared + spared, saved - spared)
+    first = sizes if spared else 0
+    highest = np.where(all_whole, first + sizes, -1)
+    return np.where(selective < sizes, selective, np.where(whole < sizes, first + whole, highest))

@@ -132,7 +132,10 @@ class _Sizes:
             replace(
                 pipeline,
                 microbatch_size=size,
-                stages=tuple(replace(stage, recomputed_layers=None) for stage in pipeline.stages),
+                stages=tuple(
+                    replace(stage, recomputed_layers=None, selective_layers=None)
+                    for stage in pipeline.stages
+                ),
             )
             for pipeline in plan.pipelines
         ]

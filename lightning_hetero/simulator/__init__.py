@@ -1,6 +1,6 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
-from lightning_hetero.simulator.cost import CostModel, StageShape
+from lightning_hetero.simulator.cost import SELECTIVE_SHARE, CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, usable_bytes
 from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
 from lightning_hetero.simulator.owned_exchange import host_bytes
@@ -21,10 +21,12 @@ from lightning_hetero.simulator.report import (
 )
 from lightning_hetero.simulator.roofline import RooflineCost
 from lightning_hetero.simulator.simulate import Event, Simulation, simulate, split_batch
+from lightning_hetero.simulator.stage_shape import StageShape
 from lightning_hetero.simulator.state_layout import StateLayout
 from lightning_hetero.simulator.trace import save_trace, trace_events
 
 __all__ = [
+    "SELECTIVE_SHARE",
     "TERM_NAMES",
     "CostModel",
     "Event",

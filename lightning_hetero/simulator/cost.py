@@ -11,7 +11,7 @@ baseline systems, which keep everything on every replica and all-reduce gradient
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.core.cluster import Cluster
@@ -27,41 +27,19 @@ from lightning_hetero.simulator.memory import (
     push_buffer_bytes,
     usable_bytes,
 )
+from lightning_hetero.simulator.stage_shape import StageShape
 from lightning_hetero.simulator.state_layout import StateLayout
 
-__all__ = ["CostModel", "StageShape"]
+__all__ = ["SELECTIVE_SHARE", "CostModel"]
 
 _SUM_BYTES = 4
 """Of an fp32 gradient that goes to the host."""
 _HOST_STEP_BYTES = 42
 """Of host memory for each parameter: Adam reads 4 and writes 3 fp32 values, the sum is scaled, and
 the weight is narrowed for its way back."""
-
-
-class StageShape(NamedTuple):
-    """All that a stage's cost depends on; stages of one shape cost the same."""
-
-    device: str
-    """Device type that bounds the stage: the slowest of its ranks'."""
-    tp_degree: int
-    """Ranks that share the stage's layers."""
-    num_layers: int
-    """Number of layers."""
-    has_embedding: bool = False
-    """Whether the embedding stands in front of its first layer."""
-    has_head: bool = False
-    """Whether final norm and head come after its last layer."""
-    link: tuple[float, float] | None = None
-    """(bytes/s, latency in seconds) inside the TP group; None is the device's own."""
-    recomputed_layers: int = 0
-    """How many of its layers compute their activations again in backward."""
-    owns_on_host: bool = False
-    """Whether its ranks keep what they own in their hosts' memory."""
-
-    @property
-    def layer(self) -> "StageShape":
-        """One of its layers alone, its activations kept."""
-        return self._replace(num_layers=1, has_embedding=False, has_head=False, recomputed_layers=0)
+SELECTIVE_SHARE = 0.1
+"""Of a layer's forward, what is computed again beside products and attention: a thirtieth of the
+layer's time. Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
 
 
 class CostModel(ABC):
@@ -90,7 +68,7 @@ class CostModel(ABC):
             if low != high
         }
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
-        self._shapes: dict[tuple[tuple[int, ...], int, int, int], StageShape] = {}
+        self._shapes: dict[tuple[tuple[int, ...], int, int, int, int], StageShape] = {}
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
         self._last_shares: tuple[tuple[float, ...], float] = ((), 0.0)
         self._updates: dict[tuple[StageShape, float], float] = {}
@@ -120,6 +98,14 @@ class CostModel(ABC):
         """
 
     @abstractmethod
+    def products_bytes(self, shape: StageShape) -> float:
+        """Return the bytes per token of what one layer's matrix products and attention return.
+
+        As far as it is needed to compute the layer's other activations again; infinite where that
+        isn't known.
+        """
+
+    @abstractmethod
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
         """Return the bytes that live only while one micro-batch runs: logits and their like."""
 
@@ -133,8 +119,8 @@ class CostModel(ABC):
 
     def shape_of(self, stage: StagePlan) -> StageShape:
         """Return the shape of a plan's stage: its slowest device and its slowest link."""
-        recomputed = stage.recomputed_layers or 0
-        key = (stage.ranks, stage.layers.start, stage.layers.stop, recomputed)
+        again = stage.recomputed_layers or 0, stage.selective_layers or 0
+        key = (stage.ranks, stage.layers.start, stage.layers.stop, *again)
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes[key] = self._find_shape(stage)
@@ -159,16 +145,25 @@ class CostModel(ABC):
 
     def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward in which a stage computes activations again."""
-        if not shape.recomputed_layers:
+        again = shape.recomputed_layers + SELECTIVE_SHARE * shape.selective_layers
+        if not again:
             return 0.0
-        inner = shape._replace(has_embedding=False, has_head=False, recomputed_layers=0)
-        share = shape.recomputed_layers / shape.num_layers
-        return share * self.compute_s(inner, microbatch)[0]
+        return again / shape.num_layers * self.compute_s(shape.inner, microbatch)[0]
 
     def layer_bytes(self, shape: StageShape) -> tuple[float, float]:
         """Return bytes per token of one of a stage's layers: kept, and its input if recomputed."""
         kept, factor = self.activation_bytes(shape.layer, 1), self.layout.activation_factor
         return factor * kept, factor * min(kept, self._hidden_bytes(1))
+
+    def selective_bytes(self, shape: StageShape) -> float:
+        """Return what one of a stage's layers keeps if only products and attention are kept."""
+        kept, of_input = self.layer_bytes(shape)
+        products = self.layout.activation_factor * self.products_bytes(shape.layer)
+        return min(kept, of_input + products)
+
+    def saves_selectively(self, shape: StageShape) -> bool:
+        """Whether one of a stage's layers keeps less if only products and attention are kept."""
+        return self.selective_bytes(shape) < self.layer_bytes(shape)[0]
 
     def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:
         """Return (bytes/s, latency in seconds) of one direction between two ranks."""
@@ -327,9 +322,12 @@ class CostModel(ABC):
     def passing_memory(self, shape: StageShape, held_tokens: int, longest: int) -> MemoryTerms:
         """Return the terms of micro-batches while they are computed, without states."""
         factor, (kept, of_input) = self.layout.activation_factor, self.layer_bytes(shape)
+        selective = self.selective_bytes(shape) if shape.selective_layers else of_input
         saved = shape.recomputed_layers * (kept - of_input)
+        saved += shape.selective_layers * (kept - selective)
         # The first layers are recomputed: when backward comes to them, the others' have gone.
-        again = kept - of_input if shape.recomputed_layers == shape.num_layers else 0.0
+        has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
+        again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
         # The gradient that comes from the next stage, and those sent to the stage before that it
         # may not have received.
@@ -391,6 +389,7 @@ class CostModel(ABC):
             has_head=stage.layers.stop == self.model.num_layers,
             link=min(links, default=None),
             recomputed_layers=stage.recomputed_layers or 0,
+            selective_layers=stage.selective_layers or 0,
         )
 
     def _speed(self, device: str) -> float:

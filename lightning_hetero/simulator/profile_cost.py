@@ -10,9 +10,10 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.profile import BlockTimes, LayerMemory, Profile
 from lightning_hetero.core.time_fit import TimeFit
-from lightning_hetero.simulator.cost import CostModel, StageShape
+from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MicroBatchShape
 from lightning_hetero.simulator.roofline import RooflineCost
+from lightning_hetero.simulator.stage_shape import StageShape
 from lightning_hetero.simulator.state_layout import StateLayout
 
 __all__ = ["ProfileCost", "choose_cost"]
@@ -83,6 +84,14 @@ class ProfileCost(RooflineCost):
         if shape.has_embedding:
             per_token += memory.embedding_bytes_per_token
         return per_token * num_tokens
+
+    def products_bytes(self, shape: StageShape) -> float:
+        """Return the measured bytes, the estimate of the roofline where no memory was measured."""
+        memory = self._memory(shape)
+        if memory is None:
+            return super().products_bytes(shape)
+        found = memory.products_bytes_per_token
+        return float("inf") if found is None else found
 
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
         """Return the measured bytes of the head, or the roofline's estimate."""

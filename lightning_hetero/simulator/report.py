@@ -142,7 +142,9 @@ def plan_table(
 
 def _recomputed(stage: StagePlan) -> str:
     """Return what a stage computes again, in words; "" if that is nothing, or unsaid."""
-    return describe_recomputation(stage.recomputed_layers or None, stage.activation_budget_bytes)
+    return describe_recomputation(
+        stage.recomputed_layers or None, stage.selective_layers, stage.activation_budget_bytes
+    )
 
 
 def _work(count: int | None, pipeline: PipelinePlan) -> str:

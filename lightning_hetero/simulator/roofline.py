@@ -4,8 +4,9 @@ The model is deliberately coarse, for planning before anything was measured. Wha
 on is said beside them; a measured profile is always better.
 """
 
-from lightning_hetero.simulator.cost import CostModel, StageShape
+from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MicroBatchShape
+from lightning_hetero.simulator.stage_shape import StageShape
 
 __all__ = ["RooflineCost"]
 
@@ -78,6 +79,13 @@ class RooflineCost(CostModel):
         if shape.has_embedding:
             kept += self._width * model.hidden_size
         return kept * num_tokens
+
+    def products_bytes(self, shape: StageShape) -> float:
+        """Return query, key, value, attention and its projection, and the MLP's pre-activations."""
+        model = self.model
+        mlp = (2 if model.gated_mlp else 1) * model.intermediate_size
+        inside = 2 * model.query_size + 2 * model.key_size + mlp
+        return float(self._width * (model.hidden_size + inside / shape.tp_degree))
 
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
         """Return the logits in the compute dtype, their softmax and its gradient in 32 bits."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.simulator.budgets import StageBudgets
-from lightning_hetero.simulator.cost import CostModel, StageShape
+from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
 from lightning_hetero.simulator.owned_exchange import exchange_of, host_bytes
 from lightning_hetero.simulator.propagate import PipelineTimes, Timeline
 from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all
+from lightning_hetero.simulator.stage_shape import StageShape
 
 __all__ = ["Event", "Simulation", "simulate", "split_batch"]
 

@@ -40,7 +40,11 @@ def random_plan(
 def _stage(rng: Random, ranks: tuple[int, ...], layers: range) -> StagePlan:
     """Return a stage that leaves recomputation open or says how many layers it recomputes."""
     recomputed = rng.randint(0, len(layers)) if rng.random() < 0.3 else None
-    return StagePlan(ranks=ranks, layers=layers, recomputed_layers=recomputed)
+    left = len(layers) - (recomputed or 0)
+    selective = rng.randint(0, left) if rng.random() < 0.3 else None
+    return StagePlan(
+        ranks=ranks, layers=layers, recomputed_layers=recomputed, selective_layers=selective
+    )
 
 
 def small_model(num_layers: int, *, tied: bool) -> list[ParameterSpec]:

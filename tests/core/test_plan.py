@@ -144,6 +144,10 @@ def test_stages_say_what_they_recompute_in_json_and_in_the_table():
         (lambda: stage((4,), 2, 2), ["[4]", "[2, 2)", "at least one layer"]),
         (lambda: stage((4,), -1, 2), ["[4]", "[-1, 2)"]),
         (lambda: stage((4,), 0, 3, recomputed_layers=4), ["[4]", "4 of 3 layers", "0 (none)"]),
+        (
+            lambda: stage((4,), 0, 3, recomputed_layers=2, selective_layers=2),
+            ["[4]", "selective_layers 2", "1 of 3 layers", "0 (none) to 1"],
+        ),
         (lambda: stage((4,), 0, 3, activation_budget_bytes=0), ["[4]", "must be 1 or more"]),
         (
             lambda: stage((4,), 0, 3, recomputed_layers=1, activation_budget_bytes=10**9),

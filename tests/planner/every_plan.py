@@ -161,8 +161,8 @@ def time_of(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) ->
 def best_time(plans: Iterable[ParallelPlan], cost: CostModel, microbatch: tuple[int, ...]) -> float:
     """Return the least seconds of plans under every recomputation, and every ownership if need be.
 
-    A plan that fits as it is gains nothing by either. Others are tried with every number of
-    recomputed layers on every stage. Plans whose work alone takes as long as the best are left out.
+    A plan that fits as it is gains nothing by either. Others are tried with every number of layers
+    that each stage recomputes. Plans whose work alone takes as long as the best are left out.
     """
 
     def by_work(some: Iterable[ParallelPlan]) -> list[tuple[float, int, ParallelPlan]]:
@@ -207,16 +207,25 @@ def least_s(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) ->
 
 
 def _recomputed(plan: ParallelPlan) -> Iterator[ParallelPlan]:
-    """Yield the plan with every number of recomputed layers on every stage."""
+    """Yield the plan with every number of layers that stages recompute.
+
+    None as a whole while one is kept as it is: two selectively free as many bytes in less time.
+    """
     stages = [stage for _, _, stage in plan.iter_stages()]
-    for counts in itertools.product(*(range(len(stage.layers) + 1) for stage in stages)):
+    choices = [
+        {(0, n) for n in range(count)} | {(n, count - n) for n in range(count + 1)}
+        for count in (len(stage.layers) for stage in stages)
+    ]
+    for counts in itertools.product(*map(sorted, choices)):
         again = iter(counts)
         yield ParallelPlan(
             pipelines=tuple(
                 replace(
                     pipeline,
                     stages=tuple(
-                        replace(stage, recomputed_layers=next(again)) for stage in pipeline.stages
+                        replace(stage, recomputed_layers=whole, selective_layers=selective)
+                        for stage in pipeline.stages
+                        for whole, selective in (next(again),)
                     ),
                 )
                 for pipeline in plan.pipelines

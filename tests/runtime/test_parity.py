@@ -87,10 +87,12 @@ def pipelines_of(draw: st.DrawFn, num_layers: int, ranks: list[int], model: str)
 
 @st.composite
 def recomputation(draw: st.DrawFn, num_layers: int, model: str) -> dict[str, int]:
-    """What a stage says of recomputation: nothing, a number of layers, or a budget of bytes."""
+    """What a stage says of recomputation: nothing, numbers of layers, or a budget of bytes."""
     what = draw(st.sampled_from(["nothing", "layers", "budget"]))
     if what == "layers":
-        return {"recomputed_layers": draw(st.integers(0, num_layers))}
+        whole = draw(st.integers(0, num_layers))
+        selective = draw(st.integers(0, num_layers - whole))
+        return {"recomputed_layers": whole, "selective_layers": selective}
     if what == "budget":
         return {"activation_budget_bytes": LEAST_BUDGETS[model] * draw(st.integers(1, 4))}
     return {}
@@ -164,7 +166,7 @@ def keeping_all(case: Case) -> Case:
     assert plan is not None
     for item in plan["pipelines"]:
         for part in item["stages"]:
-            for name in ("recomputed_layers", "activation_budget_bytes"):
+            for name in ("recomputed_layers", "selective_layers", "activation_budget_bytes"):
                 part.pop(name, None)
     return replace(case, plan=plan)
 

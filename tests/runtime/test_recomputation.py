@@ -33,7 +33,8 @@ def test_recomputation_changes_no_bit_of_training_with_dropout(pool: ProcessPool
 
     budget = {"activation_budget_bytes": 30_000}
     plain = pool.run(train, 3, case({}, {}, {}))
-    fixed = case({"recomputed_layers": 2}, {"recomputed_layers": 1}, {"recomputed_layers": 3})
+    selective = {"recomputed_layers": 1, "selective_layers": 2}
+    fixed = case(selective, {"recomputed_layers": 1}, {"selective_layers": 3})
     assert_equal(pool.run(train, 3, fixed), plain)
     within = case(budget, {"recomputed_layers": 0}, {"activation_budget_bytes": 60_000})
     assert_equal(pool.run(train, 3, within), plain)

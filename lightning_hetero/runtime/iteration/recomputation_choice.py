@@ -60,7 +60,7 @@ class RecomputationChoice:
         if stage is None:
             return [Recomputation() for _ in microbatches]
         budget = stage.activation_budget_bytes
-        if budget is None and stage.recomputed_layers is None:
+        if not _is_said(stage):
             budget = self._options.activation_budget_bytes
         if budget is None:
             return [self._fixed(stage)] * len(microbatches)
@@ -88,9 +88,13 @@ class RecomputationChoice:
             )
 
     def _fixed(self, stage: StagePlan) -> Recomputation:
-        if stage.recomputed_layers is not None:
-            return _first(stage, stage.recomputed_layers)
-        return Recomputation(layers=self._options.recomputed(stage.layers))
+        options, layers = self._options, stage.layers
+        whole, selective = options.recomputed(layers), options.selective(layers)
+        if _is_said(stage):
+            count = stage.recomputed_layers or 0
+            whole = layers[:count]
+            selective = layers[count : count + (stage.selective_layers or 0)]
+        return Recomputation(layers=whole, selective=() if options.compile_layers else selective)
 
     def _last_layer(self, window: "_Budget", index: int) -> MeasuredLayer:
         """Return the last layer of a stage, to be counted while a micro-batch runs it."""
@@ -127,6 +131,11 @@ class _Budget:
             )
         except PlanError as error:
             raise PlanError(f"The stage on ranks {list(self.stage.ranks)}: {error}") from None
+
+
+def _is_said(stage: StagePlan) -> bool:
+    """Whether the plan says what a stage recomputes."""
+    return any(value is not None for value in stage.recomputation.values())
 
 
 def _first(stage: StagePlan, count: int) -> Recomputation:

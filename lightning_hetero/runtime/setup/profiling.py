@@ -20,7 +20,10 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process.identity import installed_version
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.runtime.setup.model_shard import ModelShard
-from lightning_hetero.runtime.setup.recomputed_call import computed_again
+from lightning_hetero.runtime.setup.recomputed_call import (
+    computed_again,
+    computed_again_but_products,
+)
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 
 __all__ = ["ProfileOptions", "current_versions", "measure_profile"]
@@ -155,18 +158,22 @@ def _measure_memory(shard: ModelShard, microbatches: Sequence[tuple[int, ...]]) 
     The most of all micro-batches goes: attention may keep more where samples differ in length.
     """
     found = [_count_memory(shard, lengths) for lengths in microbatches]
-    layer, head, embedding, recomputed = map(max, zip(*found, strict=True))
+    layer, head, embedding, recomputed, selective = map(max, zip(*found, strict=True))
     return LayerMemory(
         tp_degree=shard.tp_degree,
         layer_bytes_per_token=layer,
         head_bytes_per_token=head,
         embedding_bytes_per_token=embedding,
         recomputed_bytes_per_token=recomputed,
+        products_bytes_per_token=selective - recomputed,
     )
 
 
 def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the bytes per token of a layer, head, embedding and a layer that is recomputed."""
+    """Return the bytes per token of a layer, head, embedding and a recomputed layer.
+
+    That is as a whole, and but for its products.
+    """
     token_ids, extra = shard.batch(lengths)
     hidden = shard.hidden(len(token_ids))
     shared = (*shard.model.parameters(), *(item for item in extra if isinstance(item, Tensor)))
@@ -174,9 +181,8 @@ def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, .
     def layer() -> Tensor:
         return shard.run_block(hidden, 1, extra)
 
-    def recomputed_layer() -> Tensor:
-        output: Tensor = computed_again(shard.run_block, hidden, 1, extra)
-        return output
+    def again(how: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        return lambda: how(shard.run_block, hidden, 1, extra)
 
     def kept_bytes(run: Callable[[], Tensor]) -> float:
         with SavedBytes(without=shared) as saved:
@@ -188,7 +194,8 @@ def _count_memory(shard: ModelShard, lengths: tuple[int, ...]) -> tuple[float, .
         kept_bytes(layer),
         kept_bytes(lambda: shard.run_head(hidden, token_ids)),
         kept_bytes(lambda: shard.model.embed_tokens(token_ids)),
-        kept_bytes(recomputed_layer),
+        kept_bytes(again(computed_again)),
+        kept_bytes(again(computed_again_but_products)),
     )
 
 

@@ -5,6 +5,10 @@ a second time, as far as it takes to fill them all. `torch.utils.checkpoint` (us
 does the same with more Python: of what it adds to a short layer's time on a CPU this saves about a
 third (`python -m tests.benchmarks selective` measures both).
 
+A call may also be computed again but for its matrix products and attention: what these return is
+kept, and the second call gets it instead of computing it. Norms, rotations and activation functions
+are cheap beside them, but keep about as much.
+
 As there, tensors within lists, tuples and dicts among the arguments aren't watched for changes.
 """
 
@@ -19,8 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import TorchState
+from lightning_hetero.runtime.setup.products import Products
 
-__all__ = ["computed_again"]
+__all__ = ["computed_again", "computed_again_but_products"]
 
 
 def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +51,19 @@ def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return function(*args, **kwargs)
 
 
+def computed_again_but_products(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function returns, and keep its arguments, matrix products and attention.
+
+    As `computed_again`, but the second call computes only what lies between those.
+    """
+    products = Products()
+    call = _RecomputedCall(function, args, kwargs, products)
+    with saved_tensors_hooks(call.reserve, call.fetch), products.record():
+        output = function(*args, **kwargs)
+    call.keep_products()
+    return output
+
+
 class _Slot:
     """Stands for a tensor that autograd saves."""
 
@@ -68,7 +86,11 @@ class _RecomputedCall:
     """One call; what autograd saves of it keeps it."""
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        products: Products | None = None,
     ) -> None:
         given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         # Autograd saves no inference tensors.
@@ -89,12 +111,21 @@ class _RecomputedCall:
         self._slots: list[weakref.ref[_Slot]] = []
         """Weak: what backward has freed isn't kept when it is computed again."""
         self._num_filled = 0
+        self._products = products
+        self._kept_products: Any = None
 
     def reserve(self, tensor: Tensor) -> _Slot:
         """Return what autograd saves in place of a tensor."""
         slot = _Slot(tensor)
         self._slots.append(weakref.ref(slot))
+        if self._products is not None:
+            self._products.note_saved()
         return slot
+
+    def keep_products(self) -> None:
+        """Keep what the first call's products have returned for the second one."""
+        assert self._products is not None
+        self._kept_products = _keep(*self._products.hand_over())
 
     def fetch(self, slot: _Slot) -> Tensor:
         """Return the tensor that backward wants."""
@@ -121,6 +152,9 @@ class _RecomputedCall:
             if torch.get_default_device() != self._device:
                 stack.enter_context(self._device)
             stack.enter_context(torch.enable_grad())
+            if self._products is not None:
+                tensors = _saved(self._kept_products, "What a matrix product returned in a layer")
+                stack.enter_context(self._products.give(tensors))
             stack.enter_context(saved_tensors_hooks(self._fill, _as_it_is))
             try:
                 self._call()
@@ -132,15 +166,7 @@ class _RecomputedCall:
             raise _other_work(f"{self._num_filled} tensors instead of {len(self._slots)}")
 
     def _call(self) -> Any:
-        try:
-            tensors = self._kept.grad_fn.saved_tensors
-        except RuntimeError as error:
-            if "inplace" not in str(error):
-                raise  # Of hooks around this call, which keep its arguments elsewhere.
-            raise ModelError(
-                "An argument of a layer that is computed again in backward was changed in place "
-                f"after the layer got it. Let it be, or don't recompute the layer. ({error})"
-            ) from None
+        tensors = _saved(self._kept, "An argument of a layer")
         given = self._others | dict(zip(self._tensor_keys, map(_apart, tensors), strict=True))
         args = [given.pop(index) for index in range(self._num_args)]
         return self._function(*args, **given)
@@ -177,6 +203,20 @@ def _keep(*tensors: Tensor) -> Any:
     """
     anchor = torch.empty(0, requires_grad=True)
     return _Kept.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _saved(anchor: Any, what: str) -> tuple[Tensor, ...]:
+    """Return the tensors that `_keep` has kept."""
+    try:
+        tensors: tuple[Tensor, ...] = anchor.grad_fn.saved_tensors
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise  # Of hooks around the call, which keep tensors elsewhere.
+        raise ModelError(
+            f"{what} that is computed again in backward was changed in place after the layer got "
+            f"it. Let it be, or don't recompute the layer. ({error})"
+        ) from None
+    return tensors
 
 
 def _autocast_now(kind: str) -> dict[str, Any] | None:

@@ -17,17 +17,10 @@ from lightning_hetero.runtime.stage.layer_calls import is_cache
 
 __all__ = ["ActivationCheckpointing", "LayerOptions"]
 
-ActivationCheckpointing = Literal["none", "full"] | int
-"""No layer, every layer, or every n-th layer, the first among them."""
+ActivationCheckpointing = Literal["none", "selective", "full"] | int
+"""No layer, all that is cheap of every layer, every layer, or every n-th, the first among them."""
 
 _Forward = Callable[..., Any]
-
-_SELECTIVE = (
-    " Parts of layers aren't computed again: that saves 40 % of a layer's bytes, but took 3 to 6 % "
-    "of its time on a CPU. Let activation_budget_bytes, or the plan's recomputed_layers, say how "
-    "many whole layers are."
-)
-"""Why there is no level between; `python -m tests.benchmarks selective` measures it."""
 
 _COMPILED_FORMS = 4
 """Of one layer: for fixed and for varying numbers of tokens, first and later micro-batches."""
@@ -48,10 +41,10 @@ class LayerOptions:
         value: object = self.activation_checkpointing
         budget = self.activation_budget_bytes
         is_period = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if value not in ("none", "full") and not is_period:
+        if value not in ("none", "selective", "full") and not is_period:
             raise ConfigurationError(
-                f"activation_checkpointing is {value!r}; it must be 'none', 'full', or n of 1 or "
-                "more for every n-th layer." + (_SELECTIVE if value == "selective" else "")
+                f"activation_checkpointing is {value!r}; it must be 'none', 'selective', 'full', "
+                "or n of 1 or more for every n-th layer."
             )
         if budget is not None and budget < 1:
             raise ConfigurationError(
@@ -78,6 +71,13 @@ class LayerOptions:
         if isinstance(value, str):
             return frozenset(layers if value == "full" else ())
         return frozenset(index for index in layers if index % value == 0)
+
+    def selective(self, layers: range) -> range:
+        """Return which of a stage's layers compute all again but matrix products and attention.
+
+        Compiled ones need not: the compiler itself computes cheap operations again.
+        """
+        return layers if self.activation_checkpointing == "selective" else range(0)
 
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
         """Return what runs in place of a layer's forward."""

@@ -1,7 +1,8 @@
 """Run a layer so that it keeps its activations for backward, or computes them again there.
 
-A recomputed layer keeps its inputs only. That pays where a stage's activations of all micro-batches
-in flight don't fit (MEM_V in AutoHet's Eq. 4). Passes without gradients keep nothing in any case.
+A recomputed layer keeps its inputs only, a selectively recomputed one matrix products and attention
+as well. That pays where a stage's activations of all micro-batches in flight don't fit (MEM_V in
+AutoHet's Eq. 4). Passes without gradients keep nothing in any case.
 """
 
 from collections.abc import Callable, Container
@@ -14,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.recomputation import LayerBytes
-from lightning_hetero.runtime.setup.recomputed_call import computed_again
+from lightning_hetero.runtime.setup.recomputed_call import (
+    computed_again,
+    computed_again_but_products,
+)
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 
@@ -38,6 +42,8 @@ class Recomputation:
 
     layers: Container[int] = ()
     """Indices of the layers that are computed again."""
+    selective: Container[int] = ()
+    """Of those of which matrix products and attention are kept."""
     measured: MeasuredLayer | None = None
     """A kept one of which nobody knows yet what it keeps."""
 
@@ -56,10 +62,12 @@ class Recomputation:
         is_plain = _saving_hooks() is None
         if self.measured is not None and self.measured.index == call.index and is_plain:
             return _measure(self.measured, call, layer, hidden)
-        if call.index not in self.layers or _is_checkpointed():
+        is_whole = call.index in self.layers
+        if not (is_whole or call.index in self.selective) or _is_checkpointed():
             return call.run()
         call = call.without_caches()
-        return computed_again(call.forward, *call.args, **call.kwargs)
+        again = computed_again if is_whole else computed_again_but_products
+        return again(call.forward, *call.args, **call.kwargs)
 
 
 def _measure(

@@ -11,9 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.setup.recomputed_call import computed_again
+from lightning_hetero.runtime.setup.products import _is_product
+from lightning_hetero.runtime.setup.recomputed_call import (
+    computed_again,
+    computed_again_but_products,
+)
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 
 WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -52,9 +57,10 @@ def test_gradients_and_drawn_numbers_are_the_same_bit_for_bit(cast: torch.dtype 
 
         return run
 
-    found, expected = (gradients(in_forward_only(call)) for call in (computed_again, plainly))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    expected = gradients(in_forward_only(plainly))
+    for call in (computed_again, computed_again_but_products):
+        for one, other in zip(gradients(in_forward_only(call)), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_function_that_checkpoints_a_part_of_itself_is_computed_again_as_well() -> None:
@@ -201,4 +207,54 @@ def test_errors_of_hooks_around_the_call_stay_as_they_are() -> None:
     with saved_tensors_hooks(lambda tensor: tensor, unpack):
         output = computed_again(torch.exp, torch.ones(2, requires_grad=True))
     with pytest.raises(RuntimeError, match="out of memory"):
+        output.sum().backward()
+
+
+def attending(hidden: Tensor) -> Tensor:
+    query = (hidden.exp() @ WEIGHT).sigmoid().view(1, 2, 4, 4)
+    found = F.scaled_dot_product_attention(query, query, query).view(4, 8)
+    return (found.tanh() @ WEIGHT).relu() @ WEIGHT
+
+
+def test_products_and_attention_are_kept_as_far_as_others_need_them() -> None:
+    def flops(call: Callable[..., Any]) -> tuple[int, int, list[Tensor]]:
+        hidden = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            with SavedBytes(without=[WEIGHT]) as saved:
+                output = call(attending, hidden)
+            for _ in range(2):  # What a graph is kept for: once more.
+                output.sum().backward(retain_graph=True)
+        assert hidden.grad is not None
+        return counter.get_total_flops(), saved.total, [output, hidden.grad]
+
+    total, kept, expected = flops(plainly)
+    found_flops, found_kept, found = flops(computed_again_but_products)
+    assert found_flops == total
+    assert all(map(torch.equal, found, expected))
+    logsumexp = 2 * 4
+    # The argument, two products and attention, not the last product, which nothing needs.
+    assert found_kept == 4 * (4 * 32 + logsumexp) < kept
+    assert flops(computed_again)[0] > total
+
+
+def test_attention_is_kept_if_it_draws_no_random_numbers() -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    queries = [WEIGHT] * 3
+    assert _is_product(attention, queries, {})
+    assert _is_product(attention, [*queries, 0.0, True], {"scale": None})
+    assert not _is_product(attention, [*queries, 0.1], {})
+    assert not _is_product(attention, queries, {"dropout_p": 0.1})
+    assert not _is_product(torch.ops.aten.exp.default, [WEIGHT], {})
+
+
+def test_products_that_change_or_differ_the_second_time_are_refused() -> None:
+    def changing(hidden: Tensor) -> Tensor:
+        return (hidden @ WEIGHT).relu_().exp()
+
+    hidden = torch.ones(4, 8, requires_grad=True)
+    with pytest.raises(ModelError, match=r"changes in place what aten\.mm.*the whole layer"):
+        computed_again_but_products(changing, hidden)
+    turns = iter([lambda x: (x @ WEIGHT).exp(), lambda x: torch.addmm(x, x, WEIGHT).exp()])
+    output = computed_again_but_products(lambda hidden: next(turns)(hidden), hidden)
+    with pytest.raises(ModelError, match=r"calls aten\.addmm.*where it called aten\.mm"):
         output.sum().backward()

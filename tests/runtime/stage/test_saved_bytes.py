@@ -103,6 +103,7 @@ def test_a_profile_of_the_reference_model_predicts_within_5_percent(
     cpu = torch.device("cpu")
     (memory,) = measure_profile(spec, options, device_name="cpu", device=cpu).devices[0].memory
     assert memory.recomputed_bytes_per_token == 64 * 4
+    assert memory.products_bytes_per_token is not None
     layer = LayerBytes(kept=memory.layer_bytes_per_token, recomputed=64 * 4)
     model = HeteroLM(
         LMConfig(
@@ -117,6 +118,10 @@ def test_a_profile_of_the_reference_model_predicts_within_5_percent(
     assert_predicted(
         layer, sum(lengths), lambda again: run_pass(model, model.layers, step, again), within=0.05
     )
+    selectively = NUM_LAYERS * (64 * 4 + memory.products_bytes_per_token)
+    assert selectively < 0.7 * NUM_LAYERS * layer.kept
+    counted = run_pass(model, model.layers, step, Recomputation(selective=range(NUM_LAYERS)))
+    assert counted == pytest.approx(selectively * sum(lengths), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])

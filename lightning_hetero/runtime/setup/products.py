@@ -1,0 +1,160 @@
+"""Keep what matrix products and attention return, for a call that computes all else again.
+
+These take nearly all of a layer's time and are about half of what autograd keeps of it. Products of
+batches of matrices don't count: such are the scores of attention that isn't one operation.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_hetero.core.errors import ModelError
+
+__all__ = ["Products"]
+
+_MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm"}
+
+
+class _Made(NamedTuple):
+    """What one operation has returned."""
+
+    operation: Any
+    leaves: list[Any]
+    """Its tensors, None in place of them once somebody else keeps them, and other values."""
+    form: TreeSpec
+    versions: list[int]
+    """How often each tensor had been changed in place."""
+
+
+class Products:
+    """What the matrix products and attention of one call return, in their order."""
+
+    def __init__(self) -> None:
+        self._made: list[_Made] = []
+        self._num_needed = 0
+
+    def record(self) -> TorchDispatchMode:
+        """Return a context in which what they return is noted."""
+        return _Recording(self._made)
+
+    def note_saved(self) -> None:
+        """Say that autograd saves something: what has been made up to now is needed for it."""
+        self._num_needed = len(self._made)
+
+    def hand_over(self) -> list[Tensor]:
+        """Return the tensors that are needed, of which this holds none any more.
+
+        Raises:
+            ModelError: One was changed in place since.
+        """
+        del self._made[self._num_needed :]
+        tensors = []
+        for made in self._made:
+            found = [leaf for leaf in made.leaves if isinstance(leaf, Tensor)]
+            if [tensor._version for tensor in found] != made.versions:
+                raise _changed(made.operation)
+            made.leaves[:] = [None if isinstance(x, Tensor) else x for x in made.leaves]
+            tensors += found
+        return tensors
+
+    def give(self, tensors: Sequence[Tensor]) -> TorchDispatchMode:
+        """Return a context in which they return these tensors, which `hand_over` has returned."""
+        return _Giving(self._made, tensors)
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, made: list[_Made]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made = made
+
+
+class _Recording(_Watching):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if _is_product(func, args, kwargs):
+            leaves, form = tree_flatten(output)
+            leaves = [_apart(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+            self._made.append(_Made(func, leaves, form, versions))
+        elif getattr(func, "namespace", "") == "c10d":
+            self._refuse_changed(args)
+        return output
+
+    def _refuse_changed(self, args: Any) -> None:
+        """Refuse that a collective works on a product in place, which counts as no change."""
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+        for made in self._made:
+            if any(
+                isinstance(x, Tensor) and x.untyped_storage()._cdata in given for x in made.leaves
+            ):
+                raise _changed(made.operation)
+
+
+class _Giving(_Watching):
+    def __init__(self, made: list[_Made], tensors: Sequence[Tensor]) -> None:
+        super().__init__(made)
+        self._tensors = iter(tensors)
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_product(func, args, kwargs):
+            return func(*args, **kwargs)
+        made = self._made[self._next] if self._next < len(self._made) else None
+        if made is None or made.operation is not func:
+            first = "no more products" if made is None else str(made.operation)
+            raise ModelError(
+                f"A layer that was computed again in backward calls {func} where it called {first} "
+                "the first time. A selectively recomputed layer must do the same both times."
+            )
+        self._next += 1
+        leaves = [next(self._tensors).detach() if leaf is None else leaf for leaf in made.leaves]
+        return tree_unflatten(leaves, made.form)
+
+
+def _is_product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation is a matrix product, or attention that draws no random numbers.
+
+    What draws some must draw them the second time, too, or what comes after it draws others.
+    """
+    is_product, dropout_at = _look_at(func)
+    if not is_product or dropout_at is None:
+        return is_product
+    return not (args[dropout_at] if dropout_at < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+@functools.cache
+def _look_at(func: Any) -> tuple[bool, int | None]:
+    """Return whether it is a product or attention, and where its probability of dropout stands."""
+    schema = getattr(func, "_schema", None)
+    name = "" if schema is None else schema.name
+    if "attention" not in name and "attn" not in name:
+        return name in _MATRIX_PRODUCTS, None
+    names = [argument.name for argument in schema.arguments]
+    return True, names.index("dropout_p") if "dropout_p" in names else None
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """Return a tensor's memory without the graph that is about to be put on it."""
+    # Else a view that is made below autograd counts its own changes in place.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _changed(operation: Any) -> ModelError:
+    return ModelError(
+        f"A selectively recomputed layer changes in place what {operation} returned, which is kept "
+        "for its backward. Let it make a new tensor, or recompute the whole layer."
+    )
