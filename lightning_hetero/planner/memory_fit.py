@@ -1,7 +1,7 @@
 """Settle how a plan spends memory: as little recomputation as fits, and owners where there is room.
 
 There are two ways. Either a layer's holders own it, and every stage recomputes as little as then
-fits, by the levels of `recompute_tables`. Or ownership follows memory: what stages leave free beside
+fits, by levels (`recompute_tables`). Or ownership follows memory: what stages leave free beside
 weights, gradients and activations must hold all owned states together; where it doesn't, the stage
 whose load stays least goes one level higher, until it does. Whatever a rank's holdings claim it
 owns as far as it has room, the rest goes to the others in proportion to the room that they have.

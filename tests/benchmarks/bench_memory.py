@@ -2,7 +2,11 @@
 
 The clusters and models are those that "fitted nowhere", or left fast devices idle because they were
 full, before plans said what is recomputed and who owns how much. The peer of each is the best plan
-for the same devices with memory without limit; its time is also about what the lower bound says. A
+for the same devices with memory without limit; its time is also about what the lower bound says.
+What is allowed over it is what was wanted when that took 41.8 s: 44 s. By the data sheets as they
+are read now no plan takes the first row in 44 s: 256 times 40 layers, of 40.1 ms on an A100 and
+15.1 ms on an H800, take 4 of the one and 2 of the other 44.1 s, without head, bubbles and exchange;
+memory without limit gives 45.4 s. A
 model of 8 layers on 3 devices with as little memory for its states is held against all plans, with
 all numbers of recomputed layers, owners by room included (`tests.planner.every_plan`).
 """
@@ -82,7 +86,8 @@ def _against_every_plan(length: int, batch: int) -> Row:
     cost = RooflineCost(cluster, model)
     work = Workload(sequence_length=length, global_batch_size=batch)
     ours = _seconds(plan(cluster, model, work, cost=cost))
-    best = best_time(every_plan(cluster, model, batch), cost, work.microbatch)
+    every = every_plan(cluster, model, batch)
+    best = best_time(every, cost, work.microbatch, selectively=True)
     return Row(
         name=f"8 layers of llama-13b, {length:,} tokens × {batch} on 3 short devices",
         ours=ours,

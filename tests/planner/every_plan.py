@@ -158,11 +158,19 @@ def time_of(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) ->
     return simulation.iteration_time_s
 
 
-def best_time(plans: Iterable[ParallelPlan], cost: CostModel, microbatch: tuple[int, ...]) -> float:
+def best_time(
+    plans: Iterable[ParallelPlan],
+    cost: CostModel,
+    microbatch: tuple[int, ...],
+    *,
+    selectively: bool = False,
+) -> float:
     """Return the least seconds of plans under every recomputation, and every ownership if need be.
 
     A plan that fits as it is gains nothing by either. Others are tried with every number of layers
-    that each stage recomputes. Plans whose work alone takes as long as the best are left out.
+    that each stage recomputes as a whole, the others selectively, and with nothing recomputed; with
+    `selectively` also with every number of selective ones. Plans whose work alone takes as long as
+    the best are left out.
     """
 
     def by_work(some: Iterable[ParallelPlan]) -> list[tuple[float, int, ParallelPlan]]:
@@ -176,10 +184,13 @@ def best_time(plans: Iterable[ParallelPlan], cost: CostModel, microbatch: tuple[
         best = min(best, seconds)
         if seconds == float("inf"):
             full.append(plan)
+
     for least, _, plan in by_work(full):
         if least >= best:
             break
-        for again_least, _, again in by_work(_recomputed(plan)):
+        for again_least, _, again in by_work(
+            _recomputed(plan, cost, microbatch, selectively=selectively)
+        ):
             if again_least >= best:
                 break
             seconds = time_of(again, cost, microbatch)
@@ -206,28 +217,37 @@ def least_s(plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...]) ->
     return least
 
 
-def _recomputed(plan: ParallelPlan) -> Iterator[ParallelPlan]:
-    """Yield the plan with every number of layers that stages recompute.
+def _recomputed(
+    plan: ParallelPlan, cost: CostModel, microbatch: tuple[int, ...], *, selectively: bool
+) -> Iterator[ParallelPlan]:
+    """Yield the plan with every number of layers that stages recompute, see `best_time`.
 
     None as a whole while one is kept as it is: two selectively free as many bytes in less time.
+    What doesn't fit even if others own everything is left out.
     """
-    stages = [stage for _, _, stage in plan.iter_stages()]
-    choices = [
-        {(0, n) for n in range(count)} | {(n, count - n) for n in range(count + 1)}
-        for count in (len(stage.layers) for stage in stages)
-    ]
-    for counts in itertools.product(*map(sorted, choices)):
-        again = iter(counts)
+    tokens = sum(microbatch)
+
+    def holds(pipeline: PipelinePlan, index: int, stage: StagePlan) -> bool:
+        shape = cost.shape_of(stage)
+        held = tokens * min(pipeline.num_stages - index, pipeline.num_microbatches or 0)
+        used = cost.memory_of_tokens(shape, plan.num_pipelines, held, tokens, owned_params=0.0)
+        return used.total <= cost.usable_bytes(shape.device)
+
+    choices = []
+    for pipeline_index, index, stage in plan.iter_stages():
+        count = len(stage.layers)
+        kept = {(0, n) for n in (range(count) if selectively else (0,))}
+        some = [
+            replace(stage, recomputed_layers=whole, selective_layers=selective)
+            for whole, selective in sorted(kept | {(n, count - n) for n in range(count + 1)})
+        ]
+        pipeline = plan.pipelines[pipeline_index]
+        choices.append([item for item in some if holds(pipeline, index, item)])
+    for stages in itertools.product(*choices):
+        rest = iter(stages)
         yield ParallelPlan(
             pipelines=tuple(
-                replace(
-                    pipeline,
-                    stages=tuple(
-                        replace(stage, recomputed_layers=whole, selective_layers=selective)
-                        for stage in pipeline.stages
-                        for whole, selective in (next(again),)
-                    ),
-                )
+                replace(pipeline, stages=tuple(itertools.islice(rest, pipeline.num_stages)))
                 for pipeline in plan.pipelines
             )
         )

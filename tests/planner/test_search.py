@@ -32,8 +32,12 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
     result = plan(cluster, model, workload)
     found = time_of(result.best.plan, RooflineCost(cluster, model), workload.microbatch)
     assert found == pytest.approx(result.best.simulation.iteration_time_s)
-    # Shares of ownership are numbers, of which brute force tries two rules only.
-    least = best * (1 - 1e-9 if result.best.plan.owner_shares is None else 0.99)
+    # Shares of ownership are numbers, of which brute force tries two rules only; and where a stage
+    # recomputes selectively it tries all of its layers only, a thirtieth of their time.
+    stages = [stage for _, _, stage in result.best.plan.iter_stages()]
+    is_selective = any(stage.selective_layers for stage in stages)
+    is_tried = result.best.plan.owner_shares is None and not is_selective
+    least = best * (1 - 1e-9 if is_tried else 0.96 if is_selective else 0.99)
     assert least <= found <= best * 1.01
     assert result.lower_bound_s <= min(best, found) * (1 + 1e-9)
 

@@ -8,7 +8,7 @@ no more memory than a budget must hold at least. Later iterations count one kept
 most that was counted for a token goes for all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,8 @@ class RecomputationChoice:
 
     def _fixed(self, stage: StagePlan) -> Recomputation:
         options, layers = self._options, stage.layers
-        whole, selective = options.recomputed(layers), options.selective(layers)
+        whole: Container[int] = options.recomputed(layers)
+        selective: Container[int] = options.selective(layers)
         if _is_said(stage):
             count = stage.recomputed_layers or 0
             whole = layers[:count]

@@ -75,7 +75,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made = made
 
 
-class _Recording(_Watching):
+class _Recording(_Watching):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -100,7 +100,7 @@ class _Recording(_Watching):
                 raise _changed(made.operation)
 
 
-class _Giving(_Watching):
+class _Giving(_Watching):  # type: ignore[no-untyped-call]
     def __init__(self, made: list[_Made], tensors: Sequence[Tensor]) -> None:
         super().__init__(made)
         self._tensors = iter(tensors)
@@ -138,7 +138,7 @@ def _is_product(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 @functools.cache
 def _look_at(func: Any) -> tuple[bool, int | None]:
     """Return whether it is a product or attention, and where its probability of dropout stands."""
-    schema = getattr(func, "_schema", None)
+    schema: Any = getattr(func, "_schema", None)
     name = "" if schema is None else schema.name
     if "attention" not in name and "attn" not in name:
         return name in _MATRIX_PRODUCTS, None
