@@ -22,10 +22,10 @@ More is measured, as a layer that is computed again takes half a millisecond of 
 
 Each run changes between the ways from iteration to iteration, so that whatever else the machine
 does meets all alike; ratios are medians over neighbouring iterations. A second run has them in the
-opposite order and must have the same losses, bit for bit. What is to be stretched four times must
-get a quarter of a core whenever it wants it: on a machine that is full of other work all that counts
-is how much is computed in all, and the plan's own way, 16.4 layers against 15, is slower (0.93, with
-half of what it is stretched now). Notes
+opposite order and must have the same losses, bit for bit. What is to be stretched four times
+must get a quarter of a core whenever it wants it: on a machine that is full of other work all that
+counts is how much is computed in all, and the plan's own way, 16.4 layers against 15, is slower
+(0.93, when it was stretched half as much). Notes
 give the ratio of the busiest ranks' stretched processor times, too, but that knows of no bubble and
 stretches the exchange as well.
 """
