@@ -334,13 +334,14 @@ class HeteroStrategy(HookedStrategy):
         self.precision_plugin.deposit_gradients = self._deposit_gradients
         self.precision_plugin.owned_gradients = self._slices.owned_gradients
         self.precision_plugin.sum_over_ranks = self._sum_over_ranks
-        self.precision_plugin.begin_change = self.run.begin_change
+        self.precision_plugin.begin_change = self._begin_change
         if trains:
             self.setup_optimizers(trainer)
             self._slices.check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trains:
             _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
+            self._slices.watch_uses()
 
     def _set_up_engine(self, *, trains: bool) -> None:
         """Find or make the plans, and all that runs them; collective."""
@@ -383,6 +384,12 @@ class HeteroStrategy(HookedStrategy):
             rank_zero_info("%s", start)
             if plans.auto is None and start.idle_warning is not None:
                 rank_zero_warn(start.idle_warning)
+
+    def _begin_change(self) -> None:
+        """Take note that an optimizer is about to change the slices."""
+        self._slices.leave_hooks()
+        if self.run.begin_change is not None:
+            self.run.begin_change()
 
     def _attach_logs(self) -> None:
         """Let callbacks log as the module does now; Lightning gave them what was there before."""

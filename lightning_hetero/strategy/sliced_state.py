@@ -113,7 +113,9 @@ class SlicedState:
             self._standbys = StandbyCheck(
                 engine.store, engine.comms, num_steps=engine.config.standby_check_steps
             )
-            self._uses = SliceUses(engine.store)
+            is_whole = engine.comms.world_size == 2 and engine.store.has_standbys
+            others_lack = self._several and not is_whole
+            self._uses = SliceUses(engine.store, others_lack=others_lack)
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
         """Let whole states be loaded, and cut what callbacks have copied."""
@@ -178,6 +180,16 @@ class SlicedState:
         yield
         if self._uses is not None and (is_looked_at if trains else was_watched):
             self._uses.start()
+
+    def watch_uses(self) -> None:
+        """Watch uses of slices from now on, until the next iteration."""
+        if self._uses is not None:
+            self._uses.start()
+
+    def leave_hooks(self) -> None:
+        """Let an optimizer step, after all hooks before it."""
+        if self._uses is not None:
+            self._uses.leave_hooks()
 
     def _forget_uses(self) -> None:
         if self._uses is not None:
@@ -269,6 +281,8 @@ class SlicedState:
         """Let an optimizer change the slices."""
         with no_norm_of_slices(self._running.store) if self._several else nullcontext():
             yield
+        if self._uses is not None:
+            self._uses.return_to_hooks()
         self._running.mark_weights_stale(only_trainable=True)
         if self._standbys is not None:
             self._standbys.after_step()

@@ -1,11 +1,14 @@
 """What hooks do to weights and gradients, which are slices there, is right or refused."""
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.processes import ProcessPool
@@ -29,6 +32,43 @@ class ClipsEach(TinyModule):
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_((0.01 / parameter.grad.norm()).clamp(max=1.0))
+
+
+class LogsNorms(TinyModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class KeepsNorms(TinyModule):
+    """Looks at gradients that are left after the step."""
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        grads = [item.grad for item in self.parameters() if item.grad is not None]
+        self.norm = torch.stack([item.square().sum() for item in grads]).sum().sqrt()
+
+
+class ZeroesOldRows(TinyModule):
+    """Trains the last rows of a table only, as of new tokens."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.model.embed.weight.grad is not None:
+            self.model.embed.weight.grad[:-8] = 0.0
+
+
+class CopiesModel(TinyModule):
+    def on_train_start(self) -> None:
+        self.teacher = copy.deepcopy(self.model)
+
+
+class SavesWeights(TinyModule):
+    def on_train_epoch_end(self) -> None:
+        torch.save(self.state_dict(), io.BytesIO())
+
+
+class TellsWeights(TinyModule):
+    def on_train_epoch_end(self) -> None:
+        self.told = [float(item.detach().cpu().flatten()[0]) for item in self.parameters()]
 
 
 class NormsByHand(TinyModule):
@@ -139,9 +179,23 @@ def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessP
             same(found, one)
 
 
+def test_rows_of_gradients_may_be_chosen_where_stages_keep_whole_parameters(
+    pool: ProcessPool,
+) -> None:
+    (expected,) = pool.run(fit_each, 1, [ZeroesOldRows], None)[0]
+    makes = [ZeroesOldRows, LogsNorms, KeepsNorms]
+    for found, logged, kept in pool.run(fit_each, 2, makes, STAGES):
+        same(found, expected)
+        assert "norm is called on parameter model." in logged
+        assert "sum is called on parameter model." in kept
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
+        (CopiesModel, "clone is called on parameter model.embed.weight"),
+        (SavesWeights, "untyped_storage is called on parameter model."),
+        (TellsWeights, "getitem is called on parameter model.embed.weight"),
         (ClipsByHand, "gradient_clip_val"),
         (ClipsEach, "norm is called on parameter model.embed.weight or its gradient"),
         (NormsByHand, "whole_state_dict"),

@@ -51,7 +51,7 @@ from lightning_hetero.runtime.results.iteration_loss import (
     without_sums,
 )
 from lightning_hetero.runtime.results.late_numbers import LateNumbers
-from lightning_hetero.runtime.results.loss_trial import LossTrials
+from lightning_hetero.runtime.results.loss_trial import LossTrial, LossTrials
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -105,8 +105,7 @@ class Engine:
             group=None if tensor_parallel is None else tensor_parallel.stage,
         )
         has_slices = communicators.world_size > 1
-        metrics = StepMetrics(module, communicators, self._speaks) if has_slices else None
-        self.logs = StepLogs(module, device, metrics)
+        self.logs = StepLogs(module, device, StepMetrics(module, communicators, self._speaks))
         self._agreements: dict[Phase, Agreement] = {}
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
@@ -171,7 +170,9 @@ class Engine:
             self.device,
             loss_reduction=self.config.loss_reduction,
             is_training=is_training,
-            tries_loss=is_training and is_cut and self.loss_trials.begin(key.batch_idx),
+            make_trial=partial(LossTrial, is_cut=len(microbatches) > 1)
+            if is_training and is_cut and self.loss_trials.begin(key.batch_idx)
+            else None,
         )
         seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
         schedule = running.schedule(len(microbatches), is_training=is_training)
@@ -189,7 +190,7 @@ class Engine:
         with self.clock.iteration():
             with (
                 preserved_random_state(),
-                self.logs.recording(),
+                self.logs.recording(is_cut=is_cut, is_last=running.link.following is None),
                 running.weights.in_module(),
                 self._calls.allowed(),
             ):

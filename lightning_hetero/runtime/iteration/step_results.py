@@ -5,7 +5,7 @@ loss counts (`targets`), what a step appends to the module's lists (`appended_li
 returns besides its loss (`outputs`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +49,8 @@ class StepResults:
         device: Where losses are summed.
         loss_reduction: What the user says that losses are; None finds out.
         is_training: Whether steps return losses.
-        tries_loss: Whether the first of them is tried; see `loss_trial`.
+        make_trial: Makes the trial of the first of them, if that is tried, of its micro-batch and
+            number of samples.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class StepResults:
         *,
         loss_reduction: LossReduction | None,
         is_training: bool,
-        tries_loss: bool = False,
+        make_trial: Callable[[Any, int], LossTrial] | None = None,
     ) -> None:
         self.is_training = is_training
         self.records: list[StepRecord] = []
@@ -71,7 +72,7 @@ class StepResults:
         self._logs = logs
         self._device = device
         self._loss_reduction = loss_reduction
-        self._tries_loss = tries_loss
+        self._make_trial = make_trial
 
     def begin(self, microbatch: Any) -> LossWatch:
         """Look at the module before a step; returns what shall watch the step."""
@@ -80,8 +81,8 @@ class StepResults:
             num_samples = count_samples(microbatch)
         except BatchError:
             num_samples = 0
-        trial = LossTrial(microbatch, num_samples) if self._tries_loss else None
-        self._tries_loss = False
+        make, self._make_trial = self._make_trial, None
+        trial = None if make is None else make(microbatch, num_samples)
         return LossWatch(_buffers_of(self._module), num_samples, trial)
 
     def drop(self) -> None:

@@ -69,10 +69,12 @@ class LossTrial:
         microbatch: What the step gets. If samples are packed end to end it says where each begins,
             and where the last one ends, in `cu_seqlens`.
         num_samples: Of the micro-batch; 0 if nobody knows.
+        is_cut: Whether the batch has more samples than the micro-batch.
     """
 
-    def __init__(self, microbatch: Any, num_samples: int) -> None:
+    def __init__(self, microbatch: Any, num_samples: int, *, is_cut: bool = False) -> None:
         self.recording: Recording | None = None
+        self._is_cut = is_cut
         self._microbatch = microbatch
         self._num_samples = num_samples
         self._starts: Tensor | None = getattr(microbatch, "cu_seqlens", None)
@@ -115,9 +117,8 @@ class LossTrial:
                 if not recording.double(numbers):
                     return False
             groupings = _groupings(recording.source.shape, num_samples, self._starts)
-            return _Trial(recording, numbers, groupings).finds_meeting(
-                by_places=self._num_samples > 1
-            )
+            trial = _Trial(recording, numbers, groupings, is_doubled=self._num_samples == 1)
+            return trial.finds_meeting(by_places=self._num_samples > 1 or self._is_cut)
         except Exception:
             # What can't be called again, whatever the reason, tells nothing: no reason to end.
             return False
@@ -158,9 +159,15 @@ def _groupings(
 
 class _Trial:
     def __init__(
-        self, recording: Recording, numbers: Sequence[int], groupings: list[tuple[int, Tensor]]
+        self,
+        recording: Recording,
+        numbers: Sequence[int],
+        groupings: list[tuple[int, Tensor]],
+        *,
+        is_doubled: bool,
     ) -> None:
         self._recording = recording
+        self._is_doubled = is_doubled
         self._numbers = numbers
         self._groupings = groupings
         self._source = recording.source
@@ -215,7 +222,9 @@ class _Trial:
         """Yield the places of samples that the loss takes by numbers written in the step."""
         for call in self._recording.needed_for(self._numbers):
             taken = _place_of(call)
-            if taken is not None and self._recording.depends(call.takes[0]):
+            # Of one sample a loop over all takes the first, too.
+            is_meant = call.is_written or not self._is_doubled
+            if taken is not None and is_meant and self._recording.depends(call.takes[0]):
                 places = torch.arange(count)[taken]
                 if places.numel() < count:
                     yield taken

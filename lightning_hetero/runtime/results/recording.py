@@ -14,6 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_hetero.runtime.callers import calling_frame, takes_written_rows
 from lightning_hetero.runtime.random_state import preserved_random_state, seed_torch
 
 __all__ = ["Call", "Recording", "Value"]
@@ -54,6 +55,8 @@ class Call(NamedTuple):
     """Of the coarsest single number among them, as a share of it; 0 if there is none."""
     changes: bool
     """Whether it changed a tensor in place."""
+    is_written: bool
+    """Whether it takes rows by numbers that stand in the user's code."""
     autocast: tuple[bool, torch.dtype]
 
     @property
@@ -172,6 +175,7 @@ class Recording(TorchFunctionMode):
                 takes_nothing=_takes_nothing(given, made),
                 rounding=_rounding_of(made),
                 changes=bool(changed),
+                is_written=name == "getitem" and _is_written(),
                 autocast=autocast,
             )
         )
@@ -274,6 +278,11 @@ def _is_plain(tensor: Tensor) -> bool:
     is_own = type(tensor) in (Tensor, nn.Parameter)
     is_wrapped = is_own and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return is_own and not is_wrapped and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_written() -> bool:
+    frame = calling_frame()
+    return frame is not None and takes_written_rows(frame)
 
 
 def _takes_nothing(given: Sequence[Tensor], made: Sequence[Tensor]) -> bool:

@@ -120,6 +120,13 @@ class Reductions:
         # What is one by its type needn't be asked: parameters answer that slowly.
         return CONSTANT if kind is nn.Parameter or isinstance(value, nn.Parameter) else None
 
+    def of_count(self, value: Any) -> Reduction | None:
+        """Return what a whole number is if it may count the micro-batch's samples or tokens."""
+        is_whole = type(value) is int or (type(value) is float and value.is_integer())
+        if not is_whole or not value or not self._num_samples or value % self._num_samples:
+            return None
+        return Reduction(Kind.SUM, count=value, value=value)
+
     def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
         """Return what is known of each tensor among values, and in lists and tuples of them."""
         return [self.of(item) for item in tensors_among(values)]

@@ -21,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.results.metrics import StepMetrics
+from lightning_hetero.runtime.results.metrics import Argument, MetricCall, StepMetrics
 from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
     JOINABLE,
@@ -59,10 +59,22 @@ class LogEntry:
     """Keyword arguments of `self.log`, without name and value."""
     metric: str | None = None
     """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
+    call: MetricCall | None = None
+    """What the number is given to, instead of being logged."""
+    argument: Argument = 0
+    """As which argument."""
     reduction: str = "mean"
     """How values of several micro-batches become one: mean, sum, min or max."""
-    doubt: Literal["", "mixed", "guessed"] = field(default="", compare=False)
-    """Why that may be wrong: several means in one value, or nothing is known of it."""
+    doubt: Literal["", "mixed", "guessed", "counted"] = field(default="", compare=False)
+    """Why that may be wrong: several means in one value, nothing is known of it, or it may count
+    samples."""
+
+    @property
+    def told(self) -> str:
+        """Begins a message about the number."""
+        if self.call is not None:
+            return f"What metric {self.call.metric!r} gets in a step"
+        return f"What is logged as {self.name!r}"
 
 
 def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
@@ -91,7 +103,7 @@ class StepLogs:
     Args:
         module: The LightningModule whose `log` is recorded.
         device: Where the sums are kept.
-        metrics: The module's metrics; None on a single rank.
+        metrics: The module's metrics, if it has any.
     """
 
     def __init__(
@@ -111,13 +123,14 @@ class StepLogs:
         self._values: dict[LogEntry, list[_Logged]] = {}
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record instead of log inside this context."""
+    def recording(self, *, is_cut: bool = True, is_last: bool = True) -> Iterator[None]:
+        """Record instead of log inside this context; for the arguments see `StepMetrics`."""
         self._pending.clear()
         self._values.clear()
         self._module.log = self._record  # type: ignore[assignment]
         try:
-            with nullcontext() if self._metrics is None else self._metrics.recording():
+            metrics = self._metrics
+            with metrics.recording(is_cut=is_cut, is_last=is_last) if metrics else nullcontext():
                 yield
         finally:
             self._module.log = self._log_in_hook  # type: ignore[assignment]
@@ -169,6 +182,8 @@ class StepLogs:
     def drop_microbatch(self) -> None:
         """Forget what a step logged that didn't run to its end."""
         self._pending.clear()
+        if self._metrics is not None:
+            self._metrics.take_numbers()
 
     def keep_microbatch(self, weight: Tensor, reductions: Reductions) -> None:
         """Take over what one micro-batch logged.
@@ -177,10 +192,17 @@ class StepLogs:
             weight: Its number of target tokens.
             reductions: What is known of its numbers.
         """
+        for call, given in [] if self._metrics is None else self._metrics.take_numbers(reductions):
+            for argument, value in given.items():
+                entry = LogEntry(call.metric, (), call=call, argument=argument)
+                self._pending[entry] = value, 0
         for entry, (value, batch_size) in self._pending.items():
             seen = getattr(value, "metric_state", value)
-            check_known(seen, f"What is logged as {entry.name!r} needs")
+            check_known(seen, f"{entry.told} needs")
             known = CONSTANT if entry.metric is not None else reductions.of(value)
+            count = None if known else reductions.of_count(value)
+            if entry.call is not None:
+                known = known or count
             own, others = weight, tuple[Count, ...]()
             if known is not None and known.kind is Kind.MEAN:
                 own, others = as_weight(known.count, self._device), known.others
@@ -188,6 +210,7 @@ class StepLogs:
             is_known = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
             is_guessed = not is_known and reduction == "mean"
             doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
+            doubt = "counted" if is_guessed and count is not None and value > 1 else doubt
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
             number = number.reshape(())
@@ -234,7 +257,10 @@ class StepLogs:
         """
         _check_names(entries)
         self._batch_size = max(batch_size, 1)
+        self._feed_metrics(entries, rows)
         for entry, (values, weights, sizes, *_) in _with_columns(entries, rows):
+            if entry.call is not None:
+                continue
             options = dict(entry.options)
             options["batch_size"] = _batch_size_of(sizes.sum(), self._batch_size)
             if entry.metric is not None:
@@ -243,10 +269,18 @@ class StepLogs:
                     self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
-                # In place of what wasn't logged comes what changes nothing: no host has to choose.
-                known = values.masked_fill(weights <= 0, _NEUTRAL.get(entry.reduction, 0.0))
-                value = join_values(entry.reduction, known, weights).float()
+                value = _joined(entry, values, weights)
             self._original_log(entry.name, value, **options)
+
+    def _feed_metrics(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
+        """Call metrics with the batch's numbers."""
+        calls: dict[MetricCall, dict[Argument, Tensor]] = {}
+        for entry, (values, weights, *_) in _with_columns(entries, rows):
+            if entry.call is not None:
+                given = calls.setdefault(entry.call, {})
+                given[entry.argument] = _joined(entry, values, weights)
+        if calls and self._metrics is not None:
+            self._metrics.feed(calls)
 
     def check(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
         """Look at the ranges of what was logged; rows as in `replay`, but on the CPU.
@@ -258,6 +292,13 @@ class StepLogs:
             if entry.metric is None:
                 logged = weights > 0
                 _check_range(entry, least[logged], largest[logged])
+
+
+def _joined(entry: LogEntry, values: Tensor, weights: Tensor) -> Tensor:
+    """Return the number of the batch; weights are 0 where ranks have none."""
+    # In place of what wasn't logged comes what changes nothing: no host has to choose.
+    known = values.masked_fill(weights <= 0, _NEUTRAL.get(entry.reduction, 0.0))
+    return join_values(entry.reduction, known, weights).float()
 
 
 def _with_columns(
@@ -280,19 +321,25 @@ def _check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
         return
     low, high = float(least.min()), float(largest.max())
     if entry.doubt == "mixed":
-        check_ratios(low, high, f"{entry.name!r} that is logged")
+        check_ratios(low, high, f"number {entry.name!r}")
+    elif entry.doubt == "counted":
+        rank_zero_warn(
+            f"{entry.told} is a whole number that may count the samples or tokens of a micro-batch."
+            " Those of micro-batches are averaged, so it isn't what one device has. Log a sum over "
+            "samples, such as `(ids >= 0).sum()`, if it counts."
+        )
     elif low < high:
         rank_zero_warn(
-            f"What is logged as {entry.name!r} isn't known to be a mean, sum or extreme over "
+            f"{entry.told} isn't known to be a mean, sum or extreme over "
             "samples, so the values of micro-batches are averaged by target tokens, which may not "
             "be what one device has. Log a mean or sum, or a torchmetrics metric."
         )
 
 
 def _check_names(entries: Sequence[LogEntry]) -> None:
-    reductions: dict[tuple[str, str | None], str] = {}
+    reductions: dict[tuple[Any, ...], str] = {}
     for entry in entries:
-        key = entry.name, entry.metric
+        key = entry.name, entry.metric, entry.call, entry.argument
         if reductions.setdefault(key, entry.reduction) != entry.reduction:
             raise StepError(
                 f"{entry.name!r} is logged as a {entry.reduction} over samples in one micro-batch "

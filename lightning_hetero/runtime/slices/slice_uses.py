@@ -5,27 +5,36 @@ whole. A norm, a mean, a place in a parameter or a matrix product doesn't: each 
 own. So functions of parameters and gradients that aren't whole here are watched, from the end of a
 training step on, and what leaves fewer rows than the slice has is refused. Watching costs time, so
 that is done after few steps: a use that comes with each step is found after the first.
+
+A gradient may be whole here and None on all other ranks, which then leave it out. So hooks may make
+no numbers of it, either; the optimizer of whole matrices may.
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.callers import calling_frame, is_own
 from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["SliceUses"]
 
-_OWN, _TORCH = "lightning_hetero.", "torch."
-_TELLING = {"numpy", "tolist"}
-"""Names of functions that give all values away."""
+# fmt: off
+_TELLING = {
+    "numpy", "tolist", "item", "array", "deepcopy", "allclose", "is_nonzero", "data_ptr",
+    "untyped_storage",
+}
+"""Names of functions that give values away, or take them elsewhere."""
+# fmt: on
+_COPIES = nn.Parameter.__deepcopy__.__code__
+_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _OF_FORM = "new_"
 """How functions begin that take nothing of a tensor but its dtype and device."""
 _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
@@ -37,14 +46,19 @@ class SliceUses(TorchFunctionMode):
 
     Args:
         store: The rank's slices.
+        others_lack: Whether what is whole here isn't on other ranks.
     """
 
-    def __init__(self, store: SliceStore) -> None:
+    def __init__(self, store: SliceStore, *, others_lack: bool = False) -> None:
         super().__init__()
         self._store = store
-        self._names: dict[int, tuple[ReferenceType[Tensor], str]] = {}
-        """Of slices, and of what has rows for theirs."""
+        self._others_lack = others_lack
+        self._names: dict[int, tuple[ReferenceType[Tensor], str, bool]] = {}
+        """Of slices, and of what has rows for theirs; with whether they are cut."""
+        self._whole: dict[int, str] = {}
+        """Names of the parameters that other ranks lack."""
         self._is_active = False
+        self._are_hooks = True
 
     def start(self) -> None:
         """Watch from now on."""
@@ -53,7 +67,9 @@ class SliceUses(TorchFunctionMode):
         for name, master in self._store.masters.items():
             if tuple(master.shape) != tuple(self._store.specs[name].shape):
                 self._mark(master, name)
-        if self._names:
+            elif self._others_lack:
+                self._whole[id(master)] = name
+        if self._names or self._whole:
             self._is_active = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -65,7 +81,17 @@ class SliceUses(TorchFunctionMode):
             self.__exit__(None, None, None)
         self._is_active = False
         self._names.clear()
+        self._whole.clear()
         return was_active
+
+    def leave_hooks(self) -> None:
+        """Let the optimizer, which steps now, do what it likes with whole parameters."""
+        self._are_hooks = False
+        self._names = {key: item for key, item in self._names.items() if item[2]}
+
+    def return_to_hooks(self) -> None:
+        """Look at whole parameters again."""
+        self._are_hooks = True
 
     def __torch_function__(
         self,
@@ -76,7 +102,10 @@ class SliceUses(TorchFunctionMode):
     ) -> Any:
         """Look at what torch is asked."""
         result = func(*args, **(kwargs or {}))
-        if self._is_active:
+        if func == _GRADIENT and id(args[0]) in self._whole:
+            if result is not None and self._are_hooks:
+                self._mark(result, self._whole[id(args[0])], is_cut=False)
+        elif self._is_active:
             self._look(getattr(func, "__name__", "").strip("_"), args, kwargs, result)
         return result
 
@@ -85,29 +114,33 @@ class SliceUses(TorchFunctionMode):
         cut = [(item, known) for item in given if (known := self._name_of(item)) is not None]
         if not cut or name.startswith(_OF_FORM):
             return
-        first, parameter = cut[0]
-        if name in _TELLING or (name in _CHOOSING and _chooses(args)):
+        first, (parameter, is_cut) = cut[0]
+        if name in _TELLING or type(result) in (float, complex) or _copies(name):
             self._refuse(name, parameter)
-        rows = {item.shape[0] for item, _ in cut}
+        if name in _CHOOSING and _chooses(args) and is_cut:
+            self._refuse(name, parameter)
+        rows = {item.shape[:1] for item, _ in cut}
         largest = max(item.numel() for item, _ in cut)
         changed = set(map(id, given))
+        is_kept = name in _CHOOSING and not is_cut
         for made in tree_leaves(result):
             if not isinstance(made, Tensor) or id(made) in changed:
                 continue
-            if made.ndim and (made.shape[0] in rows or made.numel() >= max(largest, 1)):
-                self._mark(made, parameter)
+            if is_kept or made.shape[:1] in rows or made.numel() >= max(largest, 1):
+                self._mark(made, parameter, is_cut=is_cut)
             else:
                 self._refuse(name, parameter)
         target = given[0]
         if target is not first and target.shape == first.shape:
-            self._mark(target, parameter)  # It may have been changed in place, as averages are.
+            # It may have been changed in place, as averages are.
+            self._mark(target, parameter, is_cut=is_cut)
 
-    def _name_of(self, tensor: Tensor) -> str | None:
-        held, name = self._names.get(id(tensor), (None, None))
-        return name if held is not None and held() is tensor else None
+    def _name_of(self, tensor: Tensor) -> tuple[str, bool] | None:
+        held, *known = self._names.get(id(tensor), (None, "", False))
+        return (known[0], known[1]) if held is not None and held() is tensor else None
 
-    def _mark(self, tensor: Tensor, name: str) -> None:
-        self._names[id(tensor)] = ref(tensor), name
+    def _mark(self, tensor: Tensor, name: str, *, is_cut: bool = True) -> None:
+        self._names[id(tensor)] = ref(tensor), name, is_cut
 
     def _refuse(self, function: str, parameter: str) -> None:
         """Refuse a use, unless it is the package's own.
@@ -115,10 +148,8 @@ class SliceUses(TorchFunctionMode):
         Raises:
             StepError: It is the user's, or an optimizer's.
         """
-        frame: FrameType | None = sys._getframe(3)
-        while frame is not None and _module_of(frame).startswith(_TORCH):
-            frame = frame.f_back
-        if frame is None or _module_of(frame).startswith(_OWN):
+        frame = calling_frame()
+        if frame is None or is_own(frame):
             return
         raise StepError(
             f"{function} is called on parameter {parameter} or its gradient outside of a step "
@@ -131,8 +162,12 @@ class SliceUses(TorchFunctionMode):
         )
 
 
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")) + "."
+def _copies(name: str) -> bool:
+    """Whether a parameter's `__deepcopy__` calls."""
+    if name != "clone":
+        return False
+    frame = sys._getframe(3)
+    return frame.f_code is _COPIES
 
 
 def _chooses(args: Sequence[Any]) -> bool:

@@ -18,11 +18,15 @@ ADJACENT = torch.eye(4).to_sparse()
 
 
 def finds_meeting(
-    make: Callable[[Tensor], Any], shape: tuple[int, ...] = (6, 4), num_samples: int = 6
+    make: Callable[[Tensor], Any],
+    shape: tuple[int, ...] = (6, 4),
+    num_samples: int = 6,
+    *,
+    is_cut: bool = False,
 ) -> bool:
     torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
-    watch = LossWatch([], num_samples, LossTrial(None, num_samples))
+    watch = LossWatch([], num_samples, LossTrial(None, num_samples, is_cut=is_cut))
     watch.leave_layers(x)
     try:
         loss = make(x @ WEIGHT)
@@ -160,6 +164,25 @@ def test_one_sample_is_tried_as_two() -> None:
     }
     for make, meets in losses.items():
         assert finds_meeting(make, (1, 5, 4), 1) is meets
+
+
+def test_the_first_of_several_samples_is_found_where_each_is_alone() -> None:
+    losses: dict[Callable[[Tensor], Any], bool] = {
+        lambda x: F.cross_entropy(x[0], torch.arange(4)[:, None].expand(4, 5)[0] * 0): True,
+        lambda x: x.square().mean((1, 2))[0]: True,
+        lambda x: x[:1, 2].square().mean(): True,
+        lambda x: x[-1].square().mean(): True,
+        lambda x: sum(x[i].square().mean() for i in range(len(x))) / len(x): False,
+        lambda x: torch.stack([row.square().mean() for row in x]).mean(): False,
+        lambda x: x[:, 0].square().mean(): False,
+        lambda x: x[: len(x)].square().mean(): False,
+        lambda x: torch.stack([x.square().mean(), x.abs().mean()])[0]: False,
+        lambda x: x.transpose(0, 1)[0].square().mean(): False,
+        lambda x: (x[0].square().mean() + x.square().mean()) / 2: False,
+    }
+    for make, is_left_out in losses.items():
+        assert finds_meeting(make, (1, 5, 4), 1, is_cut=True) is is_left_out
+        assert not finds_meeting(make, (1, 5, 4), 1)
 
 
 def test_packed_samples_meet_only_beyond_their_ends() -> None:

@@ -1,0 +1,68 @@
+"""Find the code that has called torch, from inside of what watches torch's functions."""
+
+import ast
+import linecache
+import sys
+from itertools import islice
+from types import FrameType
+
+__all__ = ["calling_frame", "is_own", "takes_written_rows"]
+
+_OWN, _PASSED = "lightning_hetero.", ("torch.", "copy.")
+_WATCHING = "__torch_function__"
+
+
+def calling_frame() -> FrameType | None:
+    """Return the frame in which torch was called, out of a mode's `__torch_function__`.
+
+    It may be one of this package.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _WATCHING:
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == _WATCHING:
+        frame = frame.f_back
+    while frame is not None and _module_of(frame).startswith(_PASSED):
+        frame = frame.f_back
+    return frame
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether code is this package's."""
+    return _module_of(frame).startswith(_OWN)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")) + "."
+
+
+def takes_written_rows(frame: FrameType) -> bool:
+    """Whether the subscript that a frame evaluates takes rows by numbers that stand in the code.
+
+    `x[0]` and `x[:2, 1]` do, `x[i]` doesn't. Without the source nobody knows.
+    """
+    code = frame.f_code
+    place = next(islice(code.co_positions(), frame.f_lasti // 2, None), None)
+    if place is None or None in place:
+        return False
+    first, last, start, stop = (int(item or 0) for item in place)
+    lines = [linecache.getline(code.co_filename, i).encode() for i in range(first, last + 1)]
+    lines[-1] = lines[-1][:stop]
+    lines[0] = lines[0][start:]
+    try:
+        node = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    if not isinstance(node, ast.Subscript):
+        return False
+    index = node.slice
+    taken = index.elts[0] if isinstance(index, ast.Tuple) and index.elts else index
+    bounds = (taken.lower, taken.upper) if isinstance(taken, ast.Slice) else (taken,)
+    return all(item is None or _is_integer(item) for item in bounds)
+
+
+def _is_integer(node: ast.expr) -> bool:
+    try:
+        return type(ast.literal_eval(node)) is int
+    except ValueError:
+        return False
