@@ -145,11 +145,11 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
     """Cut all that has samples at these places, the first 0 and the last their number."""
 
     def is_column(value: Any) -> bool:
-        # A list of one entry a sample, such as texts; not the list of tensors that a batch may be.
+        # A list of one entry a sample, such as texts; not the list that holds a batch's tensors.
         return (
             isinstance(value, list)
             and len(value) == cuts[-1]
-            and not any(isinstance(item, Tensor) for item in value)
+            and not any(isinstance(item, Tensor) for item in tree_flatten(value)[0])
         )
 
     def parts_of(value: Any) -> list[Any]:

@@ -53,6 +53,13 @@ def test_a_list_of_tensors_is_cut_inside_even_if_it_is_as_long_as_the_batch() ->
     assert [tensor.tolist() for tensor in second] == [[1], [6]]
 
 
+def test_lists_of_tensors_are_cut_inside_however_deep() -> None:
+    ids, mask, labels = torch.arange(2), torch.arange(2) + 5, torch.arange(2) + 7
+    first, second = cut_batch([[ids, mask], [labels, [ids, ["a", "b"]]]], 2)
+    assert str(first) == "[[tensor([0]), tensor([5])], [tensor([7]), [tensor([0]), ['a']]]]"
+    assert str(second) == "[[tensor([1]), tensor([6])], [tensor([8]), [tensor([1]), ['b']]]]"
+
+
 @pytest.mark.parametrize("batch", [EmptyBatch(), torch.zeros(0, 3)])
 def test_a_batch_without_samples_has_no_microbatches(batch: Any) -> None:
     assert count_samples(batch) == 0

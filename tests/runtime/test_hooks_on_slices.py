@@ -168,7 +168,58 @@ class Counts(TinyModule):
         self.count += 1
 
 
-RIGHT: list[Callable[[], TinyModule]] = [ClipsByStrategy, AveragesWhatTravels, ByElements]
+class SwapsAverages(TinyModule):
+    """Trains on, and validates with averages in the place of its weights."""
+
+    validates = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self.model(batch[0]), batch[1]))
+
+    def on_fit_start(self) -> None:
+        self.shadow = {name: item.data.clone() for name, item in self.named_parameters()}
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        for name, item in self.named_parameters():
+            self.shadow[name] = 0.5 * item.data + 0.5 * self.shadow[name]
+
+    def on_validation_epoch_start(self) -> None:
+        self.backup = {name: item.data for name, item in self.named_parameters()}
+        for name, item in self.named_parameters():
+            item.data = self.shadow[name]
+
+    def on_validation_epoch_end(self) -> None:
+        for name, item in self.named_parameters():
+            item.data = self.backup[name]
+
+
+class LogsScalar(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits * self.scale, labels)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.log("scale", self.scale.exp())
+
+
+class Gathers(TinyModule):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = super().loss(logits, labels)
+        self.gathered = self.all_gather(loss.detach())
+        return loss
+
+
+RIGHT: list[Callable[[], TinyModule]] = [
+    ClipsByStrategy,
+    AveragesWhatTravels,
+    ByElements,
+    SwapsAverages,
+]
 
 
 def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessPool) -> None:
@@ -195,6 +246,8 @@ def test_rows_of_gradients_may_be_chosen_where_stages_keep_whole_parameters(
     [
         (CopiesModel, "clone is called on parameter model.embed.weight"),
         (SavesWeights, "untyped_storage is called on parameter model."),
+        (LogsScalar, "'scale' that is logged in a hook has 0 elements"),
+        (Gathers, "A step calls self.all_gather"),
         (TellsWeights, "getitem is called on parameter model.embed.weight"),
         (ClipsByHand, "gradient_clip_val"),
         (ClipsEach, "norm is called on parameter model.embed.weight or its gradient"),

@@ -63,6 +63,8 @@ class LogEntry:
     """What the number is given to, instead of being logged."""
     argument: Argument = 0
     """As which argument."""
+    dtype: torch.dtype = torch.float32
+    """What it gets there."""
     reduction: str = "mean"
     """How values of several micro-batches become one: mean, sum, min or max."""
     doubt: Literal["", "mixed", "guessed", "counted"] = field(default="", compare=False)
@@ -128,11 +130,13 @@ class StepLogs:
         self._pending.clear()
         self._values.clear()
         self._module.log = self._record  # type: ignore[assignment]
+        self._module.all_gather = _refuse_gathering  # type: ignore[assignment]
         try:
             metrics = self._metrics
             with metrics.recording(is_cut=is_cut, is_last=is_last) if metrics else nullcontext():
                 yield
         finally:
+            del self._module.all_gather
             self._module.log = self._log_in_hook  # type: ignore[assignment]
 
     def remove(self) -> None:
@@ -144,6 +148,12 @@ class StepLogs:
     def _log_in_hook(self, *args: Any, **kwargs: Any) -> None:
         """Log what a hook gives; what an epoch keeps of it must be the same on every rank."""
         options = self._bind(args, kwargs)
+        if isinstance(options["value"], Tensor) and options["value"].numel() != 1:
+            raise StepError(
+                f"{options['name']!r} that is logged in a hook has {options['value'].numel()} "
+                "elements and not one. In hooks each rank has only its slices of parameters, some "
+                "without rows: log what is made of a parameter in a step."
+            )
         hook = str(getattr(self._module, "_current_fx_name", None))
         if "batch" in hook and options.get("batch_size") is None:
             # The hook's own batch is that of this rank's pipeline.
@@ -194,7 +204,8 @@ class StepLogs:
         """
         for call, given in [] if self._metrics is None else self._metrics.take_numbers(reductions):
             for argument, value in given.items():
-                entry = LogEntry(call.metric, (), call=call, argument=argument)
+                dtype = torch.as_tensor(value).dtype
+                entry = LogEntry(call.metric, (), call=call, argument=argument, dtype=dtype)
                 self._pending[entry] = value, 0
         for entry, (value, batch_size) in self._pending.items():
             seen = getattr(value, "metric_state", value)
@@ -269,7 +280,7 @@ class StepLogs:
                     self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
-                value = _joined(entry, values, weights)
+                value = _joined(entry, values, weights).float()
             self._original_log(entry.name, value, **options)
 
     def _feed_metrics(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
@@ -278,7 +289,7 @@ class StepLogs:
         for entry, (values, weights, *_) in _with_columns(entries, rows):
             if entry.call is not None:
                 given = calls.setdefault(entry.call, {})
-                given[entry.argument] = _joined(entry, values, weights)
+                given[entry.argument] = _joined(entry, values, weights).to(entry.dtype)
         if calls and self._metrics is not None:
             self._metrics.feed(calls)
 
@@ -294,11 +305,19 @@ class StepLogs:
                 _check_range(entry, least[logged], largest[logged])
 
 
+def _refuse_gathering(*_: Any, **__: Any) -> None:
+    raise StepError(
+        "A step calls self.all_gather, but only last stages run steps to their end, so the others "
+        "would never answer. Log or return what shall be gathered: logs are those of the whole "
+        "batch, and hooks get what all ranks' steps have returned."
+    )
+
+
 def _joined(entry: LogEntry, values: Tensor, weights: Tensor) -> Tensor:
     """Return the number of the batch; weights are 0 where ranks have none."""
     # In place of what wasn't logged comes what changes nothing: no host has to choose.
     known = values.masked_fill(weights <= 0, _NEUTRAL.get(entry.reduction, 0.0))
-    return join_values(entry.reduction, known, weights).float()
+    return join_values(entry.reduction, known, weights)
 
 
 def _with_columns(

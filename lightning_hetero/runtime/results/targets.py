@@ -46,6 +46,10 @@ _ELEMENTWISE = {
     F.huber_loss,
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+    F.gaussian_nll_loss,
 }
 
 
@@ -248,6 +252,8 @@ class LossWatch(TorchFunctionMode):
             self._keep_sum(result, inputs.numel())
         elif func in _CLASSIFICATION:
             self._see_classification(Classification.of(args, kwargs), result)
+        elif kwargs.get("reduction", "mean") == "batchmean":
+            self._keep(result, inputs.shape[0], inputs.numel())
         elif kwargs.get("reduction", "mean") == "mean":
             weight = kwargs.get("weight") if func in _OVER_WEIGHTS else None
             targets = inputs.numel() if weight is None else weight.detach().sum()

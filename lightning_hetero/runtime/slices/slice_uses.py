@@ -33,8 +33,10 @@ _TELLING = {
 }
 """Names of functions that give values away, or take them elsewhere."""
 # fmt: on
+_Known = tuple[str, bool]
+"""Name of a parameter, and whether this rank has a slice of it only."""
 _COPIES = nn.Parameter.__deepcopy__.__code__
-_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 _OF_FORM = "new_"
 """How functions begin that take nothing of a tensor but its dtype and device."""
 _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
@@ -101,17 +103,21 @@ class SliceUses(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at what torch is asked."""
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except (IndexError, RuntimeError) as error:
+            if cut := self._known_among(args, kwargs) if self._is_active else []:
+                self._refuse(_name_of(func), cut[0][1][0], error)
+            raise
         if func == _GRADIENT and id(args[0]) in self._whole:
             if result is not None and self._are_hooks:
                 self._mark(result, self._whole[id(args[0])], is_cut=False)
         elif self._is_active:
-            self._look(getattr(func, "__name__", "").strip("_"), args, kwargs, result)
+            self._look(_name_of(func), args, kwargs, result)
         return result
 
     def _look(self, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> None:
-        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        cut = [(item, known) for item in given if (known := self._name_of(item)) is not None]
+        cut = self._known_among(args, kwargs)
         if not cut or name.startswith(_OF_FORM):
             return
         first, (parameter, is_cut) = cut[0]
@@ -121,6 +127,7 @@ class SliceUses(TorchFunctionMode):
             self._refuse(name, parameter)
         rows = {item.shape[:1] for item, _ in cut}
         largest = max(item.numel() for item, _ in cut)
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
         changed = set(map(id, given))
         is_kept = name in _CHOOSING and not is_cut
         for made in tree_leaves(result):
@@ -135,14 +142,19 @@ class SliceUses(TorchFunctionMode):
             # It may have been changed in place, as averages are.
             self._mark(target, parameter, is_cut=is_cut)
 
-    def _name_of(self, tensor: Tensor) -> tuple[str, bool] | None:
-        held, *known = self._names.get(id(tensor), (None, "", False))
-        return (known[0], known[1]) if held is not None and held() is tensor else None
+    def _known_among(self, args: Sequence[Any], kwargs: Any) -> list[tuple[Tensor, _Known]]:
+        """Return the tensors among arguments of which a parameter is known."""
+        given = (item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor))
+        return [(item, known) for item in given if (known := self._known_of(item)) is not None]
+
+    def _known_of(self, tensor: Tensor) -> _Known | None:
+        found = self._names.get(id(tensor))
+        return found[1:] if found is not None and found[0]() is tensor else None
 
     def _mark(self, tensor: Tensor, name: str, *, is_cut: bool = True) -> None:
         self._names[id(tensor)] = ref(tensor), name, is_cut
 
-    def _refuse(self, function: str, parameter: str) -> None:
+    def _refuse(self, function: str, parameter: str, error: BaseException | None = None) -> None:
         """Refuse a use, unless it is the package's own.
 
         Raises:
@@ -159,7 +171,11 @@ class SliceUses(TorchFunctionMode):
             "which take the norm over all ranks. Whole weights come from "
             "`trainer.strategy.whole_state_dict()`, called by all ranks. Optimizers of whole "
             'matrices run with HeteroStrategy(ownership="parameter").'
-        )
+        ) from error
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "").strip("_")
 
 
 def _copies(name: str) -> bool:

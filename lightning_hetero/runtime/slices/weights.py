@@ -220,6 +220,8 @@ class ComputeWeights:
         """Weights that tensor parallelism has cut; their modules compute with them."""
         self._homes = {name: master.data for name, master in store.masters.items()}
         self._addresses = [home.data_ptr() for home in self._homes.values()]
+        self._replaced: dict[str, Tensor] = {}
+        """What was in the memory of slices that lie elsewhere now."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()
@@ -291,14 +293,22 @@ class ComputeWeights:
             show_values(self._cut.values())
 
     def take_back(self) -> None:
-        """Put slices whose data somebody replaced back where they were, with their new values."""
-        if [*map(Tensor.data_ptr, self.store.masters.values())] == self._addresses:
+        """Let what travels and computes have the values of slices whose data somebody replaced.
+
+        Who did may hold the data of before, to put it back later: then it has its old values.
+        """
+        where = [*map(Tensor.data_ptr, self.store.masters.values())]
+        if where == self._addresses and not self._replaced:
             return
         for name, home in self._homes.items():
             master = self.store.masters[name]
-            if master.data_ptr() != home.data_ptr():
-                home.copy_(master.detach())
-                master.data = home
+            if master.data_ptr() == home.data_ptr():
+                if name in self._replaced:
+                    home.copy_(self._replaced.pop(name))
+                continue
+            if name not in self._replaced:
+                self._replaced[name] = home.clone()
+            home.copy_(master.detach())
 
     def gradient(self, name: str) -> Tensor:
         """Return the gradient of this rank's shard of a parameter, zeros if there is none."""

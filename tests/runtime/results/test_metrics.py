@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torchmetrics import (
     CatMetric,
     MaxMetric,
     MeanMetric,
+    Metric,
     MetricCollection,
     PearsonCorrCoef,
     SumMetric,
@@ -87,6 +89,24 @@ class ComputesInStep(TinyModule):
         return self.loss(logits, batch[1]) + self.mean_logit.compute()
 
 
+class Exponential(Metric):
+    """One of a user's own, which keeps a whole number."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), "sum")
+        self.add_state("count", torch.tensor(0), "sum")
+
+    def update(self, loss: Tensor, count: Any) -> None:
+        self.total += loss * count
+        self.count += count
+
+    def compute(self) -> Tensor:
+        return (self.total / self.count).exp()
+
+
 class FedWithNumbers(TinyModule):
     """Gives metrics numbers of the batch, in steps and hooks, instead of samples."""
 
@@ -98,7 +118,7 @@ class FedWithNumbers(TinyModule):
         self.by_samples, self.worst = MeanMetric(), MaxMetric()
         self.num_targets, self.each = SumMetric(), CatMetric()
         self.both = MetricCollection({"mean": MeanMetric(), "max": MaxMetric()})
-        self.inputs, self.of_hooks = MeanMetric(), SumMetric()
+        self.inputs, self.of_hooks, self.own = MeanMetric(), SumMetric(), Exponential()
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -127,6 +147,8 @@ class FedWithNumbers(TinyModule):
             metric.update(loss)
         self.by_samples.update(loss, weight=len(ids))
         self.log("val_loss", self.val_loss)
+        self.own(loss, (labels != -100).sum())
+        self.log("own", self.own)
         self.log("worst", self.worst)
         self.log("by_samples", self.by_samples)
         self.log_dict(self.both)

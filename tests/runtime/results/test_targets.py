@@ -46,6 +46,12 @@ def test_losses_that_average_over_elements_count_those() -> None:
         assert watched(lambda loss=loss: loss(a, b)) == 12
 
 
+def test_divergences_average_over_rows_or_elements() -> None:
+    logs, targets = torch.randn(6, 4).log_softmax(-1), torch.randn(6, 4).softmax(-1)
+    assert watched(lambda: F.kl_div(logs, targets, reduction="batchmean")) == 6
+    assert watched(lambda: F.gaussian_nll_loss(logs, targets, targets)) == 24
+
+
 def test_losses_that_do_not_average_count_nothing() -> None:
     logits, labels = torch.randn(5, 4), labels_of(0, 1, 2, 3, 0)
     assert watched(lambda: F.cross_entropy(logits, labels, reduction="sum")) is None
