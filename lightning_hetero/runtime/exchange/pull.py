@@ -116,6 +116,7 @@ class Pull:
             ModelError: A slice has changed that isn't stale.
         """
         self._check_unchanged()
+        self._weights.take_in()
         self._arrived = _versions_of(self._weights.shards)
         self._num_started += 1
         if self._stale is not None:
@@ -131,7 +132,6 @@ class Pull:
             self._arrived_bits = digests_of(self._weights.shards)
 
     def _post(self, stale: Mapping[int, PulledUnit]) -> None:
-        self._weights.take_back()
         with self._options.side_stream.after_compute():
             for index, unit in stale.items():
                 if unit in self._posted:
@@ -196,6 +196,7 @@ class Pull:
             pulled.finish()
         self._moved.clear()
         self._stale = None
+        self._weights.give_back()
         self._seen = self._marks()
 
     def _marks(self) -> list[tuple[int, int]]:

@@ -176,7 +176,9 @@ class StepMetrics:
         """
         if not self._is_cut or not self._is_last:
             return self._is_last
-        given: dict[Argument, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Argument, Any] = {}
+        given.update(enumerate(args))
+        given.update(kwargs)
         if given and all(map(_is_number, given.values())):
             call = MetricCall(self._names[id(metric)], verb, len(self._numbers))
             self._numbers.append((call, given))

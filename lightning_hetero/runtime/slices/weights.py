@@ -221,7 +221,7 @@ class ComputeWeights:
         self._homes = {name: master.data for name, master in store.masters.items()}
         self._addresses = [home.data_ptr() for home in self._homes.values()]
         self._replaced: dict[str, Tensor] = {}
-        """What was in the memory of slices that lie elsewhere now."""
+        """What is in the memory of slices that lie elsewhere, outside of iterations."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()
@@ -292,23 +292,22 @@ class ComputeWeights:
         finally:
             show_values(self._cut.values())
 
-    def take_back(self) -> None:
-        """Let what travels and computes have the values of slices whose data somebody replaced.
-
-        Who did may hold the data of before, to put it back later: then it has its old values.
-        """
+    def take_in(self) -> None:
+        """Let what travels and computes have the values of slices whose data somebody replaced."""
         where = [*map(Tensor.data_ptr, self.store.masters.values())]
-        if where == self._addresses and not self._replaced:
+        if where == self._addresses or self._replaced:
             return
         for name, home in self._homes.items():
             master = self.store.masters[name]
-            if master.data_ptr() == home.data_ptr():
-                if name in self._replaced:
-                    home.copy_(self._replaced.pop(name))
-                continue
-            if name not in self._replaced:
+            if master.data_ptr() != home.data_ptr():
                 self._replaced[name] = home.clone()
-            home.copy_(master.detach())
+                home.copy_(master.detach())
+
+    def give_back(self) -> None:
+        """Leave there what was there before: who replaced it may put it back later."""
+        for name, before in self._replaced.items():
+            self._homes[name].copy_(before)
+        self._replaced.clear()
 
     def gradient(self, name: str) -> Tensor:
         """Return the gradient of this rank's shard of a parameter, zeros if there is none."""
