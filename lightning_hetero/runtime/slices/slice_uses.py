@@ -26,16 +26,12 @@ from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["SliceUses"]
 
-# fmt: off
-_TELLING = {
-    "numpy", "tolist", "item", "array", "deepcopy", "allclose", "is_nonzero", "data_ptr",
-    "untyped_storage",
-}
-"""Names of functions that give values away, or take them elsewhere."""
-# fmt: on
+_TELLING = {"numpy", "tolist", "item", "array", "allclose", "is_nonzero"}
+"""Names of functions that give values away."""
 _Known = tuple[str, bool]
 """Name of a parameter, and whether this rank has a slice of it only."""
-_COPIES = nn.Parameter.__deepcopy__.__code__
+_COPYING = {nn.Parameter.__deepcopy__.__code__, Tensor._typed_storage.__code__}
+"""Torch's own code that asks for values to copy or save them."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 _OF_FORM = "new_"
 """How functions begin that take nothing of a tensor but its dtype and device."""
@@ -179,11 +175,9 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 def _copies(name: str) -> bool:
-    """Whether a parameter's `__deepcopy__` calls."""
-    if name != "clone":
-        return False
-    frame = sys._getframe(3)
-    return frame.f_code is _COPIES
+    """Whether torch asks for values to copy or save them."""
+    # From here over the look and the mode to who called.
+    return name in ("clone", "untyped_storage") and sys._getframe(3).f_code in _COPYING
 
 
 def _chooses(args: Sequence[Any]) -> bool:
