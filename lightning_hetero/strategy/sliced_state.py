@@ -176,14 +176,14 @@ class SlicedState:
     def in_iteration(self, *, trains: bool, is_looked_at: bool) -> Iterator[None]:
         """Leave an iteration alone, and watch uses of slices behind it if that is looked at."""
         was_watched = self._uses is not None and self._uses.stop()
-        self.knows_uses |= was_watched
+        self.knows_uses |= was_watched and trains
         yield
         if self._uses is not None and (is_looked_at if trains else was_watched):
             self._uses.start()
 
     def watch_uses(self) -> None:
         """Watch uses of slices from now on, until the next iteration."""
-        if self._uses is not None:
+        if self._uses is not None and not self.knows_uses:
             self._uses.start()
 
     def leave_hooks(self) -> None:

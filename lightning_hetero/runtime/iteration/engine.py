@@ -164,15 +164,14 @@ class Engine:
         # Cut.
         microbatches, first_index = self._cut(batch)
         is_cut = len(microbatches) > 1 or len(self.plan.ranks) > 1
+        is_tried = is_training and is_cut and self.loss_trials.begin(key.batch_idx)
         results = StepResults(
             self.module,
             self.logs,
             self.device,
             loss_reduction=self.config.loss_reduction,
             is_training=is_training,
-            make_trial=partial(LossTrial, is_cut=len(microbatches) > 1)
-            if is_training and is_cut and self.loss_trials.begin(key.batch_idx)
-            else None,
+            make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
         )
         seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
         schedule = running.schedule(len(microbatches), is_training=is_training)
