@@ -279,10 +279,6 @@ class ScatteredUnit(_EvenUnit):
         """The parameters whose gradients leave this rank."""
         return {spec.name for spec in self.unit.specs}
 
-    def made(self) -> list[Tensor]:
-        """Return what holds the gradients that this rank's backward passes have made."""
-        return self.weights.made(self.unit.specs)
-
     @property
     def _is_summed_on_its_way(self) -> bool:
         return self.options.kind is ExchangeKind.REDUCE_SCATTER

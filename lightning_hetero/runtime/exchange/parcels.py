@@ -234,22 +234,14 @@ class PushedParcels(_Unit):
         """The parameters whose gradients leave this rank."""
         return self._names(self.parcels.indices_leaving)
 
-    def made(self) -> list[Tensor]:
-        """Return what holds the gradients that this rank's backward passes have made."""
-        return self.weights.made(self.unit.specs)
-
     def post(self) -> None:
         """Post the gradients that leave, which are final; others may not be here yet."""
         rows: dict[int, list[Tensor]] = defaultdict(list)
         self._own = {}
         for index in self.parcels.indices_leaving:
             own = self._own[index] = []
-            for owner, piece in self.shares[index].pieces():
+            for owner, piece in self._shares[index].pieces():
                 (own if owner == self.store.global_rank else rows[owner]).append(piece)
-        self._exchange_rows(rows)
-
-    def _exchange_rows(self, rows: Mapping[int, list[Tensor]]) -> None:
-        """Post what goes to each owner."""
         sent = [
             _Sent([parcel.destination], parcel.numel, rows[parcel.destination])
             for parcel in self.parcels.leaving
@@ -272,7 +264,7 @@ class PushedParcels(_Unit):
         return totals
 
     @property
-    def is_kept_twice(self) -> bool:
+    def _is_kept_twice(self) -> bool:
         """Whether another rank must get the same sums, bit for bit.
 
         Then this rank's gradients are rounded as those that travel are, and all are added to zeros,
@@ -284,19 +276,19 @@ class PushedParcels(_Unit):
         """Sum slice by slice, in as few operations as there are holders."""
         first, *others = self.parcels.summed
         # Nobody else's in this iteration, so they become the sums themselves if dtypes allow.
-        pieces = zip(self._pieces(first), self.summed, strict=True)
+        pieces = zip(self._pieces(first), self._summed, strict=True)
         totals = [
             piece if piece.dtype is dtype else piece.to(dtype) for piece, (_, dtype, _) in pieces
         ]
-        if self.is_kept_twice:
+        if self._is_kept_twice:
             totals = list(torch._foreach_add(totals, 0.0))
         for parcel in others:
             torch._foreach_add_(totals, [*self._pieces(parcel)])
-        named = zip(self.summed, totals, strict=True)
+        named = zip(self._summed, totals, strict=True)
         return {name: total.view(shape) for (name, _, shape), total in named}
 
     @cached_property
-    def summed(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+    def _summed(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """Names of whole slices, and the dtypes and shapes of their sums."""
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]
         masters = [self.store.masters[name] for name in names]
@@ -313,16 +305,16 @@ class PushedParcels(_Unit):
         pieces: list[Tensor] = []
         for index in self.parcels.indices_kept:
             pieces += own[index] if index in own else self._rows_kept(index)
-        if self.is_kept_twice:
+        if self._is_kept_twice:
             pieces = [piece.to(self.options.dtype) for piece in pieces]
         return pieces
 
     def _rows_kept(self, index: int) -> list[Tensor]:
-        shares, rank = self.shares[index].pieces(), self.store.global_rank
+        shares, rank = self._shares[index].pieces(), self.store.global_rank
         return [piece for owner, piece in shares if owner == rank]
 
     @cached_property
-    def shares(self) -> dict[int, Shares]:
+    def _shares(self) -> dict[int, Shares]:
         """How the gradient of each of this rank's weights falls to its owners, by parameter."""
         found: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
         for parcel in (*self.parcels.leaving, *self.parcels.kept):
@@ -339,7 +331,7 @@ class PushedParcels(_Unit):
         if spec.name not in totals:
             master = self.store.masters[spec.name]
             dtype = _sum_dtype(master)
-            if part.is_whole_slice and not self.is_kept_twice:
+            if part.is_whole_slice and not self._is_kept_twice:
                 # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
                 totals[spec.name] = piece.reshape(master.shape).to(dtype)
                 return

@@ -120,11 +120,10 @@ class Push:
         while self._waiting:
             self._post(self._waiting.pop(0))
 
-    def gradients(self) -> Iterator[Tensor]:
-        """Yield what holds the gradients that this rank's backward passes have made."""
-        self._options.side_stream.join(self._options.side_stream.mark())
-        for unit in self._here.values():
-            yield from unit.made()
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that this rank's backwards have made."""
+        shards = self._weights.shards.values()
+        return [shard.grad for shard in shards if shard.grad is not None]
 
     def missing(self) -> list[str]:
         """Return the parameters for which this rank's backward made no gradient."""

@@ -70,9 +70,6 @@ class PushedUnit(Protocol):
     def leaving(self) -> set[str]:
         """The parameters whose gradients leave this rank."""
 
-    def made(self) -> list[Tensor]:
-        """Return what holds the gradients that this rank's backward passes have made."""
-
     def post(self) -> None:
         """Post the gradients, which are final."""
 
@@ -144,7 +141,6 @@ class Routes:
         if (way := self._find_even(unit, push=True)) is not None:
             return ScatteredUnit(unit, way, *common)
         group = self.options.group_of(unit.kind.members)
-        # Not yet as a `PushedLine`: under plans that change and tensor parallelism it sums wrongly.
         return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
 
     def _find_even(self, unit: Unit, *, push: bool) -> EvenWay | None:

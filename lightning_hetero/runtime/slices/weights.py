@@ -7,7 +7,7 @@ used only by other stages are *stubs*: unknown tensors of the full shape, which 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -205,7 +205,6 @@ class ComputeWeights:
         self.shared: set[str] = set()
         """Names of the slices that are views of the compute weights."""
         self._stubs: dict[str, nn.Parameter] = {}
-        self._gradient_dtype: torch.dtype | None = None
         for name, spec in store.specs.items():
             holding = table.holding(name, store.global_rank)
             if holding is not None:
@@ -314,20 +313,12 @@ class ComputeWeights:
         shard = self.shards[name]
         return torch.zeros_like(shard) if shard.grad is None else shard.grad
 
-    def made(self, specs: Iterable[ParameterSpec]) -> list[Tensor]:
-        """Return the gradients that there are of this rank's shards of some parameters."""
-        held = (self.shards.get(spec.name) for spec in specs)
-        return [item.grad for item in held if item is not None and item.grad is not None]
-
     def clear_gradients(self, dtype: torch.dtype) -> None:
         """Forget the gradients of the last iteration; the next one's are summed in `dtype`."""
         for shard in self.shards.values():
             shard.grad = None
-        if dtype is not self._gradient_dtype:
-            self._gradient_dtype = dtype
-            for shard in self.shards.values():
-                if shard.requires_grad:
-                    shard.grad_dtype = dtype
+            if shard.requires_grad and shard.grad_dtype != dtype:
+                shard.grad_dtype = dtype
 
     def release(self) -> None:
         """Give slices that are views of the compute weights memory of their own again."""
