@@ -18,7 +18,8 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
-from lightning_hetero.runtime.exchange.unseen_changes import digests_of, is_looked_at
+from lightning_hetero.runtime.exchange.unseen_changes import digests_of
+from lightning_hetero.runtime.slices.digests import is_looked_at
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from lightning_hetero.runtime.slices.digests import digest_of
 
-__all__ = ["digests_of", "is_looked_at"]
-
-_LOOKED_AT = frozenset({1, 100, 10_000, 1_000_000})
-
-
-def is_looked_at(iteration: int) -> bool:
-    """Return whether weights are compared in an iteration, counted from 1."""
-    return iteration in _LOOKED_AT
+__all__ = ["digests_of"]
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

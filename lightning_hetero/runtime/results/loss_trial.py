@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.models.batches import tensors_of
-from lightning_hetero.runtime.exchange.unseen_changes import is_looked_at
 from lightning_hetero.runtime.results.recording import Call, Recording, Value
+from lightning_hetero.runtime.slices.digests import is_looked_at
 
 __all__ = ["LossTrial", "LossTrials"]
 

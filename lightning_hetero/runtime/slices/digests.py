@@ -6,7 +6,9 @@ It is a sum of the bits as integers, each times an odd number that follows from 
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of", "is_looked_at"]
+
+_LOOKED_AT = frozenset({1, 100, 10_000, 1_000_000})
 
 _AT_ONCE = 2**22
 """Values that are widened to 8 bytes at a time."""
@@ -22,3 +24,8 @@ def digest_of(rows: Tensor) -> Tensor:
         factors = torch.arange(2 * first + 1, 2 * (first + len(part)), 2, device=rows.device)
         digest += (part * factors).sum()
     return digest
+
+
+def is_looked_at(iteration: int) -> bool:
+    """Return whether what seldom differs is compared in an iteration, counted from 1."""
+    return iteration in _LOOKED_AT
