@@ -176,7 +176,9 @@ class SlicedState:
     def in_iteration(self, *, trains: bool, is_looked_at: bool) -> Iterator[None]:
         """Leave an iteration alone, and watch uses of slices behind it if that is looked at."""
         was_watched = self._uses is not None and self._uses.stop()
-        self.knows_uses |= was_watched and trains
+        if was_watched and trains and self._uses is not None:
+            # With fewer ranks more is allowed.
+            self.knows_uses |= self._uses.others_lack
         yield
         if self._uses is not None and (is_looked_at if trains else was_watched):
             self._uses.start()

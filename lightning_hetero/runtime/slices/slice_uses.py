@@ -50,7 +50,8 @@ class SliceUses(TorchFunctionMode):
     def __init__(self, store: SliceStore, *, others_lack: bool = False) -> None:
         super().__init__()
         self._store = store
-        self._others_lack = others_lack
+        self.others_lack = others_lack
+        """Whether what is whole here isn't on other ranks."""
         self._names: dict[int, tuple[ReferenceType[Tensor], str, bool]] = {}
         """Of slices, and of what has rows for theirs; with whether they are cut."""
         self._whole: dict[int, str] = {}
@@ -65,7 +66,7 @@ class SliceUses(TorchFunctionMode):
         for name, master in self._store.masters.items():
             if tuple(master.shape) != tuple(self._store.specs[name].shape):
                 self._mark(master, name)
-            elif self._others_lack:
+            elif self.others_lack:
                 self._whole[id(master)] = name
         if self._names or self._whole:
             self._is_active = True
