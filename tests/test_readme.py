@@ -106,6 +106,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "what steps return": (
         "runtime/results/test_outputs.py::test_outputs_and_collected_lists_are_those_of_one_device",
         "runtime/results/test_metrics.py::test_metrics_are_those_of_one_device",
+        "runtime/results/test_metrics.py::test_metrics_get_numbers_of_the_batch",
     ),
     "`torch.utils.checkpoint` in the model": (
         "runtime/test_own_checkpoints.py::test_own_checkpoints_change_no_bit_of_training",
