@@ -9,6 +9,7 @@ baseline systems, which keep everything on every replica and all-reduce gradient
 """
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
@@ -97,13 +98,13 @@ class CostModel(ABC):
         As if no layer were recomputed; linear in layers and tokens.
         """
 
-    @abstractmethod
     def products_bytes(self, shape: StageShape) -> float:
         """Return the bytes per token of what one layer's matrix products and attention return.
 
         As far as it is needed to compute the layer's other activations again; infinite where that
-        isn't known.
+        isn't known, so that no plan has selective layers.
         """
+        return math.inf
 
     @abstractmethod
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
