@@ -158,10 +158,11 @@ class Processes:
         return detector
 
     def _abort(self) -> None:
+        connections = self._connections  # Those of now, whenever communicators are aborted.
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
-            self._connections.hang_up()
+            connections.hang_up()
 
     def compare_hooks(self) -> None:
         """Compare from now on what hooks log; collective."""

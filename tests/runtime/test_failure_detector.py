@@ -161,6 +161,25 @@ def test_a_rank_that_froze_before_its_generation_is_missed_as_soon_as_in_it(
     assert told == [0] * num_told
 
 
+def test_no_abort_is_under_way_once_nobody_is_judged(ranks: tuple[Watched, Watched]) -> None:
+    """It would hang up what the next generation opens."""
+    failed, other = ranks
+    begun, may_end, has_ended = (threading.Event() for _ in range(3))
+
+    def abort() -> None:
+        begun.set()
+        may_end.wait(PATIENCE_S)
+        has_ended.set()
+
+    other.detector.abort = abort
+    failed.detector.report(ValueError("a bug"))
+    assert begun.wait(PATIENCE_S)
+    other.detector._interval_s = PATIENCE_S / 10
+    threading.Timer(0.1, may_end.set).start()
+    other.detector.pause()
+    assert has_ended.is_set()
+
+
 def test_a_rank_that_only_beats_judges_nobody() -> None:
     store, seconds = dist.HashStore(), {"timeout": timedelta(minutes=2)}
     first, second = (

@@ -200,10 +200,6 @@ class FailureDetector:
         heartbeat = self.pause()
         if heartbeat is not None:
             heartbeat.end(10 * self._interval_s)
-        if self._aborting is not None:
-            # Where Python ends meanwhile, a thread that comes back from C++ is unwound by force,
-            # through code that bears no exception: "terminate called without an active exception".
-            self._aborting.join(10 * self._interval_s)
 
     def pause(self) -> "Heartbeat | None":
         """Judge nobody from now on, but go on beating; returns what beats, to be ended."""
@@ -216,6 +212,11 @@ class FailureDetector:
         if self._judging is not None:
             # Communicators whose last holder is another thread never end theirs.
             self._judging.join(10 * self._interval_s)
+        if self._aborting is not None:
+            # A late one would hang up what the next generation has opened. And where Python ends
+            # meanwhile, a thread that comes back from C++ is unwound by force, through code that
+            # bears no exception: "terminate called without an active exception".
+            self._aborting.join(10 * self._interval_s)
         return heartbeat
 
     def report(self, error: BaseException) -> None:
