@@ -130,7 +130,7 @@ class Processes:
             if self._detector is None:
                 rank, world_size = environment.global_rank(), environment.world_size()
                 self._detector = self._make_detector(self._connect_store(), rank, world_size)
-                self._detector.is_starting = True
+                self._detector.is_starting = self._silence is not None
             self._detector.start()
         if not dist.is_initialized():
             self._connections.open(lambda: self._init_process_group(device))

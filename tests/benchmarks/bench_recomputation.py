@@ -10,8 +10,8 @@ device 1, uniform settings take: all stages recompute, 6 + 9 layers, 13 to 14; n
 recomputed, 1 + 14 layers, 14 (2 + 13 must run out of memory). The plan's own: 4 recomputed layers,
 11 kept ones, 11. A micro-batch fills the pipeline first: of m it takes the plan and "all" m + 1
 times that, but "none", whose first stage is short, little more than m. So 6 micro-batches, as they
-were once, leave 1.11 of 1.27, and 16 of them 1.2. With devices of 1:2, as it was once, device 0
-sets the pace of the plan where a recomputed layer costs 1.54, and 1.07 is left.
+were once, leave 1.11 of 1.27, and 16 of them 1.2. On devices of 1:2 device 0 sets the plan's pace:
+1.07.
 
 **Per micro-batch.** Equal devices, 6 + 6 layers, 24 web documents, one a micro-batch, cut at 16,384
 tokens and scaled down by 32. The budget holds a fifth of what two of the longest keep in device 0,
@@ -24,12 +24,11 @@ More is measured, as a layer that is computed again takes half a millisecond of 
 
 Each run changes between the ways from iteration to iteration, so that whatever else the machine
 does meets all alike; ratios are medians over neighbouring iterations. A second run has them in the
-opposite order and must have the same losses, bit for bit. What is to be stretched four times
-must get a quarter of a core whenever it wants it: on a machine that is full of other work all that
+opposite order and must have the same losses, bit for bit. What is to be stretched four times must
+get a quarter of a core whenever it wants it: on a machine that is full of other work all that
 counts is how much is computed in all, and the plan's own way, 16.4 layers against 15, is slower
-(0.93, when it was stretched half as much). Notes
-give the ratio of the busiest ranks' stretched processor times, too, but that knows of no bubble and
-stretches the exchange as well.
+(0.93, when it was stretched half as much). Notes give the ratio of processor times, which knows of
+no bubble.
 """
 
 import functools
