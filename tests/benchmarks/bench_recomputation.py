@@ -9,9 +9,8 @@ as its forward is a third of it and small layers cost Python besides. In times o
 device 1, uniform settings take: all stages recompute, 6 + 9 layers, 13 to 14; nothing is
 recomputed, 1 + 14 layers, 14 (2 + 13 must run out of memory). The plan's own: 4 recomputed layers,
 11 kept ones, 11. A micro-batch fills the pipeline first: of m it takes the plan and "all" m + 1
-times that, but "none", whose first stage is short, little more than m. So 6 micro-batches, as they
-were once, leave 1.11 of 1.27, and 16 of them 1.2. On devices of 1:2 device 0 sets the plan's pace:
-1.07.
+times that, but "none", whose first stage is short, little more than m. So 6 of them would leave
+1.11 of 1.27, and 16 leave 1.2. On devices of 1:2 device 0 sets the plan's pace: 1.07.
 
 **Per micro-batch.** Equal devices, 6 + 6 layers, 24 web documents, one a micro-batch, cut at 16,384
 tokens and scaled down by 32. The budget holds a fifth of what two of the longest keep in device 0,
