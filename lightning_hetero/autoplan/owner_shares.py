@@ -1,19 +1,23 @@
-"""Who owns how much where `ownership="memory"` is asked for and the plan doesn't say it.
+"""Who owns how much where `ownership="memory"` is asked for, and whether devices have room for it.
 
 Ranks own in proportion to what weights and summed gradients of their stages leave free on their
-devices, activations aside; of several plans that may run, what they leave free at worst.
+devices, activations aside; of several plans that may run, what they leave free at worst. A plan may
+say other shares.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hetero.autoplan.facts import NUM_STATES, RunFacts
 from lightning_hetero.autoplan.request import RunPlans
 from lightning_hetero.autoplan.summary import state_memory
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.iteration.config import OwnedDevice
+from lightning_hetero.core.slices import ParameterSpec
+from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
+from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.simulator import usable_bytes
 
-__all__ = ["with_owner_shares"]
+__all__ = ["check_room_for_states", "with_owner_shares"]
 
 _GIB = 2**30
 
@@ -56,3 +60,45 @@ def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
         first=replace(plans.first, owner_shares=shares),
         candidates=tuple(replace(plan, owner_shares=shares) for plan in plans.candidates),
     )
+
+
+def check_room_for_states(
+    facts: RunFacts, plans: RunPlans, config: EngineConfig, specs: Sequence[ParameterSpec]
+) -> None:
+    """Refuse shares or standbys for which a rank has no room under a plan that may run; collective.
+
+    Args:
+        facts: What is known of the run.
+        plans: All that may run.
+        config: The engine's options.
+        specs: The parameters, as tensor parallelism cuts them.
+
+    Raises:
+        ConfigurationError: On every rank; activations aside.
+    """
+    shares = plans.first.owner_shares
+    if not config.standbys and shares is None:
+        return
+    # Ranks whose plan says no shares compare more than this now, and see that these say some.
+    check_alike(facts.comms, owner_shares=shares)
+    slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
+    room = [usable_bytes(seat.device.memory_bytes) for seat in facts.detect_seats()]
+    for plan in dict.fromkeys((plans.first, *plans.candidates)):
+        used = state_memory(plan, facts, specs, slices)
+        for rank, (has, needs) in enumerate(zip(room, used, strict=True)):
+            if needs.total > has:
+                stood_by = [r for r, standby in enumerate(config.standbys) if standby == rank]
+                whose, remedy = "its own slices", ""
+                if shares is not None:
+                    whose += f", {shares[rank] / sum(shares):.1%} by the plan's owner_shares"
+                    remedy = "a smaller share in owner_shares, "
+                if config.standbys:
+                    whose += f", and those of ranks {stood_by}, for which it stands by"
+                    remedy += "redundancy=0, "
+                raise ConfigurationError(
+                    f"Rank {rank} has {has / _GIB:.3g} GiB to use, but weights, gradients and "
+                    f"states take {needs.total / _GIB:.3g} GiB of it, activations aside: "
+                    f"{needs.owned / _GIB:.3g} GiB are {whose}. Use {remedy}more devices, or a "
+                    "plan with more stages or tensor parallelism, so that fewer copies of the "
+                    "weights are held."
+                )

@@ -13,6 +13,11 @@ flight, m among them, the stage holds at most ::
 
 since even a micro-batch that keeps no layer computes one again at a time. The runtime and the
 simulator both take `fewest_recomputed` for an answer, so that what runs is what was predicted.
+
+A budget knows no selective layers: the long micro-batches that pay for it are many times longer
+than what is kept, so they need whole layers. Selective ones first would shorten iterations of web
+documents on five clusters by 0.4 to 2.4 % (simulated), and layers that change a product in place,
+which a budget takes, would be refused.
 """
 
 import bisect

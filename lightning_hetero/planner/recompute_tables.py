@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.workload import Workload
-from lightning_hetero.simulator import SELECTIVE_SHARE, CostModel, StageShape
+from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.memory import push_buffer_bytes
 
 __all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level"]
@@ -89,6 +89,7 @@ class RecomputeTables:
     def __init__(self, cost: CostModel, workload: Workload, *, may_recompute: bool = True) -> None:
         self._cost = cost
         self._may_recompute = may_recompute
+        self._microbatch = workload.microbatch
         self._tokens = sum(workload.microbatch)
         self._num_microbatches = workload.num_microbatches
         self._num_layers = cost.model.num_layers
@@ -118,7 +119,8 @@ class RecomputeTables:
             whole = np.maximum(again - is_selective * sizes, 0)
             selective = is_selective * (np.clip(again, 0, sizes) - whole)
             unlimited = times_s[0] + times_s[1]
-            share = (whole + SELECTIVE_SHARE * selective) / np.maximum(sizes, 1)
+            cheap = self._cost.selective_share(shape, self._microbatch)
+            share = (whole + cheap * selective) / np.maximum(sizes, 1)
             total = np.where(again < 0, np.inf, unlimited + inner_s * share)
             self._tables[key] = StageTable(shape, times_s[0], unlimited, total, again, is_selective)
         return self._tables[key]

@@ -1,6 +1,6 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
-from lightning_hetero.simulator.cost import SELECTIVE_SHARE, CostModel
+from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, usable_bytes
 from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
 from lightning_hetero.simulator.owned_exchange import host_bytes
@@ -26,7 +26,6 @@ from lightning_hetero.simulator.state_layout import StateLayout
 from lightning_hetero.simulator.trace import save_trace, trace_events
 
 __all__ = [
-    "SELECTIVE_SHARE",
     "TERM_NAMES",
     "CostModel",
     "Event",

@@ -20,7 +20,7 @@ from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, StagePlan
-from lightning_hetero.simulator.collectives import ring_s
+from lightning_hetero.simulator.cluster_links import ClusterLinks
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
@@ -31,19 +31,21 @@ from lightning_hetero.simulator.memory import (
 from lightning_hetero.simulator.stage_shape import StageShape
 from lightning_hetero.simulator.state_layout import StateLayout
 
-__all__ = ["SELECTIVE_SHARE", "CostModel"]
+__all__ = ["CostModel"]
 
 _SUM_BYTES = 4
 """Of an fp32 gradient that goes to the host."""
 _HOST_STEP_BYTES = 42
 """Of host memory for each parameter: Adam reads 4 and writes 3 fp32 values, the sum is scaled, and
 the weight is narrowed for its way back."""
-SELECTIVE_SHARE = 0.1
+_SELECTIVE_SHARE = 0.1
 """Of a layer's forward, what is computed again beside products and attention: a thirtieth of the
 layer's time. Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
+_TRAFFIC_AGAIN = 0.5
+"""Of a layer's TP traffic: the sum behind attention, not the one that ends the layer."""
 
 
-class CostModel(ABC):
+class CostModel(ClusterLinks, ABC):
     """Times and bytes of stages and transfers on one cluster for one model.
 
     Subclasses say what computing costs; everything else follows from cluster, model and layout.
@@ -53,22 +55,10 @@ class CostModel(ABC):
     def __init__(
         self, cluster: Cluster, model: ModelSpec, *, layout: StateLayout | None = None
     ) -> None:
-        self.cluster = cluster
+        super().__init__(cluster)
         self.model = model
         self.layout = layout or StateLayout()
-        self.message_curve = cluster.inter_node_curve
-        """Rate of a message between nodes by its size, over a link of the cluster's usual rate;
-        None if messages of all sizes reach their link's rate."""
-        self.node_of_rank = [
-            index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
-        ]
         self._specs = {n.device: cluster.device_of_node(i) for i, n in enumerate(cluster.nodes)}
-        self.special_links = {
-            (low, high): cluster.link_between(low, high)
-            for low, high in (sorted(link.nodes) for link in cluster.links)
-            if low != high
-        }
-        self._links: dict[tuple[int, int], tuple[float, float]] = {}
         self._shapes: dict[tuple[tuple[int, ...], int, int, int, int], StageShape] = {}
         self._compute: dict[tuple[StageShape, MicroBatchShape], tuple[float, float]] = {}
         self._last_shares: tuple[tuple[float, ...], float] = ((), 0.0)
@@ -105,6 +95,10 @@ class CostModel(ABC):
         isn't known, so that no plan has selective layers.
         """
         return math.inf
+
+    def layer_traffic_s(self, shape: StageShape, num_tokens: int) -> float:
+        """Return the seconds of TP traffic in a layer's forward, as far as they are known apart."""
+        return 0.0
 
     @abstractmethod
     def transient_bytes(self, shape: StageShape, num_tokens: int) -> float:
@@ -146,10 +140,18 @@ class CostModel(ABC):
 
     def recompute_s(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
         """Return the seconds of a backward in which a stage computes activations again."""
-        again = shape.recomputed_layers + SELECTIVE_SHARE * shape.selective_layers
+        again = float(shape.recomputed_layers)
+        if shape.selective_layers:
+            again += self.selective_share(shape, microbatch) * shape.selective_layers
         if not again:
             return 0.0
         return again / shape.num_layers * self.compute_s(shape.inner, microbatch)[0]
+
+    def selective_share(self, shape: StageShape, microbatch: MicroBatchShape) -> float:
+        """Return how much of a layer's forward is computed again if it is kept selectively."""
+        traffic_s = self.layer_traffic_s(shape, sum(microbatch))
+        traffic = traffic_s / self.compute_s(shape.layer, microbatch)[0] if traffic_s else 0.0
+        return _SELECTIVE_SHARE * (1 - traffic) + _TRAFFIC_AGAIN * traffic
 
     def layer_bytes(self, shape: StageShape) -> tuple[float, float]:
         """Return bytes per token of one of a stage's layers: kept, and its input if recomputed."""
@@ -165,23 +167,6 @@ class CostModel(ABC):
     def saves_selectively(self, shape: StageShape) -> bool:
         """Whether one of a stage's layers keeps less if only products and attention are kept."""
         return self.selective_bytes(shape) < self.layer_bytes(shape)[0]
-
-    def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:
-        """Return (bytes/s, latency in seconds) of one direction between two ranks."""
-        key = (self.node_of_rank[rank_a], self.node_of_rank[rank_b])
-        found = self._links.get(key)
-        if found is None:
-            found = self._links[key] = self.cluster.link_between(*key)
-        return found
-
-    def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
-        """Return the seconds of one message between two ranks."""
-        bytes_per_s, latency_s = self.link(sender, receiver)
-        is_inside = self.node_of_rank[sender] == self.node_of_rank[receiver]
-        if self.message_curve is None or is_inside:
-            return latency_s + num_bytes / bytes_per_s
-        usual_bytes_per_s = self.cluster.inter_node_bytes_per_s
-        return latency_s + self.message_curve(num_bytes) * usual_bytes_per_s / bytes_per_s
 
     def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
         """Return the seconds in which an activation or its gradient goes to the next stage.
@@ -199,25 +184,6 @@ class CostModel(ABC):
             receiver.ranks[0], receiver.ranks[1], num_bytes / count
         )
         return sent + gathered
-
-    def all_reduce_s(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds of a ring all-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.ring_s(ranks, num_bytes)
-
-    def ring_s(self, ranks: Sequence[int], num_bytes: float) -> float:
-        """Return the seconds of a ring's all-gather or reduce-scatter, over its slowest link."""
-        if len(ranks) < 2:
-            return 0.0
-        # Links between the same nodes take as long.
-        links = {
-            (self.node_of_rank[a], self.node_of_rank[b]): (a, b)
-            for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-        }
-
-        def message_s(num_bytes: float) -> float:
-            return max(self.transfer_s(a, b, num_bytes) for a, b in links.values())
-
-        return ring_s(len(ranks), num_bytes, message_s)
 
     def num_stage_params(self, shape: StageShape) -> float:
         """Return the parameters that one rank of a stage holds."""

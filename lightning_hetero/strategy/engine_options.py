@@ -9,7 +9,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hetero.autoplan.data_facts import find_data, find_sizes
 from lightning_hetero.autoplan.facts import Emulation, RunFacts
-from lightning_hetero.autoplan.standbys import check_room_for_standbys, find_standbys_of_run
+from lightning_hetero.autoplan.owner_shares import check_room_for_states
+from lightning_hetero.autoplan.standbys import find_standbys_of_run
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig
@@ -117,7 +118,7 @@ class EngineOptions:
                 sequence_parallel=self.sequence_parallel,
             )
             layout = tensor_parallel.layout
-        check_room_for_standbys(facts, plans, config, layout.specs)
+        check_room_for_states(facts, plans, config, layout.specs)
         return Engine(
             facts.module,
             layout,

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.stage.layer_wrapping import is_compiled
 
 __all__ = ["check_parameter_hooks", "check_trainable", "module_facts"]
 
@@ -35,7 +36,7 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
             "on_before_backward or on_after_backward."
         )
     for name, part in module.named_modules():
-        if _is_compiled(part) and any(isinstance(item, nn.ModuleList) for item in part.modules()):
+        if is_compiled(part) and any(isinstance(item, nn.ModuleList) for item in part.modules()):
             raise ConfigurationError(
                 f"{name or type(module).__name__} is compiled as a whole, but a stage runs only "
                 "some of its layers. Leave torch.compile out and let each layer be compiled: "
@@ -65,11 +66,6 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
                 "change the weight in the module's forward, such as "
                 "`torch.where(mask, weight.detach(), weight)` to train some rows only."
             )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has wrapped a module, or `module.compile()` was called."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def module_facts(module: pl.LightningModule | None) -> dict[str, str]:

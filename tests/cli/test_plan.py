@@ -58,6 +58,7 @@ def test_prints_the_plan_its_bound_and_the_runners_up_and_writes_both_files(word
     for stage in facts["stages"]:
         terms = [stage[f"{term}_bytes"] for term in MemoryTerms._fields]
         assert sum(terms) == pytest.approx(stage["memory_bytes"], abs=len(terms))
+        assert {"recompute_s", "recomputed_layers", "activation_budget_bytes"} <= stage.keys()
         assert min(stage["weights_bytes"], stage["owned_bytes"], stage["activations_bytes"]) > 0
     assert captured.err == ""
     written = ParallelPlan.load("plan.json")

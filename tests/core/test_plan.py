@@ -120,7 +120,7 @@ def test_the_example_of_the_manual_loads_and_prints_as_a_table(tmp_path):
 
 def test_stages_say_what_they_recompute_in_json_and_in_the_table():
     stages = [
-        {"ranks": [0], "layers": [0, 4], "recomputed_layers": 3},
+        {"ranks": [0], "layers": [0, 4], "recomputed_layers": 3, "selective_layers": 1},
         {"ranks": [1], "layers": [4, 5], "activation_budget_bytes": "2 GiB"},
         {"ranks": [2], "layers": [5, 6]},
     ]
@@ -130,7 +130,7 @@ def test_stages_say_what_they_recompute_in_json_and_in_the_table():
     assert ParallelPlan.from_json(plan.to_json()) == plan
     assert [line.split("  ")[-1].strip() for line in str(plan).splitlines()] == [
         "recomputed",
-        "3 layers",
+        "3 layers, 1 selectively",
         "within 2 GiB",
         "-",
     ]

@@ -76,9 +76,9 @@ class Recipe:
     accumulate: int = 1
     clip_val: float | None = None
     recompute: str = "none"
-    """The strategy's `activation_checkpointing`; or the first layer of every stage, by the plan; or
-    as few as a budget of activations asks for, which leaves room for some.
-    """
+    """The strategy's `activation_checkpointing`; or the first layer of every stage, by the plan,
+    with the others selectively or without; or as few as a budget of activations asks for, which
+    leaves room for some."""
     redundancy: int = 0
     resumed_redundancy: int = 0
     """That of the new run."""
@@ -155,7 +155,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulate": (2,),
     "clip_val": (0.05,),
     "num_microbatches": (1, 4),
-    "recompute": ("full", "first layers", "budget"),
+    "recompute": ("full", "first layers", "budget", "selective", "some selectively"),
 }
 
 

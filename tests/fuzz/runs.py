@@ -84,7 +84,9 @@ def run_on_plan(rank: int, recipe: Recipe, folder: str) -> Outcome:
             redundancy=recipe.redundancy,
             standby_check_steps=1,
             num_microbatches=recipe.num_microbatches,
-            activation_checkpointing="full" if recipe.recompute == "full" else "none",
+            activation_checkpointing=recipe.recompute
+            if recipe.recompute in ("full", "selective")
+            else "none",
             activation_budget_bytes=BUDGET_BYTES if recipe.recompute == "budget" else None,
             timeout=TIMEOUT,
             tp_plan=TP_PLAN if recipe.is_tensor_parallel else None,
@@ -117,9 +119,12 @@ def _spending_memory(plan: ParallelPlan, recipe: Recipe, world_size: int) -> Par
     """Return the plan with what a recipe says of recomputation, owners and micro-batches' sizes."""
     data = plan.to_dict()
     for pipeline in data["pipelines"]:
-        if recipe.recompute == "first layers":
-            for stage in pipeline["stages"]:
+        for stage in pipeline["stages"]:
+            first, end = stage["layers"]
+            if recipe.recompute in ("first layers", "some selectively"):
                 stage["recomputed_layers"] = 1
+            if recipe.recompute == "some selectively":
+                stage["selective_layers"] = end - first - 1
     if recipe.unequal_sizes:
         data["pipelines"][0]["microbatch_size"] = 3
     if recipe.owners == "shares":

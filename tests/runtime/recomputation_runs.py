@@ -1,18 +1,56 @@
 """Runs that watch, from inside the layers, what autograd keeps of them and what runs again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
+from lightning_hetero.runtime.stage.layer_calls import LayerCall
+from lightning_hetero.runtime.stage.recomputation import Recomputation
+from lightning_hetero.runtime.tensor_parallel import collectives
 from tests.runtime.runs import SEED, Case, Outcome, PackedModule, fit
 
-__all__ = ["LiveActivations", "Watched", "refused_budget", "train_watched"]
+__all__ = [
+    "Counted",
+    "LiveActivations",
+    "Watched",
+    "counting_layers",
+    "refused_budget",
+    "train_counted",
+    "train_watched",
+]
+
+
+@contextmanager
+def counting_layers() -> Iterator[list[int]]:
+    """Collect the bytes that autograd saves inside of each layer.
+
+    Without weights, and what all layers share, and without layers that the runtime counts itself.
+    """
+    totals: list[int] = []
+    run = Recomputation.run
+
+    def counted(self: Recomputation, call: LayerCall, layer: nn.Module, hidden: Any) -> Any:
+        if self.measured is not None:
+            return run(self, call, layer, hidden)
+        _, *others = tree_leaves(list(call.given.values()))
+        shared = [item for item in others if isinstance(item, Tensor)]
+        with SavedBytes(without=(*layer.parameters(), *layer.buffers(), *shared)) as saved:
+            output = run(self, call, layer, hidden)
+        totals.append(saved.total)
+        return output
+
+    with mock.patch.object(Recomputation, "run", counted):
+        yield totals
 
 
 class LiveActivations:
@@ -92,6 +130,29 @@ def train_watched(rank: int, cases: list[Case]) -> list[Watched]:
         module = WatchedModule(case)
         outcome = fit(module, case)
         found.append(Watched(outcome, module.peaks, module.num_forwards))
+    return found
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank saved, and said to its tensor-parallel group."""
+
+    outcome: Outcome
+    saved_bytes: int
+    """Of all its layers' passes together."""
+    num_sums: int
+    """Tensors that were summed over the group."""
+
+
+def train_counted(rank: int, cases: list[Case]) -> list[Counted]:
+    """Train the reference model in each case and say what its layers kept."""
+    found = []
+    for case in cases:
+        L.seed_everything(SEED, verbose=False)
+        add = mock.Mock(side_effect=collectives._all_reduce)
+        with counting_layers() as totals, mock.patch.object(collectives, "_all_reduce", add):
+            outcome = fit(PackedModule(case), case)
+        found.append(Counted(outcome, sum(totals), add.call_count))
     return found
 
 

@@ -4,10 +4,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
+from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from tests.processes import ProcessPool
-from tests.runtime.recomputation_runs import refused_budget, train_watched
-from tests.runtime.runs import Case, Outcome, pipeline, plan_of, stage, train
+from tests.runtime.recomputation_runs import refused_budget, train_counted, train_watched
+from tests.runtime.runs import (
+    Case,
+    Outcome,
+    PackedModule,
+    PackedSamples,
+    pipeline,
+    plan_of,
+    stage,
+    train,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -40,6 +53,38 @@ def test_recomputation_changes_no_bit_of_training_with_dropout(pool: ProcessPool
     assert_equal(pool.run(train, 3, within), plain)
     everywhere = replace(within, options=(("activation_budget_bytes", 60_000),))
     assert_equal(pool.run(train, 3, everywhere), plain)
+
+
+def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
+    pool: ProcessPool,
+) -> None:
+    def case(**how: int) -> Case:
+        plan = plan_of(pipeline(stage([2, 0], 0, 2) | how, stage(1, 2, 3), num_microbatches=2))
+        return Case(plan=plan, world_size=3, model="packed", width=32, batch_size=4)
+
+    cases = [case(), case(selective_layers=2), case(recomputed_layers=2)]
+    cut = [replace(item, options=(("sequence_parallel", True),)) for item in cases[:2]]
+    found = pool.run(train_counted, 3, [*cases, *cut])
+    for index, first in ((1, 0), (2, 0), (4, 3)):
+        assert_equal([row[index].outcome for row in found], [row[first].outcome for row in found])
+    module = PackedModule(cases[0])
+    spec = infer_model_spec(module, ModelLayout.of(module))
+    assert spec is not None
+    options = ProfileOptions(microbatches=((8, 30),), tp_degrees=(2,), max_block=1, num_repeats=1)
+    profile = measure_profile(spec, options, device_name="cpu", device=torch.device("cpu"))
+    (memory,) = profile.devices[0].memory
+    of_input, products = memory.recomputed_bytes_per_token, memory.products_bytes_per_token
+    assert of_input is not None
+    assert products is not None
+    expected = [memory.layer_bytes_per_token, of_input + products, of_input]
+    tokens = 2 * sum(map(len, PackedSamples(cases[0].num_rows).rows))
+    for rank in (0, 2):
+        kept, selective, whole, *_ = found[rank]
+        for run, num_bytes in zip((kept, selective, whole), expected, strict=True):
+            assert run.saved_bytes == pytest.approx(num_bytes * tokens, rel=0.05)
+        # Of two sums of each layer and micro-batch, the one behind attention is done again.
+        num_passes = 2 * 2 * kept.outcome.batches_seen
+        assert selective.num_sums - kept.num_sums == num_passes
 
 
 def packed(**first: Any) -> Case:

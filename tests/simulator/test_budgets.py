@@ -8,15 +8,19 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
-from lightning_hetero.simulator import RooflineCost, Simulation, simulate
+from lightning_hetero.simulator import RooflineCost, Simulation, fitting_lines, simulate
 
 COST = RooflineCost(Cluster(nodes=(Node(device="A100-80GB", count=2),)), ModelSpec.load("opt-350m"))
 BATCHES = [(2048,), (8192,), (1024, 512), (4096,), (4096,), (512,)]
 
 
-def run(**first: int) -> Simulation:
+def plan(**first: int) -> ParallelPlan:
     stages = [{"ranks": [0], "layers": [0, 12], **first}, {"ranks": [1], "layers": [12, 24]}]
-    return simulate(ParallelPlan.from_dict({"pipelines": [{"stages": stages}]}), COST, [BATCHES])
+    return ParallelPlan.from_dict({"pipelines": [{"stages": stages}]})
+
+
+def run(**first: int) -> Simulation:
+    return simulate(plan(**first), COST, [BATCHES])
 
 
 def test_a_budget_costs_the_time_and_bytes_of_the_layers_that_the_runtime_would_recompute():
@@ -41,6 +45,17 @@ def test_a_budget_costs_the_time_and_bytes_of_the_layers_that_the_runtime_would_
     of_embedding = COST.model.hidden_size * 2 * (8192 + 2048)
     assert memory[1] <= budget + of_embedding
     assert run(activation_budget_bytes=10**12).iteration_time_s == none.iteration_time_s
+
+
+@pytest.mark.parametrize("first", [{"selective_layers": 3}, {"activation_budget_bytes": 2**31}])
+def test_what_a_plan_spends_on_recomputation_is_named(first):
+    found = run(**first)
+    assert 0 < found.recompute_s < found.iteration_time_s
+    assert fitting_lines(plan(**first), found) == [
+        f"recomputation   {found.recompute_s:.4g} s of {found.iteration_time_s:.4g} s computes "
+        "activations again on stage 0"
+    ]
+    assert fitting_lines(plan(), run()) == []
 
 
 def test_a_budget_that_is_too_small_is_refused():

@@ -186,6 +186,21 @@ def test_traffic_that_one_rank_cannot_measure_is_added():
     )
 
 
+def test_selective_layers_cost_a_tenth_of_a_forward_and_one_of_two_sums_over_their_group():
+    cost, batch = RooflineCost(CLUSTER, LLAMA), (2048, 100)
+    alone = StageShape("A100-80GB", 1, 4, recomputed_layers=1, selective_layers=2)
+    layer_s = cost.compute_s(alone.layer, batch)[0]
+    assert cost.recompute_s(alone, batch) == pytest.approx(1.2 * layer_s)
+    shared = alone._replace(tp_degree=2)
+    layer_s, traffic_s = cost.compute_s(shared.layer, batch)[0], cost.layer_traffic_s(shared, 2148)
+    selective_s = 0.1 * (layer_s - traffic_s) + traffic_s / 2
+    assert cost.recompute_s(shared, batch) == pytest.approx(layer_s + 2 * selective_s)
+    kept, of_input = cost.layer_bytes(shared)
+    bytes_of = [kept, of_input, *[cost.selective_bytes(shared)] * 2]
+    memory = cost.stage_memory(shared, 1, [batch], 1)
+    assert memory.activations == pytest.approx(2148 * sum(bytes_of))
+
+
 def test_a_mixed_tp_group_takes_the_device_that_was_measured_slower():
     devices = tuple(
         dataclasses.replace(device, device=name)

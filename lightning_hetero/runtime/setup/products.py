@@ -87,12 +87,15 @@ class _Recording(_Watching):  # type: ignore[no-untyped-call]
             versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
             self._made.append(_Made(func, leaves, form, versions))
         elif getattr(func, "namespace", "") == "c10d":
-            self._refuse_changed(args)
+            self._refuse_changed(args[0])
         return output
 
-    def _refuse_changed(self, args: Any) -> None:
-        """Refuse that a collective works on a product in place, which counts as no change."""
-        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+    def _refuse_changed(self, written: Any) -> None:
+        """Refuse that a collective works on a product in place, which counts as no change.
+
+        What it writes to is its first argument, inputs come behind it.
+        """
+        given = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
         for made in self._made:
             if any(
                 isinstance(x, Tensor) and x.untyped_storage()._cdata in given for x in made.leaves

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.stage.layer_calls import is_cache
 
-__all__ = ["ActivationCheckpointing", "LayerOptions"]
+__all__ = ["ActivationCheckpointing", "LayerOptions", "is_compiled"]
 
 ActivationCheckpointing = Literal["none", "selective", "full"] | int
 """No layer, all that is cheap of every layer, every layer, or every n-th, the first among them."""
@@ -82,6 +83,11 @@ class LayerOptions:
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
         """Return what runs in place of a layer's forward."""
         return _CompiledForward(index, forward) if self.compile_layers else forward
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has wrapped a module, or `module.compile()` was called."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 class _CompiledForward:

@@ -21,6 +21,7 @@ from lightning_hetero.runtime.setup.recomputed_call import (
 )
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
+from lightning_hetero.runtime.stage.layer_wrapping import is_compiled
 
 __all__ = ["MeasuredLayer", "Recomputation"]
 
@@ -43,7 +44,8 @@ class Recomputation:
     layers: Container[int] = ()
     """Indices of the layers that are computed again."""
     selective: Container[int] = ()
-    """Of those of which matrix products and attention are kept."""
+    """Of those of which matrix products and attention are kept. Compiled ones are left alone: the
+    compiler itself computes again what is cheap."""
     measured: MeasuredLayer | None = None
     """A kept one of which nobody knows yet what it keeps."""
 
@@ -63,7 +65,8 @@ class Recomputation:
         if self.measured is not None and self.measured.index == call.index and is_plain:
             return _measure(self.measured, call, layer, hidden)
         is_whole = call.index in self.layers
-        if not (is_whole or call.index in self.selective) or _is_checkpointed():
+        is_selective = call.index in self.selective and not is_compiled(layer)
+        if not (is_whole or is_selective) or _is_checkpointed():
             return call.run()
         call = call.without_caches()
         again = computed_again if is_whole else computed_again_but_products

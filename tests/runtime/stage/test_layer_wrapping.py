@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Container
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import StagePlan
+from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.results.targets import LossWatch
+from lightning_hetero.runtime.setup.recomputed_call import computed_again_but_products
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
+from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
@@ -83,7 +88,12 @@ def test_a_recomputed_layer_keeps_its_input_only() -> None:
 
 
 @pytest.mark.parametrize("num_together", [1, 2])
-def test_layers_that_the_model_checkpoints_itself_run_again_once(num_together: int) -> None:
+@pytest.mark.parametrize(
+    "also", [Recomputation(layers=range(4)), Recomputation(layers=(0,), selective=range(1, 4))]
+)
+def test_layers_that_the_model_checkpoints_itself_run_again_once(
+    num_together: int, also: Recomputation
+) -> None:
     model = GPT(4, 16, tied=False)
     boundary = StageBoundary(list(model.blocks))
     calls: list[int] = []
@@ -97,7 +107,7 @@ def test_layers_that_the_model_checkpoints_itself_run_again_once(num_together: i
             hidden = checkpoint(nn.Sequential(*part), hidden, use_reentrant=False)
         return hidden.sum()
 
-    whole = whole_pass(4, recomputation=Recomputation(layers=range(4)))
+    whole = whole_pass(4, recomputation=also)
     with boundary.forward_of(whole):
         loss = step()
     with boundary.backward_of(whole):
@@ -119,6 +129,32 @@ def test_every_nth_layer_is_recomputed() -> None:
     assert not selective.recomputed(range(1, 6))
     assert selective.selective(range(1, 6)) == range(1, 6)
     assert not LayerOptions(activation_checkpointing="full").selective(range(1, 6))
+
+
+def test_compiled_layers_leave_to_the_compiler_what_is_cheap() -> None:
+    part = StagePlan(ranks=(0,), layers=range(3), recomputed_layers=1, selective_layers=2)
+    for said in (part, replace(part, recomputed_layers=None, selective_layers=None)):
+        eager, compiled = (
+            RecomputationChoice(
+                LayerOptions(activation_checkpointing="selective", compile_layers=compile_layers)
+            ).of(said, [None], ())[0]
+            for compile_layers in (False, True)
+        )
+        assert list(eager.layers) == list(compiled.layers)
+        assert len(list(eager.selective)) == (2 if said is part else 3)
+        assert not list(compiled.selective)
+    model = GPT(2, 16, tied=False)
+    model.blocks[1]._compiled_call_impl = model.blocks[1]._call_impl
+    boundary = StageBoundary(list(model.blocks))
+    whole = whole_pass(2, recomputation=Recomputation(selective=range(2)))
+    again = mock.Mock(side_effect=computed_again_but_products)
+    with (
+        mock.patch.object(recomputation, "computed_again_but_products", again),
+        boundary.forward_of(whole),
+    ):
+        model(torch.zeros(1, CONTEXT, dtype=torch.int64))
+    boundary.remove()
+    assert again.call_count == 1
 
 
 @pytest.mark.parametrize("value", ["half", 0, -1, True, None])

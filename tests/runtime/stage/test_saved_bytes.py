@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.recomputation import LayerBytes
@@ -15,33 +13,17 @@ from lightning_hetero.models import HeteroLM, LMConfig, PackedCollate
 from lightning_hetero.models.huggingface import use_packed_attention
 from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
-from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation
 from tests.runtime.huggingface_runs import make_model
+from tests.runtime.recomputation_runs import counting_layers
 
 NUM_LAYERS = 4
 
 
-def run_pass(
-    model: nn.Module, layers: nn.ModuleList, step: Callable[[], Any], again: Recomputation
-) -> int:
+def run_pass(layers: nn.ModuleList, step: Callable[[], Any], again: Recomputation) -> int:
     """Run a step forward and return the bytes that autograd saves inside of its layers."""
-    totals: list[int] = []
-    run = Recomputation.run
-
-    def counted(self: Recomputation, call: LayerCall, *rest: Any) -> Any:
-        if again.measured is not None:
-            return run(self, call, *rest)
-        _, *others = tree_leaves(list(call.given.values()))  # All layers share them.
-        shared = [item for item in others if isinstance(item, Tensor)]
-        with SavedBytes(without=(*model.parameters(), *model.buffers(), *shared)) as saved:
-            output = run(self, call, *rest)
-        totals.append(saved.total)
-        return output
-
     boundary = StageBoundary(list(layers))
     whole = MicrobatchPass(
         layers=range(NUM_LAYERS),
@@ -52,21 +34,19 @@ def run_pass(
         loss_watch=LossWatch(),
         recomputation=again,
     )
-    with mock.patch.object(Recomputation, "run", counted), boundary.forward_of(whole):
+    with counting_layers() as totals, boundary.forward_of(whole):
         output = step()
     boundary.remove()
     del output
     return sum(totals)
 
 
-def count_layer(
-    model: nn.Module, layers: nn.ModuleList, step: Callable[[], Any], num_tokens: int
-) -> LayerBytes:
+def count_layer(layers: nn.ModuleList, step: Callable[[], Any], num_tokens: int) -> LayerBytes:
     """Return what the runtime counts of the last layer while it trains."""
     found: list[LayerBytes] = []
     last = MeasuredLayer(index=NUM_LAYERS - 1, num_tokens=num_tokens, report=found.append)
     again = Recomputation(layers=range(NUM_LAYERS - 1), measured=last)
-    run_pass(model, layers, step, again)
+    run_pass(layers, step, again)
     return found[0]
 
 
@@ -116,11 +96,11 @@ def test_a_profile_of_the_reference_model_predicts_within_5_percent(
         return model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
 
     assert_predicted(
-        layer, sum(lengths), lambda again: run_pass(model, model.layers, step, again), within=0.05
+        layer, sum(lengths), lambda again: run_pass(model.layers, step, again), within=0.05
     )
     selectively = NUM_LAYERS * (64 * 4 + memory.products_bytes_per_token)
     assert selectively < 0.7 * NUM_LAYERS * layer.kept
-    counted = run_pass(model, model.layers, step, Recomputation(selective=range(NUM_LAYERS)))
+    counted = run_pass(model.layers, step, Recomputation(selective=range(NUM_LAYERS)))
     assert counted == pytest.approx(selectively * sum(lengths), rel=0.05)
 
 
@@ -147,8 +127,11 @@ def test_one_micro_batch_of_a_hugging_face_model_predicts_others_within_10_perce
         return sum(lengths) if kind == "packed" else max(lengths) * len(lengths)
 
     first, second = (12, 20), (30, 25, 7, 18)
-    layer = count_layer(model, layers, step_of(first), tokens(first))
+    layer = count_layer(layers, step_of(first), tokens(first))
     step = step_of(second)
-    assert_predicted(
-        layer, tokens(second), lambda again: run_pass(model, layers, step, again), within=0.1
-    )
+    assert_predicted(layer, tokens(second), lambda again: run_pass(layers, step, again), within=0.1)
+    selective = Recomputation(selective=range(NUM_LAYERS))
+    per_token = run_pass(layers, step_of(first), selective) / tokens(first)
+    assert NUM_LAYERS * layer.recomputed < per_token < 0.7 * NUM_LAYERS * layer.kept
+    counted = run_pass(layers, step, selective)
+    assert counted == pytest.approx(per_token * tokens(second), rel=0.1)

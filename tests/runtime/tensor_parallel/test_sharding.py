@@ -26,7 +26,7 @@ from tests.runtime.tensor_parallel_runs import (
     train_sharded,
     use_sharded_logits,
 )
-from tests.runtime.test_parity import assert_same_training, assert_same_weights
+from tests.runtime.test_parity import assert_same_training, assert_same_weights, recomputation
 
 pytestmark = pytest.mark.dist
 
@@ -35,7 +35,8 @@ REFERENCE_PLAN = HeteroLM(LMConfig(vocab_size=8, hidden_size=8, num_layers=1, nu
 # Some biases of the toy have gradients that nearly cancel: Adam would blow up their rounding.
 OPTIMIZERS = {"packed": "adamw", "toy": "sgd"}
 MIXED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 3)))
-STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3)))
+SELECTIVE = {"selective_layers": 2}
+STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3) | SELECTIVE))
 MIXED_STAGED = plan_of(pipeline(stage([2, 0], 0, 3)), pipeline(stage(1, 0, 2), stage(3, 2, 3)))
 WIDER = plan_of(pipeline(stage(0, 0, 1), stage([4, 1], 1, 3)), pipeline(stage([3, 2], 0, 3)))
 BULGE = plan_of(pipeline(stage(2, 0, 1), stage([3, 0], 1, 2), stage(1, 2, 3)))
@@ -139,7 +140,8 @@ def sharded_cases(draw: st.DrawFn) -> tuple[Case, dict[str, Any]]:
         cut = [0, *sorted(draw(st.permutations([1, 2]))[: len(degrees) - 1]), 3]
         stages = []
         for degree, (first, last) in zip(degrees, pairwise(cut), strict=True):
-            stages.append(stage([ranks.pop() for _ in range(degree)], first, last))
+            again = draw(recomputation(last - first, model))
+            stages.append(stage([ranks.pop() for _ in range(degree)], first, last) | again)
         pipelines.append(pipeline(*stages))
     case = Case(
         plan=plan_of(*pipelines),
