@@ -245,7 +245,8 @@ def _counted_groups() -> Iterator[list[Any]]:
 @contextmanager
 def _timed_gathers() -> Iterator[list[float]]:
     """Time each all-gather of the fake group, in seconds of CPU."""
-    gather, seconds = dist.all_gather_into_tensor, list[float]()
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, seconds = getattr(dist, name), list[float]()
 
     @wraps(gather)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +255,7 @@ def _timed_gathers() -> Iterator[list[float]]:
         seconds.append(time.process_time() - start_s)
         return work
 
-    with mock.patch.object(dist, "all_gather_into_tensor", timed):
+    with mock.patch.object(dist, name, timed):
         yield seconds
 
 

@@ -25,11 +25,13 @@ _MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")
 _PAYLOADS = {
     "all_gather": "tensor",
     "all_gather_into_tensor": "input_tensor",
+    "all_gather_single": "input_tensor",
     "all_reduce": "tensor",
     "barrier": None,
     "broadcast": "tensor",
     "gather": "tensor",
     "reduce": "tensor",
+    "reduce_scatter_single": "input",
     "reduce_scatter_tensor": "input",
 }
 """Collectives, with the argument that is of one size on all ranks."""
@@ -48,7 +50,9 @@ class Recorder:
         self._patches: list[Any] = []
 
     def __enter__(self) -> Self:
-        for name in (*_MESSAGES, *_PAYLOADS, _SPLIT, *_UNSEEN):
+        for name in filter(
+            functools.partial(hasattr, dist), (*_MESSAGES, *_PAYLOADS, _SPLIT, *_UNSEEN)
+        ):
             # One function for both modules: members of a batch are told apart by identity.
             recorded = self._stand_in(name, getattr(dist, name))
             self._patch(dist, name, recorded)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, Unit
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions, wait_for_all
+from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
@@ -250,7 +251,7 @@ class GatheredUnit(_EvenUnit):
             given = end_to_end([given], given.dtype, self.store.device)
         self._given = given
         received = self._received = self._empty(len(self.way.pieces.members) * given.numel())
-        self._work = dist.all_gather_into_tensor(received, given, group=self.group, async_op=True)
+        self._work = all_gather_single(received, given, self.group, async_op=True)
 
     def wait(self) -> None:
         """Wait for the weights, and put them where they belong."""
@@ -267,7 +268,7 @@ class GatheredUnit(_EvenUnit):
         parts, wholes = self._parts
         given = pieces.pack_own(parts, self.options.dtype)
         received = self._empty(len(pieces.members), given.numel())
-        dist.all_gather_into_tensor(received.view(-1), given, group=self.way.stage_group)
+        all_gather_single(received.view(-1), given, self.way.stage_group)
         pieces.unpack_wholes(received, wholes)
 
 
@@ -292,9 +293,7 @@ class ScatteredUnit(_EvenUnit):
         given = self._given = self.way.pieces.pack_wholes(self._gradients(), self.options.dtype)
         if self._is_summed_on_its_way:
             received = self._received = self._empty(self.way.pieces.numel)
-            self._work = dist.reduce_scatter_tensor(
-                received, given.view(-1), group=self.group, async_op=True
-            )
+            self._work = reduce_scatter_single(received, given.view(-1), self.group, async_op=True)
         else:
             received = self._received = self._empty(*given.shape)
             self._work = dist.all_to_all_single(received, given, group=self.group, async_op=True)

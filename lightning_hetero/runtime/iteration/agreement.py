@@ -22,7 +22,7 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
-from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.ranks.tree import RankTree
 from lightning_hetero.runtime.results.number_kinds import Kind
 from lightning_hetero.runtime.results.step_logs import LogEntry
@@ -216,9 +216,7 @@ class _DeviceGather:
         self._rows = row[None]
         if comms.world_size > 1:
             self._rows = row.new_empty(comms.world_size, len(row))
-            self._work = dist.all_gather_into_tensor(
-                self._rows, row, group=comms.values, async_op=True
-            )
+            self._work = all_gather_single(self._rows, row, comms.values, async_op=True)
 
     def wait(self) -> Tensor:
         """Return every rank's row, (num_ranks, length)."""

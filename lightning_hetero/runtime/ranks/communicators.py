@@ -25,7 +25,14 @@ from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
 
-__all__ = ["MAX_EXCHANGE_GROUPS", "Communicators", "GroupTransport", "reduce_over"]
+__all__ = [
+    "MAX_EXCHANGE_GROUPS",
+    "Communicators",
+    "GroupTransport",
+    "all_gather_single",
+    "reduce_over",
+    "reduce_scatter_single",
+]
 
 MAX_EXCHANGE_GROUPS = 32
 """Communicators of pull and push that a rank is in at most, besides the one of all ranks.
@@ -51,6 +58,22 @@ def reduce_over(
     tensor = tensor.clone()
     dist.all_reduce(tensor, op=operation, group=group)
     return tensor / dist.get_world_size(group) if is_mean else tensor
+
+
+def all_gather_single(
+    into: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> Any:
+    """Gather equal tensors into one, by the name that this torch doesn't call deprecated."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(into, own, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    into: Tensor, given: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> Any:
+    """Sum tensors and scatter equal parts, by the name that this torch doesn't call deprecated."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(into, given, group=group, async_op=async_op)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +294,7 @@ def _gather_rows(
     rows = bytearray(world_size * length)
     own = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
     into = torch.frombuffer(rows, dtype=torch.uint8)
-    dist.all_gather_into_tensor(into, own, group=group)
+    all_gather_single(into, own, group)
     return [bytes(rows[start : start + length]) for start in range(0, len(rows), length)]
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from lightning_hetero.core.actions import MAX_KEPT_SENDS
 from lightning_hetero.core.neighbours import Neighbour, SentPiece
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.stage.packed_tensors import (
     Form,
     form_of,
@@ -249,7 +249,7 @@ class ActivationLink:
         padded = own.new_zeros(-(-size // count))
         padded[: own.numel()] = own
         whole = own.new_empty(count * padded.numel())
-        dist.all_gather_into_tensor(whole, padded, group=self._group)
+        all_gather_single(whole, padded, self._group)
         return whole[:size]
 
     def _post(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.slices import piece_of
+from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "TOKENS",
@@ -90,7 +91,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 def _all_gather(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGroup) -> Tensor:
     own = _padded(tensor, dim, max(sizes)).contiguous()
     stacked = own.new_empty((peers.degree, *own.shape))
-    dist.all_gather_into_tensor(stacked.view(-1), own.view(-1), group=peers.group)
+    all_gather_single(stacked.view(-1), own.view(-1), peers.group)
     pieces = zip(peers.positions, sizes, strict=True)
     return torch.cat([stacked[place].narrow(dim, 0, size) for place, size in pieces], dim)
 
@@ -101,7 +102,7 @@ def _reduce_scatter(tensor: Tensor, dim: int, sizes: Sequence[int], peers: TPGro
     by_place = sorted(zip(peers.positions, pieces, strict=True), key=lambda pair: pair[0])
     stacked = torch.stack([_padded(piece, dim, largest) for _, piece in by_place])
     own = torch.empty_like(stacked[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter_tensor(own.view(-1), stacked.view(-1), group=peers.group)
+    reduce_scatter_single(own.view(-1), stacked.view(-1), peers.group)
     return own.narrow(dim, 0, sizes[peers.tp_rank])
 
 

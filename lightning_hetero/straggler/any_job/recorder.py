@@ -26,6 +26,7 @@ __all__ = ["CommunicationRecorder"]
 _NAMES = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
@@ -38,6 +39,7 @@ _NAMES = (
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
     "send",
@@ -81,7 +83,9 @@ class CommunicationRecorder:
                 "Another CommunicationRecorder is active in this process. Leave its block first."
             )
         for module in (dist, distributed_c10d):
-            for name in _NAMES:
+            for name in filter(
+                functools.partial(hasattr, module), _NAMES
+            ):  # Some are of newer versions.
                 original = getattr(module, name)
                 self._originals.append((module, name, original))
                 setattr(module, name, self._stand_in(name, original))
