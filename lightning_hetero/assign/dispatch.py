@@ -5,7 +5,8 @@ The objective is the largest lower bound of a pipeline's latency over the pipeli
 tokens. Many orders are tried at once, each greedily: longest first, the same with noise of several
 strengths on the lengths, and plain shuffles as in the paper. The best few are then improved by
 moves and swaps. Noisy orders matter: on real lengths the best of 100 plain shuffles ends up to 60 %
-later than longest first, and mild noise a few per cent earlier.
+later than longest first, and mild noise a few per cent earlier. A few linear programmes bound from
+below what any dispatch takes (`covering`).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.dispatch_bound import dispatch_lower_bound_s
+from lightning_hetero.assign.covering import (
+    ROUNDING,
+    SequenceRuns,
+    StageSeconds,
+    add_cover,
+    least_possible_s,
+)
 from lightning_hetero.assign.dispatch_greedy import (
     Placement,
     fill_to_target,
@@ -22,6 +29,7 @@ from lightning_hetero.assign.dispatch_greedy import (
     place_in_rounds,
 )
 from lightning_hetero.assign.dispatch_moves import improve_dispatch
+from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.assign.pipeline_cost import (
     UNFIT_S,
     CostTable,
@@ -29,11 +37,50 @@ from lightning_hetero.assign.pipeline_cost import (
     PipelineCost,
     as_lengths,
 )
-from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Dispatch", "check_fit", "dispatch", "fast_lower_bound_s"]
+__all__ = ["Dispatch", "check_fit", "dispatch", "dispatch_lower_bound_s", "fast_lower_bound_s"]
+
+
+def dispatch_lower_bound_s(
+    runs: SequenceRuns,
+    counts: Sequence[int],
+    *,
+    lower_bound_s: float,
+    upper_bound_s: float,
+    precision: float = 1e-3,
+) -> float:
+    """Return a lower bound near the optimum of Eq. 3, by bisection over a linear relaxation.
+
+    A pipeline of latency x whose longest sequence is h has `x - (PP-1)·(T(h) + c)` seconds for its
+    micro-batches. Every dispatch of latency x is a cover (`covering`) by the plan's pipelines, so x
+    is a lower bound if no cover makes do with a share of 1 of each kind of them.
+
+    Args:
+        runs: The sequences, on every kind of pipeline.
+        counts: Pipelines of each kind.
+        lower_bound_s: A bound that is known already.
+        upper_bound_s: Latency of a known dispatch.
+        precision: Relative width at which the bisection ends.
+    """
+    lost_s = runs.table.num_bubbles * (runs.table.times_s(runs.least) + runs.table.c)
+
+    def is_possible(latency_s: float) -> bool:
+        program = LinearProgram()
+        slots_s = latency_s - lost_s
+        seconds = StageSeconds(slots=slots_s, room=slots_s - runs.table.c)
+        opened = add_cover(program, runs, seconds)
+        if opened is None:
+            return False
+        (share,) = program.add_variables(upper=np.inf, cost=1.0)
+        for columns, count in zip(opened.T, counts, strict=True):
+            program.add_row([*columns, share], [*np.ones(len(columns)), -float(count)], upper=0.0)
+        return program.minimize().lower_bound <= 1 + ROUNDING
+
+    low_s = min(lower_bound_s, upper_bound_s)
+    return least_possible_s(is_possible, low_s, upper_bound_s, precision)
+
 
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # The last one is a plain shuffle.
 _MAX_GREEDY_STEPS = 4000  # Most sequences placed one by one, 25 to 50 µs each.

@@ -1,4 +1,4 @@
-"""Who owns how much where `ownership="memory"` is asked for, and whether devices have room for it.
+"""Who owns how much where `ownership="memory"` is asked for, who stands by, and whether all fits.
 
 Ranks own in proportion to what weights and summed gradients of their stages leave free on their
 devices, activations aside; of several plans that may run, what they leave free at worst. A plan may
@@ -7,7 +7,6 @@ say other shares.
 
 from collections.abc import Sequence
 from dataclasses import replace
-
 from lightning_hetero.autoplan.facts import NUM_STATES, RunFacts
 from lightning_hetero.autoplan.request import RunPlans
 from lightning_hetero.autoplan.summary import state_memory
@@ -16,8 +15,11 @@ from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.simulator import usable_bytes
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_hetero.autoplan.facts import RunFacts
+from lightning_hetero.core.owners import find_standbys
 
-__all__ = ["check_room_for_states", "with_owner_shares"]
+__all__ = ['check_room_for_states', 'find_standbys_of_run', 'with_owner_shares']
 
 _GIB = 2**30
 
@@ -102,3 +104,18 @@ def check_room_for_states(
                     "plan with more stages or tensor parallelism, so that fewer copies of the "
                     "weights are held."
                 )
+
+
+def find_standbys_of_run(facts: RunFacts) -> tuple[int, ...]:
+    """Return for each rank the one that stands by for it, none without redundancy; collective."""
+    if not facts.redundancy:
+        return ()
+    # Other ranks compare more than this now, and see that these have something else to compare.
+    check_alike(facts.comms, redundancy=facts.redundancy)
+    if facts.comms.world_size == 1:
+        rank_zero_warn(
+            "redundancy=1 does nothing on one rank: nobody is there to stand by for it. Start "
+            "more processes, or rely on LayerwiseCheckpoint."
+        )
+    seats = facts.detect_seats()
+    return find_standbys([seat.node for seat in seats], [seat.device.name for seat in seats])

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hetero.autoplan.contingencies import Contingencies
-from lightning_hetero.autoplan.data_facts import DataFacts
-from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, DataFacts, RunFacts
 from lightning_hetero.autoplan.jobs import Job, foresee, needs_no_search, num_batches_of
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import PlanningError

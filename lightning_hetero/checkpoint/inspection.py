@@ -23,15 +23,15 @@ from lightning_hetero.checkpoint.content import (
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
 from lightning_hetero.checkpoint.parts import fault_in
-from lightning_hetero.checkpoint.recovering.choice import choose_run
+from lightning_hetero.checkpoint.recovering.fetching import FileRange, assign_sources
 from lightning_hetero.checkpoint.recovering.inventory import (
     Inventory,
+    choose_run,
     complete_checkpoints,
     holders_of_files,
     take_inventory,
 )
 from lightning_hetero.checkpoint.recovering.recovery import recover
-from lightning_hetero.checkpoint.recovering.sources import FileRange, assign_sources
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Holder, Tier, read_manifest
 from lightning_hetero.core.errors import CheckpointError

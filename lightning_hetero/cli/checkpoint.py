@@ -17,9 +17,8 @@ from lightning_hetero.checkpoint.inspection import (
     look,
     verify,
 )
-from lightning_hetero.checkpoint.probing import look_at_store
 from lightning_hetero.checkpoint.pruning import prune
-from lightning_hetero.checkpoint.retry import RetryPolicy, local_folder, open_store
+from lightning_hetero.checkpoint.retry import RetryPolicy, local_folder, look_at_store, open_store
 from lightning_hetero.checkpoint.shared_memory import memory_places
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.process.cache import cached_config, hub_cache
 from lightning_hetero.core.reading import build, load_file, nearest, parse_json, parse_yaml, show
-from lightning_hetero.core.reading.huggingface_cache import cached_config, hub_cache
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
 

@@ -5,8 +5,7 @@ under), `ahead` (who assigns them, ahead of time), `tickets` (what a rank gets),
 `module` (what a Trainer iterates). `dealer` and `dealing` are for ordinary data loaders.
 """
 
-from lightning_hetero.data.ahead import AheadOptions
-from lightning_hetero.data.assignment_store import AssignmentStore
+from lightning_hetero.data.ahead import AheadOptions, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.data.order import Cursor, EpochOrder

@@ -22,8 +22,7 @@ from lightning_hetero.assign import PipelineCost
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner
-from lightning_hetero.data.assignment_store import AssignmentStore, open_store
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
 from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader
 from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress

@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.assignment_store import AssignmentStore, open_store
+from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import EpochOrder, Progress
 from lightning_hetero.data.tickets import TicketDealer

@@ -1,8 +1,13 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator."""
 
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape, usable_bytes
-from lightning_hetero.simulator.memory_correction import MemoryCorrection, OutOfMemory
+from lightning_hetero.simulator.memory import (
+    MemoryCorrection,
+    MemoryTerms,
+    MicroBatchShape,
+    OutOfMemory,
+    usable_bytes,
+)
 from lightning_hetero.simulator.owned_exchange import host_bytes
 from lightning_hetero.simulator.plot import plot_timeline
 from lightning_hetero.simulator.profile_cost import ProfileCost, choose_cost

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero.straggler.any_job.period import CommunicationOp, Period, infer_period
 from lightning_hetero.straggler.any_job.records import IterationTimes, find_changes, read_times
 from lightning_hetero.straggler.any_job.traces import read_flight_recorder, read_profiler_trace
-from lightning_hetero.straggler.balance import balance_microbatches
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import (
     ActionEvent,
@@ -44,7 +43,13 @@ from lightning_hetero.straggler.mitigation import (
     restart_mitigation,
 )
 from lightning_hetero.straggler.policy import Decision, DecisionKind, MitigationPolicy, PolicyConfig
-from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
+from lightning_hetero.straggler.run_model import (
+    MeasuredRun,
+    PlaceTimes,
+    RunModel,
+    Slowness,
+    balance_microbatches,
+)
 from lightning_hetero.straggler.swap import (
     SwapConfig,
     SwapProposal,

@@ -5,20 +5,70 @@ was measured there while nothing was slow, times how much slower the rank's devi
 Pipelines are timed by the simulator's own 1F1B; push and pull by the bytes of the runtime's own
 transfer tables, because slices keep their owners when ranks swap places. What is left of the
 measured iteration (optimizer, data, logging) is a constant.
+
+Micro-batches are balanced as Greyhound's S2 does, but by min-max, not variance (see
+`balance_microbatches`).
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_hetero.assign.microbatch_shares import share_microbatches
+from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.neighbours import deal_pieces
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.simulator.propagate import PipelineTimes, propagate
-from lightning_hetero.straggler.balance import balance_microbatches
 from lightning_hetero.straggler.locate import Finding, FindingKind, Pair, normalise_pair
 
-__all__ = ["MeasuredRun", "PlaceTimes", "RunModel", "Slowness"]
+__all__ = ["MeasuredRun", "PlaceTimes", "RunModel", "Slowness", "balance_microbatches"]
+
+
+def balance_microbatches(
+    times_s: Sequence[float], num_microbatches: int, *, fixed_s: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Return how many micro-batches each pipeline gets so that the last one ends first.
+
+    ::
+
+        minimise   max_i  fixed_i + m_i · t_i
+        such that  Σ m_i = M,  m_i ≥ 1,  m_i whole
+
+    The planner shares micro-batches by the same water filling; where pipelines would end together,
+    the first of them gets more.
+
+    Args:
+        times_s: Seconds per micro-batch of each pipeline (of its slowest stage).
+        num_microbatches: Micro-batches of the whole iteration, one a pipeline at least.
+        fixed_s: Seconds each pipeline spends whatever its count, such as filling it.
+
+    Raises:
+        PlanningError: The numbers can't be met.
+    """
+    count = len(times_s)
+    fixed = [0.0] * count if fixed_s is None else list(fixed_s)
+    if not count or len(fixed) != count:
+        raise PlanningError(
+            f"{count} times and {len(fixed)} fixed times are given; give one of each per pipeline, "
+            "and at least one pipeline."
+        )
+    bad = [t for t in times_s if not 0.0 < t < math.inf]
+    bad += [f for f in fixed if not 0.0 <= f < math.inf]
+    if bad:
+        raise PlanningError(
+            f"A pipeline's time is {bad[0]} s; times must be positive and finite. Leave a dead "
+            "pipeline out."
+        )
+    limits = [num_microbatches] * count
+    shares = share_microbatches(fixed[::-1], times_s[::-1], [1] * count, limits, num_microbatches)
+    if shares is None:
+        raise PlanningError(
+            f"{num_microbatches} micro-batches are too few for {count} pipelines. Give more."
+        )
+    return tuple(share for (share,) in reversed(shares))
+
 
 _FEW_RANKS = 32
 """Most ranks whose messages are all counted; of more only those of ranks that a plan moves are."""

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hetero.autoplan.data_facts import find_data, find_sizes
-from lightning_hetero.autoplan.facts import Emulation, RunFacts
-from lightning_hetero.autoplan.owner_shares import check_room_for_states
-from lightning_hetero.autoplan.standbys import find_standbys_of_run
+from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
+from lightning_hetero.autoplan.owner_shares import check_room_for_states, find_standbys_of_run
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig

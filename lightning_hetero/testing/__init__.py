@@ -1,8 +1,7 @@
 """Try runs out without the devices, or the faults, that they are for."""
 
 from lightning_hetero.testing.capped_memory import CappedMemory
-from lightning_hetero.testing.emulated import EmulatedDevices
-from lightning_hetero.testing.emulated_clock import EmulatedClock, LinkDelay
+from lightning_hetero.testing.emulated import EmulatedClock, EmulatedDevices, LinkDelay
 from lightning_hetero.testing.faults import Fault, InjectFaults, SlowLink, SlowRank
 from lightning_hetero.testing.storage import (
     FaultyStore,

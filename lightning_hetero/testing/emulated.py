@@ -1,4 +1,4 @@
-"""Let the ranks of one CPU play devices of different speed.
+"""Let the ranks of one CPU play devices of different speed, and fast links slow ones.
 
 Each forward and backward of a rank is stretched by sleeping until it has taken its own CPU time
 times the rank's slowdown. Sleeping costs no core, so more ranks than cores can run, as long as the
@@ -6,8 +6,10 @@ sum of 1 / slowdown stays below the number of cores: four ranks with slowdowns 8
 quarters of a core busy. Waits, transfers and the optimizer's step keep their time.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import lightning.pytorch as pl
@@ -17,11 +19,136 @@ from typing_extensions import override
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, describe_device, slowed
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.testing.emulated_clock import emulate
 
-__all__ = ["EmulatedDevices"]
+__all__ = ["EmulatedClock", "EmulatedDevices", "LinkDelay", "emulate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkDelay:
+    """How much later than it does a message should arrive.
+
+    Raises:
+        ConfigurationError: A value is out of range.
+    """
+
+    bytes_per_s: float = math.inf
+    """Bandwidth, above 0."""
+    latency_s: float = 0.0
+    """Seconds of each message, 0 or more."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
+            raise ConfigurationError(
+                f"A link has latency_s {self.latency_s} and bytes_per_s {self.bytes_per_s}; the "
+                "first must be 0 or more, the second above 0."
+            )
+
+
+class EmulatedClock(ComputeClock):
+    """Stretches actions to their CPU time times a slowdown, and lets messages arrive late.
+
+    The CPU time is that of the thread, so that other processes of the machine don't count.
+
+    ::
+
+        clock = EmulatedClock(torch.device("cpu"), slowdown=4.0)
+        with clock.iteration(), clock.action(ActionKind.FORWARD, 0):
+            compute()  # takes four times as long
+
+    Args:
+        device: The rank's device, a CPU.
+        slowdown: See the property.
+    """
+
+    def __init__(self, device: torch.device, *, slowdown: float = 1.0) -> None:
+        super().__init__(device)
+        self._delays: dict[int, LinkDelay] = {}
+        self._wall_start = self._cpu_start = 0.0
+        self._wall_wait = self._cpu_wait = 0.0
+        self.slowdown = slowdown
+
+    @property
+    def slowdown(self) -> float:
+        """How many times its CPU time an action takes, 1 or more; 1 doesn't stretch it."""
+        return self._slowdown
+
+    @slowdown.setter
+    def slowdown(self, slowdown: float) -> None:
+        if not slowdown >= 1:
+            raise ConfigurationError(
+                f"slowdown is {slowdown}; it must be 1 or more, because sleeping makes nothing "
+                "faster. Scale all factors so that the fastest rank has 1."
+            )
+        if slowdown > 1 and self._is_cuda:
+            raise ConfigurationError(
+                f"slowdown is {slowdown} on a CUDA device; only CPU ranks can be slowed down. Use "
+                'Trainer(accelerator="cpu").'
+            )
+        self._slowdown = slowdown
+
+    @property
+    def delays(self) -> Mapping[int, LinkDelay]:
+        """By global rank of the sender, how late messages arrive; those of other ranks don't."""
+        return self._delays
+
+    @delays.setter
+    def delays(self, delays: Mapping[int, LinkDelay]) -> None:
+        if delays and self._is_cuda:
+            raise ConfigurationError(
+                f"Messages of ranks {sorted(delays)} are to be delayed on a CUDA device; only CPU "
+                'ranks can wait longer. Use Trainer(accelerator="cpu").'
+            )
+        self._delays = dict(delays)
+
+    @override
+    def before_send(self) -> None:
+        """Sleep until the running action has taken as long as the slowdown asks."""
+        if self._slowdown == 1 or not self._in_action or self._depth:
+            return
+        cpu_s = time.thread_time() - self._cpu_start - self._cpu_wait
+        due = self._wall_start + self._wall_wait + cpu_s * self._slowdown
+        missing_s = due - time.perf_counter()
+        if missing_s > 0:
+            time.sleep(missing_s)
+
+    @override
+    def _delay_message(self, peer: int, num_bytes: int) -> None:
+        delay = self._delays.get(peer)
+        if delay is not None and num_bytes:  # A header isn't delayed beside its message.
+            time.sleep(delay.latency_s + num_bytes / delay.bytes_per_s)
+
+    @override
+    def _begin_action(self) -> None:
+        super()._begin_action()
+        if self._slowdown > 1:  # After the clock's own start, so that no pause lies between them.
+            self._wall_start, self._cpu_start = time.perf_counter(), time.thread_time()
+            self._wall_wait = self._cpu_wait = 0.0
+
+    @override
+    def _begin_wait(self) -> None:
+        if self._slowdown > 1 and self._depth == 0:
+            self._wall_wait -= time.perf_counter()
+            self._cpu_wait -= time.thread_time()
+        super()._begin_wait()
+
+    @override
+    def _end_wait(self) -> None:
+        super()._end_wait()
+        if self._slowdown > 1 and self._depth == 0:
+            self._wall_wait += time.perf_counter()
+            self._cpu_wait += time.thread_time()
+
+
+def emulate(strategy: HeteroStrategy) -> None:
+    """Let a strategy's rank run by an emulated clock, as slow as its `emulation` says by then."""
+
+    def make_clock(device: torch.device) -> EmulatedClock:
+        return EmulatedClock(device, slowdown=strategy.emulation.slowdown)
+
+    strategy.emulation = replace(strategy.emulation, make_clock=make_clock)
 
 
 class EmulatedDevices(Callback):

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_hetero.callbacks.run import note
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.testing.emulated_clock import EmulatedClock, LinkDelay, emulate
+from lightning_hetero.testing.emulated import EmulatedClock, LinkDelay, emulate
 
 __all__ = ["Fault", "InjectFaults", "SlowLink", "SlowRank"]
 

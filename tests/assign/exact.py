@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.dispatch import Dispatch, check_fit
-from lightning_hetero.assign.dispatch_bound import dispatch_lower_bound_s
+from lightning_hetero.assign.covering import SequenceRuns
+from lightning_hetero.assign.dispatch import Dispatch, check_fit, dispatch_lower_bound_s
 from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
@@ -15,7 +15,6 @@ from lightning_hetero.assign.pipeline_cost import (
     as_lengths,
     sequence_times_s,
 )
-from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 

@@ -29,13 +29,13 @@ from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.covering import (
     ROUNDING,
+    SequenceRuns,
     StageSeconds,
     add_cover,
     least_possible_s,
 )
 from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
-from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.proposing.proposal import Scheme
 from lightning_hetero.planner.proposing.work_bound import (

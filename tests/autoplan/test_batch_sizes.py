@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hetero.autoplan.data_facts import BatchSizes, find_batch_sizes
+from lightning_hetero.autoplan.facts import BatchSizes, find_batch_sizes
 from tests.toy import CONTEXT, loader
 
 

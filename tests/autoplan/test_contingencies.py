@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_hetero.autoplan.contingencies import Contingencies, losses_to_plan_for
-from lightning_hetero.autoplan.data_facts import BatchSizes, DataFacts
-from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, RunFacts
+from lightning_hetero.autoplan.facts import AutoPlan, AutoPlanned, BatchSizes, DataFacts, RunFacts
 from lightning_hetero.autoplan.planning import make_plan
 from lightning_hetero.autoplan.request import PlanRequest
 from lightning_hetero.core.cluster import Cluster, Link, Node

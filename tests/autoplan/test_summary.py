@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.autoplan.data_facts import BatchSizes
-from lightning_hetero.autoplan.facts import RunFacts
+from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
 from lightning_hetero.autoplan.summary import StartUp, state_memory
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec

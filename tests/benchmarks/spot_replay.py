@@ -26,7 +26,7 @@ from typing import Any
 from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.checkpoint import Holder, Source, TierKind, place_replicas
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovering.sources import Fetch, FileRange, assign_sources
+from lightning_hetero.checkpoint.recovering.fetching import Fetch, FileRange, assign_sources
 from tests.benchmarks.harness import Row
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"

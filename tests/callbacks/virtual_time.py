@@ -22,7 +22,7 @@ from lightning_hetero.callbacks.watching import session, step_times
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.runtime import clock
 from lightning_hetero.straggler import probe
-from lightning_hetero.testing import emulated_clock, faults
+from lightning_hetero.testing import emulated, faults
 
 _CPU_S = 1e-3
 _READING_S = 1e-6
@@ -36,10 +36,10 @@ class VirtualTime(L.Callback):
         self._noise = random.Random(seed)
         self.wall_s = self.cpu_s = 100.0
         self.action_s = _CPU_S
-        timed = (clock, emulated_clock, step_times, probe, run_metrics, session, faults)
+        timed = (clock, emulated, step_times, probe, run_metrics, session, faults)
         for module in timed:
             patch.setattr(module, "time", self)
-        for kind in (clock.ComputeClock, emulated_clock.EmulatedClock):
+        for kind in (clock.ComputeClock, emulated.EmulatedClock):
             patch.setattr(kind, "_begin_action", self._computing(kind))
 
     def _computing(self, kind: type[clock.ComputeClock]) -> Callable[[Any], None]:

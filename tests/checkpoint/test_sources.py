@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import Holder, Source, TierKind
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
-from lightning_hetero.checkpoint.recovering.sources import (
+from lightning_hetero.checkpoint.recovering.fetching import (
     Fetch,
     FileRange,
     assign_sources,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.cli import main
-from lightning_hetero.cli.measured_links import MeasuredLinks, measure_links
+from lightning_hetero.cli.profile import MeasuredLinks, measure_links
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan

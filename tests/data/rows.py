@@ -10,8 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.requests import AssignmentRequest
-from lightning_hetero.data.ahead import AheadPlanner
-from lightning_hetero.data.assignment_store import AssignmentStore
+from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Drawn, IterationSource
 from lightning_hetero.data.tickets import TicketDealer

@@ -18,9 +18,11 @@ from lightning_hetero.assign.requests import AssignmentRequest, plan_text
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
 from lightning_hetero.core.process.answering import AnsweringProcess
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, Producer
-from lightning_hetero.data.assignment_store import (
+from lightning_hetero.data.ahead import (
+    AheadOptions,
+    AheadPlanner,
     AssignmentStore,
+    Producer,
 )
 from lightning_hetero.data.candidates import Candidates, assumed_costs, fill_empty
 from lightning_hetero.data.order import Cursor, EpochOrder

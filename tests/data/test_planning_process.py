@@ -13,8 +13,7 @@ from lightning_hetero.assign.requests import plan_text, read_assignment
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
-from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, Producer
-from lightning_hetero.data.assignment_store import AssignmentStore
+from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, AssignmentStore, Producer
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Cursor, EpochOrder
 from lightning_hetero.data.tickets import TicketDealer

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_hetero.callbacks.checkpointing.gathered import Gathered, metrics_of
 from lightning_hetero.callbacks.checkpointing.noted import (
     LOADERS,
+    Gathered,
     complete,
     copied,
     dump_step,
+    metrics_of,
     on_host,
     places_of,
     trackers_of,

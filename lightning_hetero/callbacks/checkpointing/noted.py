@@ -1,18 +1,22 @@
 """What is noted at a step's end, and what makes a checkpoint of it once a rank is lost.
 
 An iteration changes little of what a checkpoint holds besides slices: that is copied at each step's
-end, and the rest is read when it is needed.
+end, and the rest is read when it is needed. What the module has gathered over steps in metrics,
+lists and logged means stays in the process; what an iteration or a validation that was cut short
+has added to it is taken out again, since either is done again.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_hetero.callbacks.checkpointing.owned import average_models
 from lightning_hetero.callbacks.checkpointing.training_state import (
@@ -20,12 +24,15 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
     has_finished_epoch,
 )
 from lightning_hetero.checkpoint import CheckpointContent
+from lightning_hetero.runtime.results.appended_lists import AppendedLists
 
 __all__ = [
     "LOADERS",
+    "Gathered",
     "complete",
     "copied",
     "dump_step",
+    "metrics_of",
     "on_host",
     "places_of",
     "trackers_of",
@@ -107,3 +114,60 @@ def on_host(content: CheckpointContent) -> CheckpointContent:
         for item in content.slices
     )
     return replace(content, slices=slices)
+
+
+_State = dict[str, Any]
+
+
+class Gathered:
+    """A module's metrics and lists and the means that it logs, as they are when this is made.
+
+    ::
+
+        gathered = Gathered(trainer, list(metrics_of(trainer.lightning_module)))
+        ...  # an iteration or a validation that is cut short
+        gathered.put_back()
+
+    Args:
+        trainer: Who fits.
+        metrics: The module's.
+    """
+
+    def __init__(self, trainer: pl.Trainer, metrics: Sequence[Metric]) -> None:
+        self.results = trainer.fit_loop.epoch_loop._results
+        """The means of the epoch that Lightning has gathered."""
+        self._keys = tuple(self.results)
+        self._states = [(item, _state_of(item)) for item in (*metrics, *self.results.values())]
+        self._lists = AppendedLists(trainer.lightning_module)
+        self._lists.begin()
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for key in set(self.results).difference(self._keys):
+            del self.results[key]
+        for metric, state in self._states:
+            _put_back(metric, state)
+        self._lists.take(after_layers=True)
+
+
+def metrics_of(module: pl.LightningModule) -> Iterator[Metric]:
+    """Yield the metrics of torchmetrics that a module holds."""
+    yield from (item for item in module.modules() if isinstance(item, Metric))
+
+
+def _state_of(metric: Metric) -> _State:
+    state: _State = {"_update_count": metric._update_count}
+    if isinstance(metric, _ResultMetric):
+        # It puts new tensors in their places, and changes none.
+        state |= {name: getattr(metric, name) for name in metric._defaults}
+        return {**state, "has_reset": metric.has_reset, "_forward_cache": metric._forward_cache}
+    for name in metric._defaults:
+        value = getattr(metric, name)
+        state[name] = list(value) if isinstance(value, list) else value.clone()
+    return state
+
+
+def _put_back(metric: Metric, state: _State) -> None:
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._computed = None

@@ -28,8 +28,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.claims import Lease
 from lightning_hetero.checkpoint.deadlines import Deadline, Progress
-from lightning_hetero.checkpoint.probing import probe_store
-from lightning_hetero.checkpoint.retry import local_folder
+from lightning_hetero.checkpoint.retry import local_folder, probe_store
 from lightning_hetero.checkpoint.shared_memory import (
     has_shared_memory,
     make_own_folder,

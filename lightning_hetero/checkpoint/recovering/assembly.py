@@ -27,7 +27,7 @@ from lightning_hetero.checkpoint.manifest import (
     TensorEntry,
     rank_metadata_name,
 )
-from lightning_hetero.checkpoint.recovering.sources import FileRange, whole_blocks
+from lightning_hetero.checkpoint.recovering.fetching import FileRange, whole_blocks
 from lightning_hetero.checkpoint.store import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.models.stored import SAFETENSORS_DTYPES

@@ -1,7 +1,7 @@
 """How the ranks of a run get their state back, together.
 
 1. Every rank reports what its node's tiers hold; the run's newest complete checkpoint is chosen
-   (`choice`).
+   (`inventory`).
 2. Its manifests are shared; every rank says which byte ranges it needs.
 3. All ranks compute the same table of fetches and carry it out: own memory, own disk and the remote
    store by threads, peers by sends and receives in the table's order. Every block's checksum is
@@ -22,15 +22,21 @@ from lightning_hetero.checkpoint.claims import mark_places, new_run
 from lightning_hetero.checkpoint.content import Recovered, RecoveryReport, SliceNeed
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.recovering.assembly import Assembly, RankNeeds
-from lightning_hetero.checkpoint.recovering.choice import Choice, ChoiceError, choose
-from lightning_hetero.checkpoint.recovering.fetching import Failure, Fetcher
+from lightning_hetero.checkpoint.recovering.fetching import (
+    Failure,
+    Fetcher,
+    FileRange,
+    assign_sources,
+)
 from lightning_hetero.checkpoint.recovering.inventory import (
+    Choice,
+    ChoiceError,
     Inventory,
+    choose,
     complete_checkpoints,
     holders_of_files,
 )
 from lightning_hetero.checkpoint.recovering.session import ExhaustedError, Session
-from lightning_hetero.checkpoint.recovering.sources import FileRange, assign_sources
 from lightning_hetero.checkpoint.tiers import Holder, Tier, TierKind
 from lightning_hetero.checkpoint.transport import Transport, finish_together, gather_json
 from lightning_hetero.core.errors import CheckpointError
