@@ -17,9 +17,9 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 __all__ = ["Placement", "fill_to_target", "place_greedily", "place_in_rounds"]
 
 _ROUND_SHARE = 8
-"""A round gives sequences to one of so many pipelines."""
+"""A round gives sequences to an eighth of the pipelines."""
 _LEFT_SHARE = 100
-"""And places at most one of so many sequences that are left."""
+"""And places at most a hundredth of the sequences that are left."""
 
 
 @dataclass(frozen=True, kw_only=True)

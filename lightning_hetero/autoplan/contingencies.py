@@ -55,7 +55,7 @@ class Contingencies:
         self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
 
     def prepare(self, tasks: Sequence[Task[object]]) -> None:
-        """Begin to solve tasks behind the training; others that are still to be solved, aren't."""
+        """Begin to solve tasks beside the training; others that are still to be solved, aren't."""
         self.stop()
         known = [task for task, _ in self._answers]
         new: list[Task[object]] = []

@@ -124,7 +124,7 @@ class StartUp:
 
     @property
     def _planned(self) -> AutoPlanned | None:
-        """The planning behind the plan that runs; None if it was given or has changed since."""
+        """The planning that made the plan that runs; None if it was given or has changed since."""
         return self.auto if self.auto is not None and self.auto.plan == self.plan else None
 
     @property
@@ -212,7 +212,7 @@ class StartUp:
 
     @property
     def _longest_microbatches(self) -> list[MicroBatchShape] | None:
-        """What pipelines take at most of assigned data, under a plan that was proposed for it."""
+        """The longest micro-batches of assigned data, under a plan that was proposed for it."""
         candidates = None if self.auto is None else self.auto.candidates
         return None if candidates is None else candidates.longest_microbatches(self.plan)
 

@@ -24,7 +24,7 @@ from lightning_hetero.callbacks.checkpointing.access import Access
 from lightning_hetero.callbacks.checkpointing.live import Found, LiveSteps, find_saved
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, probe
-from lightning_hetero.callbacks.checkpointing.report import (
+from lightning_hetero.callbacks.checkpointing.recovery_report import (
     StartTimes,
     refuse_under_torchrun,
     report_complete,

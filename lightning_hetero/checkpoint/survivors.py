@@ -85,7 +85,7 @@ class LiveState:
     keepers: Keepers
     """Of that generation."""
     follows: Follows = Follows.STEP
-    """What comes next; the same on all ranks, or they can't go on from it."""
+    """The next thing; the same on all ranks, or they can't go on from it."""
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def _holders(spec: ParameterSpec, plan: PlanHolders) -> Holders:
 def _chained(
     claims: Sequence[tuple[int, float]], standbys: Sequence[int]
 ) -> list[tuple[int, float]]:
-    """Return claims with that of each rank's standby behind its own, as far as it has any."""
+    """Return claims with that of each rank's standby after its own, as far as it has any."""
     if not standbys:
         return list(claims)
     shares, order = dict(claims), []

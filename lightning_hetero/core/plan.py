@@ -33,7 +33,7 @@ class StagePlan:
     """How many of them, the first ones, compute their activations again in backward; None leaves it
     to the budget, or to the strategy's option."""
     selective_layers: int | None = None
-    """How many of those behind them compute all again but matrix products and attention."""
+    """How many of those after them compute all again but matrix products and attention."""
     activation_budget_bytes: int | None = None
     """Most bytes of activations that each rank keeps of the stage's layers. Every micro-batch
     recomputes just as many layers as that takes; None sets no limit."""
@@ -55,7 +55,7 @@ class StagePlan:
 
     @property
     def recomputation(self) -> dict[str, int | None]:
-        """What it says of recomputation, by field."""
+        """Its settings of recomputation, by field."""
         names = "recomputed_layers", "selective_layers", "activation_budget_bytes"
         return {name: getattr(self, name) for name in names}
 

@@ -96,8 +96,8 @@ class LayerMemory:
     """The same of one layer that is computed again in backward: its input; None if it wasn't
     measured."""
     products_bytes_per_token: float | None = None
-    """What a layer that keeps only matrix products and attention keeps beside its input; None if it
-    wasn't measured."""
+    """The same of a layer that keeps only matrix products and attention, without its input; None if
+    it wasn't measured."""
 
     def __post_init__(self) -> None:
         values = (

@@ -2,7 +2,7 @@
 
 A layer that is recomputed keeps its input instead of all that autograd saves. Always the stage's
 first layers are recomputed: backward comes to them last, when the kept layers of the micro-batch
-have gone and left room for the one that is computed again. A fixed number of the layers behind them
+have gone and left room for the one that is computed again. A fixed number of the layers after them
 may be recomputed *selectively*: matrix products and attention are kept as well.
 
 Let micro-batch m have t_m tokens and keep k_m of the stage's n layers; K and R are the bytes per

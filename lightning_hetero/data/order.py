@@ -218,7 +218,7 @@ class EpochOrder:
         targets = number * (sums[-1] / count)
         above = np.searchsorted(sums, targets).clip(1, self.num_samples)
         nearest = above - (targets - sums[above - 1] < sums[above] - targets)
-        # Forwards, then backwards: enough samples before each cut, and enough left behind it.
+        # Forwards, then backwards: enough samples before each cut, and enough left after it.
         step = np.arange(1, left + 1) * least
         stops = np.maximum(np.maximum.accumulate(nearest - step), cursor.num_samples) + step
         stops = np.minimum(stops, self.num_samples - (left * least - step))

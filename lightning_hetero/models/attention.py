@@ -54,7 +54,7 @@ class SequenceMask:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Tokens seen before and behind a token, -1 for all, as the kernels want them."""
+        """Tokens seen before and after a token, -1 for all, as the kernels want them."""
         reach = -1 if self.window is None else self.window - 1
         return reach, 0 if self.causal else reach
 

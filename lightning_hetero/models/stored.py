@@ -132,7 +132,7 @@ class _FileTensor:
     def read(self, box: Box) -> Tensor:
         sizes = [stop - start for start, stop in box]
         rows = torch.empty(sizes, dtype=self.dtype)
-        # Dims behind the last one that is cut are whole, so a run spans them.
+        # Dims after the last one that is cut are whole, so a run spans them.
         cut = max((d for d, size in enumerate(sizes) if size != self.shape[d]), default=0)
         strides = [prod(self.shape[d + 1 :]) * self.dtype.itemsize for d in range(len(sizes))]
         first = self.first_byte + (box[cut][0] * strides[cut] if box else 0)

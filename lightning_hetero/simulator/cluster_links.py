@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.simulator.collectives import ring_s
+from lightning_hetero.simulator.collective_times import ring_s
 
 __all__ = ["ClusterLinks"]
 

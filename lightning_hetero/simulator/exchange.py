@@ -22,7 +22,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind
-from lightning_hetero.simulator.collectives import pairwise_s, ring_s
+from lightning_hetero.simulator.collective_times import pairwise_s, ring_s
 from lightning_hetero.simulator.cost import CostModel
 
 __all__ = ["ExchangeTable", "Holders", "Segment", "cut_segments"]

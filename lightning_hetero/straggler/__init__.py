@@ -8,8 +8,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.straggler.any_job.job_times import IterationTimes, find_changes, read_times
 from lightning_hetero.straggler.any_job.period import CommunicationOp, Period, infer_period
-from lightning_hetero.straggler.any_job.records import IterationTimes, find_changes, read_times
 from lightning_hetero.straggler.any_job.traces import read_flight_recorder, read_profiler_trace
 from lightning_hetero.straggler.bocd import BocdConfig, BocdDetector, ChangeKind, ChangePoint
 from lightning_hetero.straggler.events import (

@@ -1,7 +1,7 @@
 """One rank's access to the places of a run: who may write there, which run it is, and the writer.
 
 Where a fit begins from a checkpoint the ranks enter the places first, together. Where they go on
-from what they still had, nothing is read, so they enter behind the training, once they have trained
+from what they still had, nothing is read, so they enter beside the training, once they have trained
 a step: a save waits for it, and what went wrong is raised there, by all ranks.
 """
 
@@ -31,7 +31,7 @@ _PATIENCE_S = 3600.0
 
 @dataclass(kw_only=True)
 class _Entered:
-    """What a rank has once all have entered."""
+    """A rank's tiers, leases and writer, once all have entered."""
 
     joined: Joined
     writer: CheckpointWriter
@@ -70,7 +70,7 @@ class Access:
         self._skip_unreadable = skip_unreadable
         self._entered: Future[_Entered] = Future()
         self._to_enter: Callable[[], object] | None = None
-        """What begins to enter later."""
+        """Enters when it is called: later than the start."""
 
     def enter(
         self, look: Callable[..., Recovered | None], *, anew: bool, tidies: bool = True
@@ -125,7 +125,7 @@ class Access:
         return CheckpointId(0, recovered.report.attempt, recovered.id.run)
 
     def begin(self) -> None:
-        """Begin behind the training with what was to be entered later, if anything was."""
+        """Begin to enter beside the training, if that was to be done later."""
         enter, self._to_enter = self._to_enter, None
         if enter is None:
             return
@@ -152,7 +152,7 @@ class Access:
 
     @property
     def writer(self) -> CheckpointWriter:
-        """What saves; waits until all have entered.
+        """The writer of this rank's checkpoints; waits until all have entered.
 
         Raises:
             CheckpointError: They couldn't, or another job has taken a place since.

@@ -1,4 +1,4 @@
-"""What is noted at a step's end, and what makes a checkpoint of it once a rank is lost.
+"""Notes of a step's end, and how a checkpoint is made of them once a rank is lost.
 
 An iteration changes little of what a checkpoint holds besides slices: that is copied at each step's
 end, and the rest is read when it is needed. What the module has gathered over steps in metrics,

@@ -36,7 +36,7 @@ class SideStream:
     """A stream beside the computation's on CUDA; the calling thread elsewhere.
 
     Buffers made in `after_compute` may be read by the computation after `join`, and let go then,
-    without `record_stream`: what takes their memory next is made in a later `after_compute`, behind
+    without `record_stream`: what takes their memory next is made in a later `after_compute`, after
     all that the computation had been given until then. What is sent is kept until its work has been
     waited for.
 

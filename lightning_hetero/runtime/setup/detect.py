@@ -54,7 +54,7 @@ class Seat:
     host: str
     """Name of the machine."""
     node: str = ""
-    """What is lost together: a host, or what one torchrun has started where several have on one."""
+    """Lost together: a host, or what one torchrun has started where several have on one."""
     device: DeviceSpec
     """Its device, slowdown included."""
     base: str

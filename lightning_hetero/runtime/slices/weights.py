@@ -220,7 +220,7 @@ class ComputeWeights:
         self._homes = {name: master.data for name, master in store.masters.items()}
         self._addresses = [home.data_ptr() for home in self._homes.values()]
         self._replaced: dict[str, Tensor] = {}
-        """What is in the memory of slices that lie elsewhere, outside of iterations."""
+        """The memory of slices that lie elsewhere, outside of iterations."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()

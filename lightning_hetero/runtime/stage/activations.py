@@ -17,7 +17,7 @@ shapes, dtypes and what layers left.
 
 What comes next is received while the current action still computes: the gradient, which looks like
 what was sent, and the message or, on accelerators, the header of the next activation. It is posted
-behind the send before it, where the order on the communicator has it anyway.
+after the send before it, where the order on the communicator has it anyway.
 
 All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
 the other stage's group, and the groups may differ in size (`core.neighbours`). Where a larger group
@@ -294,7 +294,7 @@ class _Inbox:
         return True
 
     def open(self) -> tuple[_Header, Tensor]:
-        """Return the header of what has arrived, and the bytes behind it."""
+        """Return the header of what has arrived, and the bytes after it."""
         message = self._buffer.numpy().data
         length, _ = _LENGTHS.unpack_from(message)
         content = bytes(message[LENGTHS_BYTES : LENGTHS_BYTES + length])

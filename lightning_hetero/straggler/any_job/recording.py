@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.straggler.any_job.job_times import OPTIMIZER_STEP, as_line
 from lightning_hetero.straggler.any_job.period import CommunicationOp
-from lightning_hetero.straggler.any_job.records import OPTIMIZER_STEP, as_line
 
 __all__ = ["CommunicationRecorder", "Recording", "record"]
 

@@ -2,7 +2,7 @@
 
 With a `MessageCurve` small messages reach less of a link's rate, as NCCL's do. Counted for n ranks
 and S bytes in all: ring and pairwise move S·(n-1)/n out of each rank and as much in. A ring pays
-n-1 latencies, one behind another, and goes over every link of the ring; pairwise pays one, as its
+n-1 latencies, one after another, and goes over every link of the ring; pairwise pays one, as its
 messages are under way together. NCCL's trees serve all-reduces only, which an exchange has none of.
 """
 

@@ -16,7 +16,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import RooflineCost, StateLayout
-from lightning_hetero.simulator.collectives import ring_s
+from lightning_hetero.simulator.collective_times import ring_s
 from lightning_hetero.simulator.exchange import ExchangeTable
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
