@@ -7,19 +7,20 @@ say other shares.
 
 from collections.abc import Sequence
 from dataclasses import replace
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_hetero.autoplan.facts import NUM_STATES, RunFacts
 from lightning_hetero.autoplan.request import RunPlans
 from lightning_hetero.autoplan.summary import state_memory
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.owners import find_standbys
 from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.simulator import usable_bytes
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from lightning_hetero.autoplan.facts import RunFacts
-from lightning_hetero.core.owners import find_standbys
 
-__all__ = ['check_room_for_states', 'find_standbys_of_run', 'with_owner_shares']
+__all__ = ["check_room_for_states", "find_standbys_of_run", "with_owner_shares"]
 
 _GIB = 2**30
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.autoplan.facts import BatchSizes
-from lightning_hetero.autoplan.facts import RunFacts
+from lightning_hetero.autoplan.facts import BatchSizes, RunFacts
 from lightning_hetero.autoplan.owner_shares import check_room_for_states, with_owner_shares
 from lightning_hetero.autoplan.request import RunPlans
 from lightning_hetero.core.errors import ConfigurationError
