@@ -6,9 +6,17 @@ import sys
 from itertools import islice
 from types import FrameType
 
-__all__ = ["calling_frame", "is_own", "takes_written_rows"]
+__all__ = [
+    "called_by_library",
+    "calling_frame",
+    "is_asked_by_library",
+    "is_library",
+    "is_own",
+    "takes_written_rows",
+]
 
 _OWN, _PASSED = "lightning_hetero.", ("torch.", "copy.")
+_LIBRARIES = (_OWN, *_PASSED, "lightning.", "pytorch_lightning.", "torchmetrics.", "functools.")
 _WATCHING = "__torch_function__"
 
 
@@ -17,12 +25,34 @@ def calling_frame() -> FrameType | None:
 
     It may be one of this package.
     """
+    frame = _asking_frame()
+    while frame is not None and _module_of(frame).startswith(_PASSED):
+        frame = frame.f_back
+    return frame
+
+
+def is_asked_by_library() -> bool:
+    """Whether code of torch, Lightning or this package has called torch itself."""
+    frame = _asking_frame()
+    return frame is None or is_library(frame)
+
+
+def called_by_library() -> bool:
+    """Whether code of torch, Lightning or this package has called the function that asks."""
+    return is_library(sys._getframe(2))
+
+
+def is_library(frame: FrameType) -> bool:
+    """Whether code is torch's, Lightning's or this package's."""
+    return _module_of(frame).startswith(_LIBRARIES)
+
+
+def _asking_frame() -> FrameType | None:
+    """Return the frame right behind a mode's `__torch_function__`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != _WATCHING:
         frame = frame.f_back
     while frame is not None and frame.f_code.co_name == _WATCHING:
-        frame = frame.f_back
-    while frame is not None and _module_of(frame).startswith(_PASSED):
         frame = frame.f_back
     return frame
 

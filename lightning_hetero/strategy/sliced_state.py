@@ -180,8 +180,10 @@ class SlicedState:
             # With fewer ranks more is allowed.
             self.knows_uses |= self._uses.others_lack
         yield
-        if self._uses is not None and (is_looked_at if trains else was_watched):
-            self._uses.start()
+        if self._uses is not None:
+            self._uses.is_behind_step |= trains
+            if (is_looked_at or self._uses.tells_sizes) if trains else was_watched:
+                self._uses.start()
 
     def watch_uses(self) -> None:
         """Watch uses of slices from now on, until the next iteration."""

@@ -194,6 +194,36 @@ class SwapsAverages(TinyModule):
             item.data = self.backup[name]
 
 
+class TellsSizes(TinyModule):
+    """Counts whole parameters, and makes tensors that go with its slices."""
+
+    def on_fit_start(self) -> None:
+        self.average = {name: torch.zeros(item.shape) for name, item in self.named_parameters()}
+
+    def on_after_backward(self) -> None:
+        grads = [item.grad for item in self.parameters() if item.grad is not None]
+        self.is_finite = all(torch.isfinite(grad).all() for grad in grads)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, item in self.named_parameters():
+            if item.grad is not None:
+                item.grad.div_(item.shape[0] * item.data.numel() ** 0.25)
+            self.average[name].lerp_(item.detach(), 0.1)
+            assert self.average[name].shape == item.shape
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+        self.log("count", float(sum(item.numel() for item in self.parameters())))
+        self.log("finite", float(self.is_finite))
+
+
+class DrawsNoise(TinyModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for item in self.parameters():
+            if item.grad is not None:
+                item.grad += 0.1 * torch.randn(item.grad.shape)
+
+
 class LogsScalar(TinyModule):
     def __init__(self) -> None:
         super().__init__()
@@ -219,6 +249,7 @@ RIGHT: list[Callable[[], TinyModule]] = [
     AveragesWhatTravels,
     ByElements,
     SwapsAverages,
+    TellsSizes,
 ]
 
 
@@ -233,10 +264,12 @@ def test_hooks_that_take_all_ranks_slices_do_what_one_device_does(pool: ProcessP
 def test_rows_of_gradients_may_be_chosen_where_stages_keep_whole_parameters(
     pool: ProcessPool,
 ) -> None:
-    (expected,) = pool.run(fit_each, 1, [ZeroesOldRows], None)[0]
-    makes = [ZeroesOldRows, LogsNorms, KeepsNorms]
-    for found, logged, kept in pool.run(fit_each, 2, makes, STAGES):
+    expected, sizes = pool.run(fit_each, 1, [ZeroesOldRows, TellsSizes], None)[0]
+    makes = [ZeroesOldRows, LogsNorms, KeepsNorms, DrawsNoise, TellsSizes]
+    for found, logged, kept, drawn, told in pool.run(fit_each, 2, makes, STAGES):
         same(found, expected)
+        same(told, sizes)
+        assert "randn is called on parameter" in drawn
         assert "norm is called on parameter model." in logged
         assert "sum is called on parameter model." in kept
 
@@ -244,6 +277,7 @@ def test_rows_of_gradients_may_be_chosen_where_stages_keep_whole_parameters(
 @pytest.mark.parametrize(
     ("make", "told"),
     [
+        (DrawsNoise, "randn is called on parameter"),
         (CopiesModel, "clone is called on parameter model.embed.weight"),
         (SavesWeights, "untyped_storage is called on parameter model."),
         (LogsScalar, "'scale' that is logged in a hook has 0 elements"),

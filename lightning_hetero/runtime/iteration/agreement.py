@@ -24,8 +24,8 @@ from lightning_hetero.runtime.iteration.buffers import BufferChange
 from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredBytes
 from lightning_hetero.runtime.ranks.communicators import Communicators, all_gather_single
 from lightning_hetero.runtime.ranks.tree import RankTree
+from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.number_kinds import Kind
-from lightning_hetero.runtime.results.step_logs import LogEntry
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 

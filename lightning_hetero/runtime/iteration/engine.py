@@ -51,10 +51,11 @@ from lightning_hetero.runtime.results.iteration_loss import (
     without_sums,
 )
 from lightning_hetero.runtime.results.late_numbers import LateNumbers
+from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.loss_trial import LossTrial, LossTrials
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.results.outputs import Records, records_of
-from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
+from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.slices.weights import SliceStore
@@ -104,12 +105,11 @@ class Engine:
             wrap_layer=config.layer_options.wrap_layer,
             group=None if tensor_parallel is None else tensor_parallel.stage,
         )
-        has_slices = communicators.world_size > 1
         self.logs = StepLogs(module, device, StepMetrics(module, communicators, self._speaks))
         self._agreements: dict[Phase, Agreement] = {}
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
-        self._calls = ModuleCalls(module, has_slices=has_slices)
+        self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
         self.rows = EmbeddingRows(module)
         """Must be told of each batch before it runs."""
         self.plans = PlanSwitch(

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import StepResults
+from lightning_hetero.runtime.stage.backward_trial import trying_functions, trying_hooks
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
@@ -120,8 +121,9 @@ class StagePasses:
             reads=self._running.read_watch(),
             lists=self._results.lists,
         )
+        tried = trying_hooks(self._results.module) if self._results.is_tried else nullcontext()
         try:
-            with self._running.weights.in_step(), self._boundary.forward_of(forward):
+            with self._running.weights.in_step(), self._boundary.forward_of(forward), tried:
                 output = step(microbatch)
         except StageEnd as end:
             self._results.drop()
@@ -162,6 +164,8 @@ class StagePasses:
             self._boundary.backward_of(held.forward),
         ):
             if held.outputs:
+                if self._results.is_tried and not self._has_run_backward:
+                    trying_functions(held.outputs)
                 self._has_run_backward = True
                 torch.autograd.backward(held.outputs, gradients)
         if link.previous is not None:

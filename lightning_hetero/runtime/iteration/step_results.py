@@ -16,10 +16,11 @@ from lightning_hetero.core.errors import BatchError, StepError
 from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
+from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.loss_trial import LossTrial
 from lightning_hetero.runtime.results.number_kinds import Kind, as_weight
 from lightning_hetero.runtime.results.outputs import StepRecord
-from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
+from lightning_hetero.runtime.results.step_logs import StepLogs
 from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, weigh_loss
 from lightning_hetero.runtime.unknown import check_known
 
@@ -68,7 +69,10 @@ class StepResults:
         """Left behind by the steps of a last stage, one a micro-batch."""
         self.losses = LossSums(device)
         self.lists = AppendedLists(module)
-        self._module = module
+        self.module = module
+        """The user's."""
+        self.is_tried = make_trial is not None
+        """Whether losses and their backward passes are tried in this iteration."""
         self._logs = logs
         self._device = device
         self._loss_reduction = loss_reduction
@@ -83,7 +87,7 @@ class StepResults:
             num_samples = 0
         make, self._make_trial = self._make_trial, None
         trial = None if make is None else make(microbatch, num_samples)
-        return LossWatch(_buffers_of(self._module), num_samples, trial)
+        return LossWatch(_buffers_of(self.module), num_samples, trial)
 
     def drop(self) -> None:
         """Forget what a step did that ended with its stage."""
@@ -103,7 +107,7 @@ class StepResults:
         check_known(output, "What the step returns needs")
         loss = _loss_of(output).float() if self.is_training else None
         returned = output.get("loss") if isinstance(output, Mapping) else output
-        judged = weigh_loss(self._module, microbatch, watch, returned, self._loss_reduction)
+        judged = weigh_loss(self.module, microbatch, watch, returned, self._loss_reduction)
         weight = as_weight(judged.targets, self._device)
         self._logs.keep_microbatch(weight, watch.reductions)
         rest = output if loss is None else _without_loss(output)

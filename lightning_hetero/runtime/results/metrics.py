@@ -26,6 +26,7 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.number_kinds import Kind
 from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.written_numbers import Rows, may_count, rows_counted
 
 __all__ = ["Argument", "MetricCall", "StepMetrics"]
 
@@ -73,7 +74,7 @@ class StepMetrics:
         self._calls: dict[int, list[_Call]] = {}
         self._fed: set[int] = set()
         """Metrics that were called with the batch's numbers."""
-        self._numbers: list[tuple[MetricCall, dict[Argument, Any]]] = []
+        self._numbers: list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]] = []
         """Calls that weren't made in the micro-batch."""
         self._given: list[tuple[Metric, Tensor]] = []
         """What metrics got in calls that were."""
@@ -181,7 +182,9 @@ class StepMetrics:
         given.update(kwargs)
         if given and all(map(_is_number, given.values())):
             call = MetricCall(self._names[id(metric)], verb, len(self._numbers))
-            self._numbers.append((call, given))
+            rows = {place: rows_counted(place) for place in given if may_count(given[place])}
+            told = {place: (value, rows.get(place)) for place, value in given.items()}
+            self._numbers.append((call, told))
             return False
         if self._has_ranks and metric._update_count and vars(metric).get(_ALIKE):
             raise _mixed(metric)
@@ -191,8 +194,10 @@ class StepMetrics:
 
     def take_numbers(
         self, reductions: Reductions | None = None
-    ) -> list[tuple[MetricCall, dict[Argument, Any]]]:
+    ) -> list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]]:
         """Return the calls with single numbers of the micro-batch that ends, and forget them.
+
+        Each number comes with what it counts.
 
         Args:
             reductions: What is known of its numbers; None if it counts nothing.

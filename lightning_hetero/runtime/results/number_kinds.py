@@ -23,6 +23,7 @@ __all__ = [
     "OPERATIONS",
     "TOGETHER",
     "UNKNOWN",
+    "WRITTEN",
     "Count",
     "Kind",
     "Reduction",
@@ -65,6 +66,8 @@ class Reduction:
 
 CONSTANT = Reduction(Kind.CONSTANT)
 """Of a number that doesn't depend on the samples."""
+WRITTEN = Reduction(Kind.CONSTANT, value=1)
+"""Of one that is written in the step, so that it is the batch's, too."""
 UNKNOWN = Reduction(Kind.UNKNOWN)
 """Of a number that no rule covers."""
 TOGETHER = Reduction(Kind.TOGETHER)

@@ -10,8 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_hetero.runtime.results.formulas import Formulas
 from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
+    JOINABLE,
     LINEAR,
     OPERATIONS,
     TOGETHER,
@@ -103,7 +105,12 @@ class Reductions:
         self._known: dict[int, tuple[Any, Reduction]] = {
             id(item): (item, CONSTANT) for item in constants
         }
-        self._num_samples = num_samples
+        self.num_samples = num_samples
+        """Of the micro-batch; 0 if nobody knows."""
+        self.formulas = Formulas(self.of, num_samples)
+        """Numbers that are functions of those over samples."""
+        self.told: dict[int, Reduction | None] = {}
+        """Whole numbers that tensors have told."""
         self._stacked: dict[int, Tensor] = {}
         """Tensors whose dim 0 counts what was stacked, not samples."""
         self._shuffles: dict[int, Tensor] = {}
@@ -119,13 +126,6 @@ class Reductions:
             return None
         # What is one by its type needn't be asked: parameters answer that slowly.
         return CONSTANT if kind is nn.Parameter or isinstance(value, nn.Parameter) else None
-
-    def of_count(self, value: Any) -> Reduction | None:
-        """Return what a whole number is if it may count the micro-batch's samples or tokens."""
-        is_whole = type(value) is int or (type(value) is float and value.is_integer())
-        if not is_whole or not value or not self._num_samples or value % self._num_samples:
-            return None
-        return Reduction(Kind.SUM, count=value, value=value)
 
     def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
         """Return what is known of each tensor among values, and in lists and tuples of them."""
@@ -149,20 +149,23 @@ class Reductions:
 
     def forget(self) -> None:
         """Know nothing, and hold nothing that a step has made."""
-        self._known, self._stacked, self._shuffles = {}, {}, {}
+        self._known, self.told, self._stacked, self._shuffles = {}, {}, {}, {}
+        self.formulas.forget()
 
     def follow(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Look at a call of a torch function."""
         if type(result) in NO_NUMBERS:
+            if type(result) is int and name_of(func) == "item":
+                self.told[result] = self.of(args[0])
             return
         name = name_of(func)
         if isinstance(result, Tensor):
             if self._is_by_sample(name, args, kwargs):
                 self._known.pop(id(result), None)
             else:
-                self.keep(result, self._judge(TorchCall(name, args, kwargs), result))
+                self._keep_judged(TorchCall(name, args, kwargs), result)
             if self._shuffles or name in _BY_CHANCE:
                 self._note_random(name, args, result)
         elif isinstance(result, tuple | list):
@@ -173,6 +176,14 @@ class Reductions:
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
         elif type(result) is float and name in ("item", "float"):
             self.keep(result, self.of(args[0]))
+            self.formulas.follow(TorchCall(name, args, kwargs), result)
+
+    def _keep_judged(self, call: TorchCall, result: Tensor) -> None:
+        known = self._judge(call, result)
+        self.keep(result, known)
+        is_one = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
+        if not result.ndim and (known is None or known.others or not is_one):
+            self.formulas.follow(call, result)
 
     def _note_random(self, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Remember numbers that are drawn by chance, and orders made of them."""
@@ -206,7 +217,7 @@ class Reductions:
     def _has_samples(self, tensor: Tensor, *others: Tensor) -> bool:
         """Whether dim 0 may count samples, or where two tensors meet, one of the first two dims."""
         sizes = tensor.shape[: 2 if others else 1]
-        return any(not (self._num_samples and size % self._num_samples) for size in sizes)
+        return any(not (self.num_samples and size % self.num_samples) for size in sizes)
 
     def _is_by_sample(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a function makes samples of samples, by themselves or with constants.
@@ -274,7 +285,7 @@ class Reductions:
             return first if all(item is CONSTANT for item in known[1:]) else UNKNOWN
         if call.name in _JOINING:
             # One number of one sample: a list of samples' numbers, which count alike, or of losses?
-            is_open = len(known) == self._num_samples == 1
+            is_open = len(known) == self.num_samples == 1
             return UNKNOWN if is_open else fold([item or UNKNOWN for item in known])
         return self._combine(call)
 

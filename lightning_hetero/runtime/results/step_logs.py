@@ -11,33 +11,44 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.results.log_entries import (
+    LogEntry,
+    check_names,
+    check_range,
+    reduction_of,
+)
 from lightning_hetero.runtime.results.metrics import Argument, MetricCall, StepMetrics
 from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
     JOINABLE,
+    WRITTEN,
     Count,
     Kind,
-    Reduction,
     as_weight,
-    check_ratios,
     ends_of,
     join_values,
     ratio_of,
 )
 from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.written_numbers import (
+    Rows,
+    count_of,
+    known_by_rows,
+    may_count,
+    rows_counted,
+)
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "LogEntry", "StepLogs"]
+__all__ = ["ALREADY_REDUCED", "SAME_EVERYWHERE", "StepLogs"]
 
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
@@ -50,42 +61,13 @@ _NEUTRAL: dict[str, float] = {Kind.MAX: -math.inf, Kind.MIN: math.inf}
 """By reduction, a value that changes nothing; 0 for others."""
 
 
-@dataclass(frozen=True)
-class LogEntry:
-    """The identity of a logged quantity, apart from its value."""
+class _Pending(NamedTuple):
+    """One micro-batch's value, before it is known whether that counts."""
 
-    name: str
-    options: tuple[tuple[str, Any], ...] = field(compare=False)
-    """Keyword arguments of `self.log`, without name and value."""
-    metric: str | None = None
-    """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
-    call: MetricCall | None = None
-    """What the number is given to, instead of being logged."""
-    argument: Argument = 0
-    """As which argument."""
-    dtype: torch.dtype = torch.float32
-    """What it gets there."""
-    reduction: str = "mean"
-    """How values of several micro-batches become one: mean, sum, min or max."""
-    doubt: Literal["", "mixed", "guessed", "counted"] = field(default="", compare=False)
-    """Why that may be wrong: several means in one value, nothing is known of it, or it may count
-    samples."""
-
-    @property
-    def told(self) -> str:
-        """Begins a message about the number."""
-        if self.call is not None:
-            return f"What metric {self.call.metric!r} gets in a step"
-        return f"What is logged as {self.name!r}"
-
-
-def _reduction_of(entry: LogEntry, known: Reduction | None) -> str:
-    """Return what is known, else take the user's word for batches for micro-batches, too."""
-    if known is not None and known.kind in JOINABLE:
-        return str(known.kind)
-    reduce_fx = dict(entry.options).get("reduce_fx", "mean")
-    name = str(getattr(reduce_fx, "__name__", reduce_fx))
-    return {"amin": "min", "amax": "max"}.get(name, name)
+    value: Any
+    batch_size: int
+    rows: Rows
+    """What it counts, as the call says."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +103,7 @@ class StepLogs:
         self._signature = inspect.signature(self._original_log)
         self._batch_size = 1
         self._module.log = self._log_in_hook  # type: ignore[assignment]
-        self._pending: dict[LogEntry, tuple[Any, int]] = {}
+        self._pending: dict[LogEntry, _Pending] = {}
         self._values: dict[LogEntry, list[_Logged]] = {}
 
     @contextmanager
@@ -187,7 +169,9 @@ class StepLogs:
         metric = None
         if isinstance(value, nn.Module):
             metric = next((key for key, item in self._module.named_modules() if item is value), "")
-        self._pending[LogEntry(name, tuple(options.items()), metric)] = value, int(batch_size)
+        rows = rows_counted(1, key=name) if may_count(value) else None
+        entry = LogEntry(name, tuple(options.items()), metric)
+        self._pending[entry] = _Pending(value, int(batch_size), rows)
 
     def drop_microbatch(self) -> None:
         """Forget what a step logged that didn't run to its end."""
@@ -203,25 +187,26 @@ class StepLogs:
             reductions: What is known of its numbers.
         """
         for call, given in [] if self._metrics is None else self._metrics.take_numbers(reductions):
-            for argument, value in given.items():
+            for argument, (value, rows) in given.items():
                 dtype = torch.as_tensor(value).dtype
                 entry = LogEntry(call.metric, (), call=call, argument=argument, dtype=dtype)
-                self._pending[entry] = value, 0
-        for entry, (value, batch_size) in self._pending.items():
-            seen = getattr(value, "metric_state", value)
-            check_known(seen, f"{entry.told} needs")
+                self._pending[entry] = _Pending(value, 0, rows)
+        for entry, (value, batch_size, rows) in self._parts(reductions):
             known = CONSTANT if entry.metric is not None else reductions.of(value)
-            count = None if known else reductions.of_count(value)
+            if (known is None or known is CONSTANT) and rows is not None:
+                known = known_by_rows(value, rows, reductions) or known
+            count = None if known else count_of(value, reductions.num_samples)
             if entry.call is not None:
                 known = known or count
             own, others = weight, tuple[Count, ...]()
             if known is not None and known.kind is Kind.MEAN:
                 own, others = as_weight(known.count, self._device), known.others
-            reduction = _reduction_of(entry, known)
+            reduction = "mean" if known is WRITTEN else reduction_of(entry, known)
             is_known = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
             is_guessed = not is_known and reduction == "mean"
             doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
-            doubt = "counted" if is_guessed and count is not None and value > 1 else doubt
+            if is_guessed and count is not None and (type(value) is int or value > 1):
+                doubt = "counted"
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
             number = number.reshape(())
@@ -230,6 +215,18 @@ class StepLogs:
             reduced = replace(entry, reduction=reduction, doubt=doubt)
             self._values.setdefault(reduced, []).append(logged)
         self._pending.clear()
+
+    def _parts(self, reductions: Reductions) -> Iterator[tuple[LogEntry, _Pending]]:
+        """Yield what was logged, and in place of a function's result what it was made of."""
+        for entry, item in self._pending.items():
+            check_known(getattr(item.value, "metric_state", item.value), f"{entry.told} needs")
+            made = None if entry.metric is not None else reductions.formulas.of(item.value)
+            if made is None:
+                yield entry, item
+                continue
+            for place, part in enumerate(made.parts):
+                of_part = item._replace(value=part, rows=None)
+                yield replace(entry, formula=made.formula, part=place), of_part
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
@@ -266,10 +263,10 @@ class StepLogs:
         Raises:
             StepError: One name stands for several kinds of numbers.
         """
-        _check_names(entries)
+        check_names(entries)
         self._batch_size = max(batch_size, 1)
         self._feed_metrics(entries, rows)
-        for entry, (values, weights, sizes, *_) in _with_columns(entries, rows):
+        for entry, number, sizes in _numbers(entries, rows):
             if entry.call is not None:
                 continue
             options = dict(entry.options)
@@ -280,16 +277,16 @@ class StepLogs:
                     self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
-                value = _joined(entry, values, weights).float()
+                value = number.float()
             self._original_log(entry.name, value, **options)
 
     def _feed_metrics(self, entries: Sequence[LogEntry], rows: Tensor) -> None:
         """Call metrics with the batch's numbers."""
         calls: dict[MetricCall, dict[Argument, Tensor]] = {}
-        for entry, (values, weights, *_) in _with_columns(entries, rows):
+        for entry, number, _ in _numbers(entries, rows):
             if entry.call is not None:
                 given = calls.setdefault(entry.call, {})
-                given[entry.argument] = _joined(entry, values, weights).to(entry.dtype)
+                given[entry.argument] = number.to(entry.dtype)
         if calls and self._metrics is not None:
             self._metrics.feed(calls)
 
@@ -302,7 +299,7 @@ class StepLogs:
         for entry, (_, weights, _, least, largest) in _with_columns(entries, rows):
             if entry.metric is None:
                 logged = weights > 0
-                _check_range(entry, least[logged], largest[logged])
+                check_range(entry, least[logged], largest[logged])
 
 
 def _refuse_gathering(*_: Any, **__: Any) -> None:
@@ -311,6 +308,20 @@ def _refuse_gathering(*_: Any, **__: Any) -> None:
         "would never answer. Log or return what shall be gathered: logs are those of the whole "
         "batch, and hooks get what all ranks' steps have returned."
     )
+
+
+def _numbers(entries: Sequence[LogEntry], rows: Tensor) -> Iterator[tuple[LogEntry, Any, Tensor]]:
+    """Yield the numbers of the batch, with what ranks say of batch sizes."""
+    parts: dict[LogEntry, list[Tensor]] = {}
+    for entry, (values, weights, sizes, *_) in _with_columns(entries, rows):
+        number = _joined(entry, values, weights)
+        if entry.formula is not None:
+            found = parts.setdefault(replace(entry, part=0, reduction="", doubt=""), [])
+            found.append(number)
+            if len(found) < entry.formula.num_parts:
+                continue
+            number = entry.formula.compute(found)
+        yield entry, number, sizes
 
 
 def _joined(entry: LogEntry, values: Tensor, weights: Tensor) -> Tensor:
@@ -332,36 +343,3 @@ def _batch_size_of(given: Tensor, otherwise: int) -> Any:
     if given.device.type == "cpu":
         return int(given) or otherwise
     return torch.where(given > 0, given, otherwise).long()
-
-
-def _check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
-    """Refuse what is mixed and differs between micro-batches; warn of what is guessed and does."""
-    if not entry.doubt or not least.numel():
-        return
-    low, high = float(least.min()), float(largest.max())
-    if entry.doubt == "mixed":
-        check_ratios(low, high, f"number {entry.name!r}")
-    elif entry.doubt == "counted":
-        rank_zero_warn(
-            f"{entry.told} is a whole number that may count the samples or tokens of a micro-batch."
-            " Those of micro-batches are averaged, so it isn't what one device has. Log a sum over "
-            "samples, such as `(ids >= 0).sum()`, if it counts."
-        )
-    elif low < high:
-        rank_zero_warn(
-            f"{entry.told} isn't known to be a mean, sum or extreme over "
-            "samples, so the values of micro-batches are averaged by target tokens, which may not "
-            "be what one device has. Log a mean or sum, or a torchmetrics metric."
-        )
-
-
-def _check_names(entries: Sequence[LogEntry]) -> None:
-    reductions: dict[tuple[Any, ...], str] = {}
-    for entry in entries:
-        key = entry.name, entry.metric, entry.call, entry.argument
-        if reductions.setdefault(key, entry.reduction) != entry.reduction:
-            raise StepError(
-                f"{entry.name!r} is logged as a {entry.reduction} over samples in one micro-batch "
-                f"and as a {reductions[key]} in another, so no plan gives what one device would. "
-                "Log the same kind of number in every step."
-            )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ASKS_FOR_NO_VALUE",
+    "SIZES",
     "Awaited",
     "KnownByShape",
     "StandIn",
@@ -34,14 +35,14 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}
 
 
-_WHOLE: frozenset[Any] = frozenset(
+SIZES: frozenset[Any] = frozenset(
     {
         *_getters("shape", "ndim", "nbytes"),
         *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
         *(Tensor.__len__, Tensor.stride, torch.numel),
     }
 )
-"""Answered for the whole parameter."""
+"""Questions for sizes: answered for the whole parameter."""
 _OWN: frozenset[Any] = frozenset(
     {
         *_getters("requires_grad", "grad", "grad_fn", "retains_grad", "is_leaf", "dtype", "layout"),
@@ -54,7 +55,7 @@ _OWN: frozenset[Any] = frozenset(
     }
 )
 """Answered by the tensor that lies here."""
-ASKS_FOR_NO_VALUE = _WHOLE | _OWN
+ASKS_FOR_NO_VALUE = SIZES | _OWN
 """All of them: what the values of a parameter don't matter to."""
 
 
@@ -69,7 +70,7 @@ class KnownByShape(nn.Parameter):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _WHOLE:
+        if func in SIZES:
             return func(args[0]._whole, *args[1:], **kwargs)
         if func in _OWN:
             with torch._C.DisableTorchFunctionSubclass():

@@ -8,10 +8,14 @@ that is done after few steps: a use that comes with each step is found after the
 
 A gradient may be whole here and None on all other ranks, which then leave it out. So hooks may make
 no numbers of it, either; the optimizer of whole matrices may.
+
+Sizes are answered for the whole (`slice_sizes`), so who reads them behind a step is watched from
+then on. Whether gradients are finite is known: those that aren't never come to hooks.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,7 +25,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.runtime.callers import calling_frame, is_own
+from lightning_hetero.runtime.callers import calling_frame, is_asked_by_library, is_own
+from lightning_hetero.runtime.slices.known_by_shape import SIZES
+from lightning_hetero.runtime.slices.slice_sizes import SliceSize, for_slice, size_of_whole
 from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["SliceUses"]
@@ -35,6 +41,20 @@ _COPYING = {nn.Parameter.__deepcopy__.__code__, Tensor._typed_storage.__code__}
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 _OF_FORM = "new_"
 """How functions begin that take nothing of a tensor but its dtype and device."""
+# fmt: off
+_TAKING_SIZES = {
+    "zeros", "ones", "empty", "full", "rand", "randn", "randint", "normal", "arange", "linspace",
+    "eye", "view", "reshape", "expand", "repeat", "tile", "resize", "narrow", "split", "chunk",
+    "unflatten", "broadcast_to", "as_strided", "getitem", "setitem",
+}
+_TAKING_VALUE = {"setitem", "full", "new_full"}
+"""Those of them whose last argument is a number."""
+_DRAWING = {
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "uniform",
+    "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric",
+}
+# fmt: on
+_ASKING_FOR_FINITE = {"isfinite", "isnan", "isinf"}
 _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
 """Names of functions that take rows by their numbers."""
 
@@ -56,6 +76,10 @@ class SliceUses(TorchFunctionMode):
         """Of slices, and of what has rows for theirs; with whether they are cut."""
         self._whole: dict[int, str] = {}
         """Names of the parameters that other ranks lack."""
+        self.is_behind_step = False
+        """Whether what is watched comes after a training step, as often as they do."""
+        self.tells_sizes = False
+        """Whether somebody asked for sizes there, and must be answered in the same way again."""
         self._is_active = False
         self._are_hooks = True
 
@@ -68,6 +92,7 @@ class SliceUses(TorchFunctionMode):
                 self._mark(master, name)
             elif self.others_lack:
                 self._whole[id(master)] = name
+                self._mark(master, name, is_cut=False)
         if self._names or self._whole:
             self._is_active = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -79,7 +104,9 @@ class SliceUses(TorchFunctionMode):
         if was_active and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
             self.__exit__(None, None, None)
         self._is_active = False
-        self._names.clear()
+        # What somebody keeps is what it was.
+        kept = self._names.items()
+        self._names = {key: item for key, item in kept if item[2] and item[0]() is not None}
         self._whole.clear()
         return was_active
 
@@ -100,18 +127,70 @@ class SliceUses(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at what torch is asked."""
+        name = _name_of(func)
+        kwargs = kwargs or {}
+        if name in _DRAWING and self._is_active:
+            self._check_drawing(name, args, kwargs)
+        if name in _TAKING_SIZES or name.startswith(_OF_FORM):
+            num_sizes = len(args) - (name in _TAKING_VALUE)
+            args = *for_slice(args[:num_sizes]), *args[num_sizes:]
+            kwargs = {
+                key: item if key == "fill_value" else for_slice(item)
+                for key, item in kwargs.items()
+            }
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
             if cut := self._known_among(args, kwargs) if self._is_active else []:
-                self._refuse(_name_of(func), cut[0][1][0], error)
+                self._refuse(name, cut[0][1][0], error)
             raise
+        if func in SIZES:
+            return self._size(func, result, args, kwargs) if self._is_active else result
         if func == _GRADIENT and id(args[0]) in self._whole:
             if result is not None and self._are_hooks:
                 self._mark(result, self._whole[id(args[0])], is_cut=False)
-        elif self._is_active:
-            self._look(_name_of(func), args, kwargs, result)
+        elif self._is_active and not self._is_known_of_all(name, args, result):
+            self._look(name, args, kwargs, result)
         return result
+
+    def _is_known_of_all(self, name: str, args: Sequence[Any], result: Any) -> bool:
+        """Whether all ranks are told the same, though by different slices."""
+        if name not in _ASKING_FOR_FINITE or not isinstance(result, Tensor):
+            return False
+        # Each rank has looked at the gradients that it made, before anybody stepped on them.
+        known = self._known_of(args[0])
+        is_gradient = known is not None and args[0] is self._store.masters[known[0]].grad
+        return is_gradient and bool(result.all() if name == "isfinite" else ~result.any())
+
+    def _check_drawing(self, name: str, args: Sequence[Any], kwargs: Any) -> None:
+        """Refuse random numbers for slices: one device draws those of all parameters in a row."""
+        for item in tree_leaves((args, kwargs)):
+            if isinstance(item, Tensor) and (known := self._known_of(item)) is not None:
+                self._refuse(name, known[0])
+            if isinstance(item, SliceSize) or id(item) in self._whole:
+                self._refuse(name, self._whole.get(id(item), "that is cut"))
+
+    def _size(self, func: Any, own: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Answer a question for the sizes of what may be a slice."""
+        name, _ = self._known_of(args[0]) or (self._whole.get(id(args[0])), False)
+        if name is None or is_asked_by_library():
+            return own
+        shape = self._whole_shape_of(args[0], name)
+        if shape is None:
+            return own
+        self.tells_sizes |= self.is_behind_step
+        answer = size_of_whole(func, own, args, kwargs, shape)
+        if func == Tensor.__len__ and answer != own:
+            self._refuse("len", name)  # Python keeps no more of it than a number.
+        return answer
+
+    def _whole_shape_of(self, tensor: Tensor, name: str) -> tuple[int, ...] | None:
+        """Return the shape that a tensor like a slice, or like all its elements, would have."""
+        whole, own = tuple(self._store.specs[name].shape), self._store.masters[name]
+        if tensor.shape == own.shape:
+            return whole
+        is_flat = tensor.dim() == 1 and tensor.numel() == own.numel()
+        return (prod(whole),) if is_flat else None
 
     def _look(self, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> None:
         cut = self._known_among(args, kwargs)
@@ -130,7 +209,8 @@ class SliceUses(TorchFunctionMode):
         for made in tree_leaves(result):
             if not isinstance(made, Tensor) or id(made) in changed:
                 continue
-            if is_kept or made.shape[:1] in rows or made.numel() >= max(largest, 1):
+            is_as_large = made.numel() >= largest if largest else not made.numel()
+            if is_kept or made.shape[:1] in rows or is_as_large:
                 self._mark(made, parameter, is_cut=is_cut)
             else:
                 self._refuse(name, parameter)

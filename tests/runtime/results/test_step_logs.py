@@ -9,13 +9,15 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.hook_logs import HookLogs
+from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.reductions import Reductions
-from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
+from lightning_hetero.runtime.results.step_logs import StepLogs
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import PLANS, TinyModule, fit_each
+from tests.runtime.step_cases import PLANS, TinyModule, fit_each, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:What is logged as")
 
@@ -213,8 +215,8 @@ def test_what_hooks_log_for_an_epoch_is_the_same_on_all_ranks_or_refused(
     pool: ProcessPool, plan: str
 ) -> None:
     makes = [SameInHook, ReducedInHook, OfRankZeroInHook, OnRankZeroInHook]
-    for same, reduced, *_ in pool.run(fit_each, 2, makes, PLANS[plan]):
-        assert same["metrics"]["value"] == 1.5
+    for alike, reduced, *_ in pool.run(fit_each, 2, makes, PLANS[plan]):
+        assert alike["metrics"]["value"] == 1.5
         assert reduced["metrics"]["value"] == 1.0
     for make, name in ((InHook, "value"), (InCallback, "rank")):
         for (told,) in pool.run(fit_each, 2, [make], PLANS[plan]):
@@ -230,6 +232,39 @@ def test_a_value_of_which_nothing_is_known_is_warned_of_where_it_differs() -> No
         replayed(
             [[(1, {"x": (1.0, {"reduce_fx": "max"})}), (1, {"x": (2.0, {"reduce_fx": "max"})})]]
         )
+
+
+class LogsAll(TinyModule):
+    """What tutorials log: functions of the loss, and whole numbers that may count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches, self.rows = SumMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"perplexity": loss.exp(), "by_python": math.exp(loss.item())})
+        self.log("both", loss * 0.5 + self.model.head.weight.abs().mean() * (ids > 3).sum())
+        self.log("rows", len(ids))
+        self.log("tokens", torch.tensor(float(ids.numel())))
+        self.log("length", ids.shape[1])
+        self.log("index", batch_idx, reduce_fx="sum", on_epoch=True)
+        self.log("hits", (ids == labels).sum().item())
+        self.batches.update(1)
+        self.rows.update(ids.size(0))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = [float(self.batches.compute()), float(self.rows.compute())]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_functions_and_counts_of_samples_are_the_batchs(pool: ProcessPool, plan: str) -> None:
+    (expected,) = pool.run(fit_each, 1, [LogsAll], None)[0]
+    for (found,) in pool.run(fit_each, 2, [LogsAll], PLANS[plan]):
+        same(found, expected)
+        assert found["seen"] == expected["seen"]
 
 
 class FakeStore:

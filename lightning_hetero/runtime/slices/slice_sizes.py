@@ -1,0 +1,94 @@
+"""Sizes of a parameter that is a slice here: numbers of the whole that can make tensors like it.
+
+In hooks `p.shape` and `p.numel()` are read for two ends: as numbers, where they are those of the
+whole, and to make a tensor that goes with `p`, which must be as large as the slice. So each is a
+whole number that knows the slice's, too: Python computes with the one, torch is given the other.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hetero.runtime.slices.known_by_shape import SIZES
+
+__all__ = ["SliceSize", "for_slice", "size_of_whole"]
+
+
+class SliceSize(int):
+    """A size of a whole parameter, with that of the slice.
+
+    ::
+
+        rows = SliceSize.of(8, own=3)
+        assert rows * 2 == 16 and (rows * 2).own == 6
+    """
+
+    own: int
+    """That of the slice."""
+
+    @classmethod
+    def of(cls, whole: int, *, own: int) -> "SliceSize":
+        """Return the size of a whole with its slice's."""
+        made = cls(whole)
+        made.own = own
+        return made
+
+    def __add__(self, other: int) -> Any:
+        """Add to both; so do the others, which floats make plain numbers of the whole."""
+        return self._computed(operator.add, other)
+
+    def __mul__(self, other: int) -> Any:
+        return self._computed(operator.mul, other)
+
+    def __sub__(self, other: int) -> Any:
+        return self._computed(operator.sub, other)
+
+    def __floordiv__(self, other: int) -> Any:
+        return self._computed(operator.floordiv, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def _computed(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
+        result = operation(int(self), int(other) if isinstance(other, SliceSize) else other)
+        if not isinstance(result, int):
+            return result
+        own = other.own if isinstance(other, SliceSize) else other
+        return SliceSize.of(result, own=operation(self.own, own))
+
+
+def size_of_whole(func: Any, own: Any, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Any:
+    """Return what a question for the sizes of a slice is answered with.
+
+    Args:
+        func: One of `SIZES`.
+        own: The slice's answer.
+        args: Its arguments, the slice first.
+        kwargs: Others by name.
+        shape: Of the whole.
+    """
+    assert func in SIZES
+    slice_: Tensor = args[0]
+    whole = func(torch.empty(shape, dtype=slice_.dtype, device="meta"), *args[1:], **kwargs)
+    if isinstance(own, tuple):
+        pairs = zip(whole, own, strict=True) if len(whole) == len(own) else ()
+        return type(own)(_both(*pair) for pair in pairs) if pairs else whole
+    return _both(whole, own)
+
+
+def _both(whole: int, own: int) -> int:
+    return SliceSize.of(whole, own=own)
+
+
+def for_slice(value: Any) -> Any:
+    """Return an argument of a torch function with sizes of the slice where those of a whole are."""
+    if isinstance(value, SliceSize):
+        return value.own
+    if isinstance(value, list | tuple):
+        items = [for_slice(item) for item in value]
+        return items if type(value) is list else tuple(items)
+    if isinstance(value, slice):
+        return slice(for_slice(value.start), for_slice(value.stop), for_slice(value.step))
+    return value
