@@ -233,6 +233,8 @@ class RunFacts:
     """Standbys of each slice."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
     """Where owned slices live."""
+    compile_layers: bool = False
+    """Whether layers are compiled."""
     data: Callable[[], DataFacts] | None = None
     """Says what is known of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None where samples are dealt as they come."""
@@ -279,6 +281,7 @@ class RunFacts:
             summed_bytes=math.ceil(self.summed_bytes * share),
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
             redundancy=self.redundancy,
+            selective=not self.compile_layers,
             host_owned=self.owned_device is OwnedDevice.CPU,
         )
 

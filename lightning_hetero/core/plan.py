@@ -33,7 +33,7 @@ class StagePlan:
     """How many of them, the first ones, compute their activations again in backward; None leaves it
     to the budget, or to the strategy's option."""
     selective_layers: int | None = None
-    """How many of those after them compute all again but matrix products and attention."""
+    """How many after them recompute all but matrix products and attention; compiled ones all."""
     activation_budget_bytes: int | None = None
     """Most bytes of activations that each rank keeps of the stage's layers. Every micro-batch
     recomputes just as many layers as that takes; None sets no limit."""

@@ -161,6 +161,8 @@ class CostModel(ClusterLinks, ABC):
     def selective_bytes(self, shape: StageShape) -> float:
         """Return what one of a stage's layers keeps if only products and attention are kept."""
         kept, of_input = self.layer_bytes(shape)
+        if not self.layout.selective:
+            return kept
         products = self.layout.activation_factor * self.products_bytes(shape.layer)
         return min(kept, of_input + products)
 
@@ -346,6 +348,9 @@ class CostModel(ClusterLinks, ABC):
                 f"The plan has layer {stage.layers.stop - 1} but {self.model.name} has "
                 f"{self.model.num_layers} layers. Name the model that the plan was made for."
             )
+        whole, selective = stage.recomputed_layers or 0, stage.selective_layers or 0
+        if not self.layout.selective:
+            whole, selective = whole + selective, 0
         names = {self.cluster.nodes[self.node_of_rank[rank]].device for rank in stage.ranks}
         links = [self.link(stage.ranks[0], rank) for rank in stage.ranks[1:]]
         return StageShape(
@@ -355,8 +360,8 @@ class CostModel(ClusterLinks, ABC):
             has_embedding=stage.layers.start == 0,
             has_head=stage.layers.stop == self.model.num_layers,
             link=min(links, default=None),
-            recomputed_layers=stage.recomputed_layers or 0,
-            selective_layers=stage.selective_layers or 0,
+            recomputed_layers=whole,
+            selective_layers=selective,
         )
 
     def _speed(self, device: str) -> float:

@@ -25,6 +25,8 @@ class StateLayout:
     """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
     activation_factor: float = 1.0
     """Bytes of micro-batches over what is counted of them; above 1 if a run has shown it."""
+    selective: bool = True
+    """Whether layers may keep matrix products and attention alone; compiled ones can't."""
     host_owned: bool = False
     """Whether every rank keeps what it owns in its host's memory."""
     sharded: bool = True

@@ -87,6 +87,7 @@ class EngineOptions:
             master_bytes=master.itemsize,
             redundancy=self.redundancy,
             owned_device=self.config.owned_device,
+            compile_layers=self.config.layer_options.compile_layers,
             data=find_data(trainer),
         )
 

@@ -116,8 +116,8 @@ class HeteroStrategy(HookedStrategy):
         sequence_parallel: Whether tensor-parallel ranks cut activations along the tokens between
             attention and MLP, which saves activations of norms and dropout.
         activation_checkpointing: Layers that compute their activations again in backward: "none",
-            "full", n for every n-th, or "selective": all but matrix products and attention, which
-            a compiler does by itself. A plan may say it (`recomputed_layers`, `selective_layers`).
+            "full", n for every n-th, or "selective": all but matrix products and attention. A
+            plan may say it (`recomputed_layers`, `selective_layers`, `activation_budget_bytes`).
         activation_budget_bytes: Most bytes of its layers' activations on each rank; every
             micro-batch computes just as many layers again as that takes. The first iteration counts
             what a layer keeps, and recomputes nearly all.

@@ -201,6 +201,16 @@ def test_selective_layers_cost_a_tenth_of_a_forward_and_one_of_two_sums_over_the
     assert memory.activations == pytest.approx(2148 * sum(bytes_of))
 
 
+def test_compiled_layers_recompute_as_a_whole_what_others_do_selectively():
+    stage = StagePlan(ranks=(0,), layers=range(4), recomputed_layers=1, selective_layers=2)
+    eager = RooflineCost(CLUSTER, LLAMA)
+    compiled = RooflineCost(CLUSTER, LLAMA, layout=StateLayout(selective=False))
+    whole = dataclasses.replace(stage, recomputed_layers=3, selective_layers=None)
+    assert compiled.shape_of(stage) == eager.shape_of(whole) == compiled.shape_of(whole)
+    assert eager.saves_selectively(eager.shape_of(stage))
+    assert not compiled.saves_selectively(compiled.shape_of(stage))
+
+
 def test_a_mixed_tp_group_takes_the_device_that_was_measured_slower():
     devices = tuple(
         dataclasses.replace(device, device=name)

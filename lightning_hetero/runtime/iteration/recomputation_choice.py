@@ -95,7 +95,7 @@ class RecomputationChoice:
             count = stage.recomputed_layers or 0
             whole = layers[:count]
             selective = layers[count : count + (stage.selective_layers or 0)]
-        return Recomputation(layers=whole, selective=() if options.compile_layers else selective)
+        return Recomputation(layers=whole, selective=selective)
 
     def _last_layer(self, window: "_Budget", index: int) -> MeasuredLayer:
         """Return the last layer of a stage, to be counted while a micro-batch runs it."""

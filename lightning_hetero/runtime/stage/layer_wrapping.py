@@ -51,6 +51,12 @@ class LayerOptions:
             raise ConfigurationError(
                 f"activation_budget_bytes is {budget}; it must be 1 or more, or left out."
             )
+        if value == "selective" and self.compile_layers:
+            raise ConfigurationError(
+                "activation_checkpointing is 'selective' and compile_layers is True, but a "
+                "compiler chooses itself what it keeps. Leave compile_layers out, or take 'none' "
+                "or 'full'."
+            )
         if budget is not None and value != "none":
             raise ConfigurationError(
                 f"activation_checkpointing is {value!r} and activation_budget_bytes is {budget}. "
@@ -74,10 +80,7 @@ class LayerOptions:
         return frozenset(index for index in layers if index % value == 0)
 
     def selective(self, layers: range) -> range:
-        """Return which of a stage's layers compute all again but matrix products and attention.
-
-        Compiled ones need not: the compiler itself computes cheap operations again.
-        """
+        """Return which of a stage's layers compute all again but matrix products and attention."""
         return layers if self.activation_checkpointing == "selective" else range(0)
 
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
@@ -85,9 +88,10 @@ class LayerOptions:
         return _CompiledForward(index, forward) if self.compile_layers else forward
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` has wrapped a module, or `module.compile()` was called."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+def is_compiled(module: nn.Module, forward: _Forward | None = None) -> bool:
+    """Whether a module is compiled: by its user, or in the forward that `wrap_layer` has made."""
+    by_user = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    return by_user or isinstance(forward, _CompiledForward)
 
 
 class _CompiledForward:

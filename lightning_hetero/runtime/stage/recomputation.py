@@ -44,8 +44,8 @@ class Recomputation:
     layers: Container[int] = ()
     """Indices of the layers that are computed again."""
     selective: Container[int] = ()
-    """Of those of which matrix products and attention are kept. Compiled ones are left alone: the
-    compiler itself computes again what is cheap."""
+    """Of those of which matrix products and attention are kept. Nobody sees those of compiled ones,
+    which are computed again as a whole."""
     measured: MeasuredLayer | None = None
     """A kept one of which nobody knows yet what it keeps."""
 
@@ -65,10 +65,10 @@ class Recomputation:
         if self.measured is not None and self.measured.index == call.index and is_plain:
             return _measure(self.measured, call, layer, hidden)
         is_whole = call.index in self.layers
-        is_selective = call.index in self.selective and not is_compiled(layer)
-        if not (is_whole or is_selective) or _is_checkpointed():
+        if not (is_whole or call.index in self.selective) or _is_checkpointed():
             return call.run()
         call = call.without_caches()
+        is_whole |= is_compiled(layer, call.forward)
         again = computed_again if is_whole else computed_again_but_products
         return again(call.forward, *call.args, **call.kwargs)
 

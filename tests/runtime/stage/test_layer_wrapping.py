@@ -15,10 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.results.targets import LossWatch
-from lightning_hetero.runtime.setup.recomputed_call import computed_again_but_products
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
@@ -131,30 +128,30 @@ def test_every_nth_layer_is_recomputed() -> None:
     assert not LayerOptions(activation_checkpointing="full").selective(range(1, 6))
 
 
-def test_compiled_layers_leave_to_the_compiler_what_is_cheap() -> None:
-    part = StagePlan(ranks=(0,), layers=range(3), recomputed_layers=1, selective_layers=2)
-    for said in (part, replace(part, recomputed_layers=None, selective_layers=None)):
-        eager, compiled = (
-            RecomputationChoice(
-                LayerOptions(activation_checkpointing="selective", compile_layers=compile_layers)
-            ).of(said, [None], ())[0]
-            for compile_layers in (False, True)
-        )
-        assert list(eager.layers) == list(compiled.layers)
-        assert len(list(eager.selective)) == (2 if said is part else 3)
-        assert not list(compiled.selective)
+@pytest.mark.filterwarnings("ignore")  # The compiler warns of torch's own code.
+@pytest.mark.parametrize("by", ["the user", "compile_layers"])
+def test_compiled_layers_are_recomputed_as_a_whole_where_others_are_selectively(by: str) -> None:
+    with pytest.raises(ConfigurationError, match="a compiler chooses itself what it keeps"):
+        LayerOptions(activation_checkpointing="selective", compile_layers=True)
     model = GPT(2, 16, tied=False)
-    model.blocks[1]._compiled_call_impl = model.blocks[1]._call_impl
-    boundary = StageBoundary(list(model.blocks))
+    if by == "the user":
+        model.blocks[1]._compiled_call_impl = model.blocks[1]._call_impl
+    options = LayerOptions(compile_layers=by == "compile_layers")
+    boundary = StageBoundary(list(model.blocks), wrap_layer=options.wrap_layer)
     whole = whole_pass(2, recomputation=Recomputation(selective=range(2)))
-    again = mock.Mock(side_effect=computed_again_but_products)
+    ways: list[str] = []
+
+    def instead(way: str) -> Any:
+        return lambda forward, hidden, **_: ways.append(way) or hidden
+
     with (
-        mock.patch.object(recomputation, "computed_again_but_products", again),
+        mock.patch.object(recomputation, "computed_again", instead("whole")),
+        mock.patch.object(recomputation, "computed_again_but_products", instead("selective")),
         boundary.forward_of(whole),
     ):
         model(torch.zeros(1, CONTEXT, dtype=torch.int64))
     boundary.remove()
-    assert again.call_count == 1
+    assert ways == ["selective" if by == "the user" else "whole", "whole"]
 
 
 @pytest.mark.parametrize("value", ["half", 0, -1, True, None])
