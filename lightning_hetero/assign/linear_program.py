@@ -99,12 +99,6 @@ class LinearProgram:
         kept = values != 0
         self._rows.append((indices[kept], values[kept], lower, upper))
 
-    def add_rows(self, columns: IntArray, coefficients: IntArray, *, lower: float) -> None:
-        """Add `lower <= Σ coefficient·variable` for every row of coefficients [rows, columns]."""
-        kept = coefficients != 0
-        rows = zip(kept, coefficients.astype(np.float64), strict=True)
-        self._rows += [(columns[mask], row[mask], lower, np.inf) for mask, row in rows]
-
     def minimize(
         self,
         *,

@@ -19,14 +19,12 @@ from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.planner.search import plan
 from lightning_hetero.planner.solvers.balancing import balance_layers
-from lightning_hetero.planner.solvers.grouping import Grouping, effective_power, group_devices
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 
 __all__ = [
     "CandidateOptions",
     "CandidatePlans",
     "Group",
-    "Grouping",
     "MappingOrder",
     "Objective",
     "PlannedCandidate",
@@ -38,8 +36,6 @@ __all__ = [
     "Workload",
     "balance_layers",
     "draw_iteration",
-    "effective_power",
-    "group_devices",
     "map_groups",
     "plan",
     "plan_best_size",

@@ -218,28 +218,6 @@ class DeviceTypes:
         """Return micro-batches per second of a unit of each type."""
         return [1.0 / self.seconds(node, tp_degree) for node in self.nodes]
 
-    def min_memory_bytes(self, tp_degree: int, num_groups: int, num_stages: int) -> int:
-        """Return what all ranks of one tp_rank of a group need together, at least.
-
-        That is with all layers recomputed.
-        """
-        estimator = self.estimator
-        held = min((num_stages + 2) // 2, estimator.workload.num_microbatches)
-        batches = [estimator.workload.microbatch] * held
-        return int(
-            max(
-                estimator.cost.stage_memory(
-                    estimator.shape(
-                        node, tp_degree, estimator.num_layers, first=True, last=True
-                    )._replace(recomputed_layers=estimator.num_layers),
-                    num_groups,
-                    batches,
-                    held,
-                ).total
-                for node in self.nodes
-            )
-        )
-
     def groups(self, tp_degree: int, compositions: Sequence[Sequence[int]]) -> list[Group]:
         """Return groups with their stages from the slowest type to the fastest."""
         return self.groups_of([tp_degree] * len(self.names), compositions)

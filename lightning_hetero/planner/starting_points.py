@@ -1,8 +1,8 @@
 """Which groupings are worth looking at on clusters too large to enumerate: the solvers' favourites.
 
-For every TP degree Eq. 3's optimum, units dealt evenly over different numbers of groups, and the
-pipelines that finish the most micro-batches (`rates`); besides, units dealt evenly whose degree
-depends on their device type. Stages run from the slowest device to the
+For every TP degree units dealt evenly over different numbers of groups, and the pipelines that
+finish the most micro-batches (`rates`, in place of AutoHet's Eq. 3); besides, units dealt evenly
+whose degree depends on their device type. Stages run from the slowest device to the
 fastest, as in Algorithm 1. All are starting points; estimates and then the simulator judge them.
 """
 
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetero.core.arrays import IntArray
-from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.arrangement import (
     Arrangement,
     Group,
@@ -26,8 +25,7 @@ from lightning_hetero.planner.bound import UnitKind, bound_iteration_time_s, bou
 from lightning_hetero.planner.enumeration import every_grouping
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.recompute_tables import MemoryUse
-from lightning_hetero.planner.solvers.grouping import deal_evenly, group_devices
-from lightning_hetero.planner.solvers.patterns import enumerate_compositions
+from lightning_hetero.planner.solvers.patterns import deal_evenly, enumerate_compositions
 from lightning_hetero.planner.solvers.rates import (
     PipelineRates,
     bottleneck_times_s,
@@ -38,10 +36,6 @@ from lightning_hetero.planner.stage_times import DeviceTypes
 __all__ = ["bound_time_s", "glance_at", "propose_arrangements", "propose_mixed_degrees"]
 
 _MAX_COMPOSITIONS = 6000
-_GROUPING_GAP = 0.02
-"""Share by which a grouping may be below Eq. 3's optimum: estimates judge it by other measures."""
-_GROUPING_PROGRAMS = 500
-"""Most linear programmes for one grouping; 30 to 130 are usual."""
 _MAX_EVERY_GROUPING = 1000
 _LIKELIEST = 4
 """Degrees and lengths of each type that are combined with those of the others."""
@@ -74,7 +68,6 @@ def propose_arrangements(
     for tp_degree in alone:
         if sum(types.units(tp_degree)):
             groupings += _dealt(types, [tp_degree] * len(types.names), 64)
-            groupings += _by_effective_power(types, tp_degree)
     groupings += _by_rate(types, tp_degrees, alone)
     groupings += _every_one(types, tp_degrees)
     return _mapped(groupings, types, list(MappingOrder))
@@ -162,38 +155,6 @@ def _dealt(
         rows = [row for row, repeats in dealt for _ in range(repeats)]
         if all(map(any, rows)):
             yield types.groups_of(tp_degrees, rows)
-
-
-def _by_effective_power(types: DeviceTypes, tp_degree: int) -> Iterator[list[Group]]:
-    """Solve Eq. 3, with the memory and micro-batches of the number of groups it finds."""
-    estimator, units = types.estimator, types.units(tp_degree)
-    cost = estimator.cost
-    rooms = [int(cost.usable_bytes(name)) for name in types.names]
-    total = estimator.workload.num_microbatches
-    seen: set[int] = set()
-    num_groups = min(sum(units), total)
-    while num_groups not in seen and len(seen) < 4:
-        seen.add(num_groups)
-        num_stages = -(-sum(units) // num_groups)
-        try:
-            grouping = group_devices(
-                units,
-                types.powers(tp_degree),
-                rooms,
-                types.min_memory_bytes(tp_degree, num_groups, num_stages),
-                max(1, total // num_groups),
-                _max_stages(units, estimator.num_layers),
-                max_programs=_GROUPING_PROGRAMS,
-                max_gap=_GROUPING_GAP,
-            )
-        except PlanningError:
-            # Fewer groups own larger shares of the states; more of them need less each.
-            if num_groups == sum(units):
-                return
-            num_groups = min(2 * num_groups, sum(units))
-            continue
-        yield types.groups(tp_degree, grouping.groups)
-        num_groups = len(grouping.groups)
 
 
 def _max_stages(units: Sequence[int], num_layers: int) -> int:

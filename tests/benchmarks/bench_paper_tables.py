@@ -24,7 +24,7 @@ import statistics
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner import PlanningOptions, Workload, group_devices, plan
+from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.simulator import CostModel, RooflineCost, StateLayout
 from tests.benchmarks.baselines import (
     MEGATRON,
@@ -37,6 +37,7 @@ from tests.benchmarks.baselines import (
     time_s,
 )
 from tests.benchmarks.harness import Row
+from tests.planner.grouping import group_devices
 
 A100, H800, H20 = "A100-80GB", "2×A100", "H20-96GB"
 DEVICES = (

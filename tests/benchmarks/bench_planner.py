@@ -23,13 +23,12 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     PlanningOptions,
     Workload,
-    effective_power,
-    group_devices,
     plan,
 )
 from lightning_hetero.planner.microbatch_size import plan_best_size
 from lightning_hetero.simulator import RooflineCost
 from tests.benchmarks.harness import Row, median_times_s
+from tests.planner.grouping import effective_power, group_devices
 
 try:
     import pyscipopt

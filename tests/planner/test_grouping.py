@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero import assign, planner, simulator
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.solvers.grouping import effective_power, group_devices
-from lightning_hetero.planner.solvers.patterns import (
-    cover_bound,
-    enumerate_compositions,
-    solve_cover,
-)
+from lightning_hetero.planner.solvers.patterns import enumerate_compositions
+from tests.planner.grouping import cover_bound, effective_power, group_devices, solve_cover
 
 GIB = 2**30
 
@@ -140,11 +136,6 @@ def test_zero_devices_and_unfit_memory_say_what_to_do():
         group_devices((0,), (1.0,), (80,), 0, 8, 8)
     with pytest.raises(PlanningError, match="Add devices"):
         group_devices((2,), (1.0,), (10 * GIB,), 30 * GIB, 8, 8)
-
-
-def test_a_time_limit_is_refused_gently():
-    with pytest.warns(DeprecationWarning, match="max_programs"):
-        group_devices((2,), (1.0,), (80,), 10, 4, 4, time_limit_s=1.0)
 
 
 def test_nothing_that_plans_looks_at_a_clock():
