@@ -35,6 +35,7 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
+from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 from lightning_hetero.simulator import Simulation, StateLayout
 
 __all__ = [
@@ -233,8 +234,8 @@ class RunFacts:
     """Standbys of each slice."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
     """Where owned slices live."""
-    compile_layers: bool = False
-    """Whether layers are compiled."""
+    layer_options: LayerOptions = field(default_factory=LayerOptions)
+    """How layers run where the plan doesn't say it."""
     data: Callable[[], DataFacts] | None = None
     """Says what is known of samples of different lengths that a data module assigns to plans;
     called on rank 0 only. None where samples are dealt as they come."""
@@ -281,7 +282,7 @@ class RunFacts:
             summed_bytes=math.ceil(self.summed_bytes * share),
             owned_bytes=math.ceil(NUM_STATES * self.master_bytes * share + frozen),
             redundancy=self.redundancy,
-            selective=not self.compile_layers,
+            selective=not self.layer_options.compile_layers,
             host_owned=self.owned_device is OwnedDevice.CPU,
         )
 

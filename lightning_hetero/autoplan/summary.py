@@ -250,10 +250,11 @@ class StartUp:
         num_samples = sizes.samples * self.num_batches
         microbatch = (sizes.sequence_length,) * math.ceil(num_samples / sum(counts))
         cost = RooflineCost(self.cluster, self._model, layout=self.facts.state_layout())
-        simulation = simulate(self.plan, cost, [[microbatch] * count for count in counts])
+        plan = self.facts.layer_options.add_to(self.plan)
+        simulation = simulate(plan, cost, [[microbatch] * count for count in counts])
         lines = [
             *prediction_lines(simulation, num_samples * sizes.sequence_length),
-            *fitting_lines(self.plan, simulation),
+            *fitting_lines(plan, simulation),
             f"limited by      {simulation.bottleneck}",
         ]
         return simulated_facts(self.plan, cost, simulation), lines

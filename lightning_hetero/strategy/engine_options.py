@@ -87,7 +87,7 @@ class EngineOptions:
             master_bytes=master.itemsize,
             redundancy=self.redundancy,
             owned_device=self.config.owned_device,
-            compile_layers=self.config.layer_options.compile_layers,
+            layer_options=self.config.layer_options,
             data=find_data(trainer),
         )
 

@@ -17,6 +17,7 @@ from lightning_hetero.core.slices import Ownership
 from lightning_hetero.models import HeteroLM, LMConfig
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
 from lightning_hetero.straggler import swap_ranks
 
@@ -106,6 +107,21 @@ def test_a_given_plan_is_predicted_where_data_sheets_know_the_devices():
     assert f"({12 * 128:,} tokens an iteration)" in str(found)
     assert f"limited by      {expected.bottleneck}" in lines
     assert lines[1].split()[-1] == "busy"
+
+
+def test_layers_that_only_an_option_recomputes_are_predicted():
+    kept = start(A100S)
+    for value in ("full", 2, "selective"):
+        again = start(A100S, layer_options=LayerOptions(activation_checkpointing=value))
+        assert "computes activations again on stage" in str(again)
+        fewer, most = (item.stage_facts[1][0].memory.activations for item in (again, kept))
+        assert fewer < most
+    said = replace(PLAN.pipelines[0].stages[0], recomputed_layers=0)
+    plan = LayerOptions(activation_checkpointing=3).add_to(
+        replace(PLAN, pipelines=(replace(PLAN.pipelines[0], stages=(said,)), PLAN.pipelines[1]))
+    )
+    assert [stage.recomputed_layers for _, _, stage in plan.iter_stages()] == [0, 1, 1]
+    assert LayerOptions().add_to(PLAN) == PLAN
 
 
 def test_unknown_devices_get_no_figures_but_their_memory():

@@ -17,7 +17,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
 from lightning_hetero.models.batches import count_samples, sample_lengths
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions, is_said
 from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation
 
 __all__ = ["MeasuredBytes", "RecomputationChoice"]
@@ -60,7 +60,7 @@ class RecomputationChoice:
         if stage is None:
             return [Recomputation() for _ in microbatches]
         budget = stage.activation_budget_bytes
-        if not _is_said(stage):
+        if not is_said(stage):
             budget = self._options.activation_budget_bytes
         if budget is None:
             return [self._fixed(stage)] * len(microbatches)
@@ -91,7 +91,7 @@ class RecomputationChoice:
         options, layers = self._options, stage.layers
         whole: Container[int] = options.recomputed(layers)
         selective: Container[int] = options.selective(layers)
-        if _is_said(stage):
+        if is_said(stage):
             count = stage.recomputed_layers or 0
             whole = layers[:count]
             selective = layers[count : count + (stage.selective_layers or 0)]
@@ -132,11 +132,6 @@ class _Budget:
             )
         except PlanError as error:
             raise PlanError(f"The stage on ranks {list(self.stage.ranks)}: {error}") from None
-
-
-def _is_said(stage: StagePlan) -> bool:
-    """Whether the plan says what a stage recomputes."""
-    return any(value is not None for value in stage.recomputation.values())
 
 
 def _first(stage: StagePlan, count: int) -> Recomputation:

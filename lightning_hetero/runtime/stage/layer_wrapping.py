@@ -7,16 +7,17 @@ outside of the compiled code.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.runtime.stage.layer_calls import is_cache
 
-__all__ = ["ActivationCheckpointing", "LayerOptions", "is_compiled"]
+__all__ = ["ActivationCheckpointing", "LayerOptions", "is_compiled", "is_said"]
 
 ActivationCheckpointing = Literal["none", "selective", "full"] | int
 """No layer, all that is cheap of every layer, every layer, or every n-th, the first among them."""
@@ -83,9 +84,32 @@ class LayerOptions:
         """Return which of a stage's layers compute all again but matrix products and attention."""
         return layers if self.activation_checkpointing == "selective" else range(0)
 
+    def add_to(self, plan: ParallelPlan) -> ParallelPlan:
+        """Return the plan with the layers of which only these options say that they recompute.
+
+        For predictions: they stand for any others of their stage. A budget isn't added.
+        """
+
+        def told(stage: StagePlan) -> StagePlan:
+            whole, selective = self.recomputed(stage.layers), self.selective(stage.layers)
+            if is_said(stage) or not (whole or selective):
+                return stage
+            return replace(stage, recomputed_layers=len(whole), selective_layers=len(selective))
+
+        pipelines = [
+            replace(pipeline, stages=tuple(map(told, pipeline.stages)))
+            for pipeline in plan.pipelines
+        ]
+        return replace(plan, pipelines=tuple(pipelines))
+
     def wrap_layer(self, index: int, forward: _Forward) -> _Forward:
         """Return what runs in place of a layer's forward."""
         return _CompiledForward(index, forward) if self.compile_layers else forward
+
+
+def is_said(stage: StagePlan) -> bool:
+    """Whether the plan says what a stage recomputes."""
+    return any(value is not None for value in stage.recomputation.values())
 
 
 def is_compiled(module: nn.Module, forward: _Forward | None = None) -> bool:
