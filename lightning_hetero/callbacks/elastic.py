@@ -145,7 +145,8 @@ class ElasticRestart(Callback):
         self._global_rank = trainer.global_rank
         self._is_first_of_node = trainer.local_rank == 0
         if self.in_place:
-            _check_in_place(trainer)
+            if stage == "fit":
+                _check_in_place(trainer)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank_zero_warn(
                 "Nodes can't come and go: torchrun would send restarted processes to the store of "

@@ -222,7 +222,7 @@ class LayerwiseCheckpoint(Checkpoint):
             restore(trainer, owned, recovered)
             self._live.go_on(trainer, found)
             report = report_recovery(trainer, found, times, self.places, self._transport)
-            run_of(trainer).restart_s = report
+            run_of(trainer).note_restart(report, in_place=goes_on)
             if is_complete(trainer):
                 report_complete(self.places, recovered.id.step)
         if found.is_live and recovered is not None:

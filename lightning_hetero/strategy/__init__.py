@@ -24,7 +24,7 @@ has to be read for them (here, unless another package is named):
   `trainer._checkpoint_connector` with `_get_loops_state_dict` and `_loaded_checkpoint`, and
   `_hparams_name` (`callbacks`): what a checkpoint of Lightning holds but for the weights,
 - `_FitLoop`, `_TrainingEpochLoop`, and what `strategy.fit_loop` overrides: a loop that may begin
-  with what follows a step,
+  with what follows a step, and waits for nobody before one,
 - `_ResultMetric`, the epoch loop's `_results`, `_logger_connector._callback_metrics` (`callbacks`):
   what was logged in an epoch, which goes on where a rank is lost in it,
 - `_Loop`, `_BaseProgress`, the epoch loop's `_batches_that_stepped` (`callbacks`): the counters of

@@ -267,6 +267,7 @@ class _Generations:
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
+        before.put_back(self._trainer)  # With the loop that later fits have, too.
         if self._processes.joins:
             self._strategy.await_recovery()
             self._strategy.has_begun_training = True
@@ -286,9 +287,7 @@ class _Generations:
                     self._processes.leave_members(error)
                 raise
             else:
-                if self._processes.membership is not None:
-                    # Whoever keeps lost members' places hears of it.
-                    self._processes.membership.tell_end()
+                self._processes.end_generations()
                 return result
             # Outside of `except`, so that nothing of the old generation is held by its error.
             self._begin_next(end, before)

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.runtime.generation.entering import (
-    JOIN,
     is_newcomer,
     join_membership,
     open_membership,
@@ -32,20 +30,12 @@ from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation
 from lightning_hetero.runtime.ranks.communicators import Communicators, reduce_over
 from lightning_hetero.runtime.ranks.connections import Connections
-from lightning_hetero.runtime.ranks.failure import (
-    AgreedExit,
-    FailureDetector,
-    print_in_one_line,
-)
-from lightning_hetero.runtime.ranks.meeting import (
-    connect_store,
-    ended_when_late,
-    package_versions,
-)
+from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
+from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED, SAME_EVERYWHERE
 from lightning_hetero.strategy.devices import check_queues
-from lightning_hetero.strategy.trainable import module_facts
+from lightning_hetero.strategy.trainable import facts_of_fit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -59,6 +49,10 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _T = TypeVar("_T")
 _FORMING_S = 90.0
 """After which a generation that hasn't formed never will: its store doesn't answer."""
+_FIRST_FIT = (
+    "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
+    "others may join it. Make another Trainer for each other fit, or leave in_place out."
+)
 
 
 class Processes:
@@ -123,7 +117,7 @@ class Processes:
         """
         self._environment = environment
         if self._silence is not None and self._membership is None:
-            environment = self._become_member(package_versions() | module_facts(module))
+            environment = self._become_member(package_versions() | facts_of_fit(module))
         if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
             # From the first moment in which this rank may wait for another.
@@ -168,9 +162,8 @@ class Processes:
         """Compare from now on what hooks log; collective."""
         if self._is_several:
             # A name of its own, since another Trainer of these processes may have used the store.
-            store = PrefixStore(
-                f"hook logs {self.broadcast(uuid.uuid4().hex)}", self._connect_store()
-            )
+            name = f"hook logs {self.broadcast(uuid.uuid4().hex)}"
+            store = PrefixStore(name, self._connect_store())
             rank = self.comms.global_rank
             self._hook_logs = HookLogs(store, global_rank=rank, timeout=self._timeout)
 
@@ -233,8 +226,20 @@ class Processes:
 
         Args:
             silence: How late a rank's heartbeat may be.
+
+        Raises:
+            ConfigurationError: They have met.
         """
+        if self._comms is not None:
+            raise ConfigurationError(_FIRST_FIT)
         self._silence = silence
+
+    def end_generations(self) -> None:
+        """Say that training has ended: where a rank is lost from now on, the others end."""
+        if self._membership is not None:
+            self._membership.tell_end()  # Whoever keeps lost members' places hears of it.
+        # What follows, such as a test, may make others wait as long as in any run.
+        self._silence = self._detector = None
 
     @property
     def outlives_ranks(self) -> bool:
@@ -259,17 +264,11 @@ class Processes:
 
     def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
         """Form the first generation with all that were started, or come to one; collective."""
-        environment = self._environment
-        assert environment is not None
-        rank, world_size = environment.global_rank(), environment.world_size()
+        assert self._environment is not None
         if self.joins:
             membership = join_membership(facts, start_timeout=self._start_timeout)
         else:
-            store, node = self._connect_store(), str(environment.node_rank())
-            membership = open_membership(store, rank, world_size, node=node, facts=facts)
-            membership.form(range(world_size))
-            address = f"{environment.main_address}:{environment.main_port}"
-            rank_zero_info("The same script joins this run with %s=%s.", JOIN, address)
+            membership = open_membership(self._connect_store(), self._environment, facts)
         self._membership = membership
         assert membership.generation is not None
         return self._enter(membership.generation)

@@ -55,6 +55,9 @@ class SavesSlices(Protocol):
 class RestartsRun(Protocol):
     """The part of `ElasticRestart` that serves others."""
 
+    in_place: bool
+    """Whether the others go on in their processes."""
+
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without some would have."""
 
@@ -94,13 +97,18 @@ class Run:
         self.begin_change: Callable[[], None] | None = None
         """Called when an optimizer is about to change the slices, after all that ranks wait for."""
         self.restart_s: float | None = None
-        """Seconds from the last step before the newest restart, or change of ranks in place, to the
-        state being back; None before any."""
+        """Seconds from the last step before the newest restart to the state being back; or before
+        the newest change of ranks in place, where whoever restarts the run does so in place."""
 
     @property
     def control(self) -> dist.ProcessGroup | None:
         """The group of small messages between all ranks; None for one rank, or without plans."""
         return None if self.strategy is None else self.strategy.engine.comms.control
+
+    def note_restart(self, seconds: float | None, *, in_place: bool) -> None:
+        """Count what a start has cost if a restart that somebody asks for would cost the same."""
+        if in_place == any(item.in_place for item in self.restarters):
+            self.restart_s = seconds
 
     @staticmethod
     def join(members: list[_T], member: _T) -> None:

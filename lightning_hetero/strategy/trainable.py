@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.stage.layer_wrapping import is_compiled
 
-__all__ = ["check_parameter_hooks", "check_trainable", "module_facts"]
+__all__ = ["check_parameter_hooks", "check_trainable", "facts_of_fit"]
 
 
 def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
@@ -68,10 +69,13 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
             )
 
 
-def module_facts(module: pl.LightningModule | None) -> dict[str, str]:
-    """Return what all processes must have in common to train a module, before it is set up."""
+def facts_of_fit(module: pl.LightningModule | None) -> dict[str, str]:
+    """Return what all processes must have in common to train together, before they have met."""
+    # A process that joins begins with its script's first fit.
+    facts = {"fits before this one": "some" if dist.is_initialized() else "none"}
     if module is None:
-        return {}
+        return facts
     shapes = [(name, tuple(item.shape)) for name, item in module.named_parameters()]
     digest = zlib.crc32(repr(shapes).encode())
-    return {"parameters": f"{len(shapes)} of digest {digest:08x} in {type(module).__name__}"}
+    found = f"{len(shapes)} of digest {digest:08x} in {type(module).__name__}"
+    return {**facts, "parameters": found}

@@ -21,10 +21,19 @@ _SECONDS_A_ROW = 0.025
 
 
 class PacedToy(ToyModule):
-    """A toy whose training step takes its time."""
+    """A toy whose training step takes its time; it logs nothing, as loops of peers log nothing."""
 
     def __init__(self) -> None:
         super().__init__(ToyOptions(num_layers=4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the loss of a batch."""
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return the toy's optimizer alone, whose rate stays."""
+        optimizers, _ = super().configure_optimizers()
+        return optimizers[0]
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of a batch, after a while."""

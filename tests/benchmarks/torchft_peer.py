@@ -82,7 +82,7 @@ def train(folder: Path, index: int) -> None:
         hostname="127.0.0.1",
     )
     module = DistributedDataParallel(manager, loss)
-    optimizer = Optimizer(manager, loss.toy.configure_optimizers()[0][0])
+    optimizer = Optimizer(manager, loss.toy.configure_optimizers())
     _write(folder / f"pid-{index}", str(os.getpid()))
     with (folder / f"worker-{os.getpid()}.jsonl").open("a") as file:
         while True:

@@ -1,14 +1,14 @@
-r"""A drill of lost ranks: as many faults as you like, and none changes what is trained.
+r"""A drill of ranks that are lost, come and go: however often, none changes what is trained.
 
 ::
 
-    python -m tests.callbacks.drill 200              # faults; about 4 s each on 2 CPU cores
+    python -m tests.callbacks.drill 200              # events; about 4 s each on 2 CPU cores
     python -m tests.callbacks.drill 20 --seed 7      # others, at other moments
 
-Runs of four to six workers with `redundancy=1` take faults until one is left: a worker is killed or
-frozen, or two at once, while they train or still recover from the fault before. Every step is
-trained by all that are there, each time with the loss of one device that
-nobody disturbed, and with each sample of its iteration once.
+Runs of four to six workers with `redundancy=1` go on until one worker is left: workers are killed
+or frozen, one or two at once, told to leave, or join, while the others train, still recover from
+what was before, or let somebody in. Every step is trained by all that are there, each time with the
+loss of one device that nobody disturbed, and with each sample of its iteration once.
 """
 
 import argparse
@@ -25,93 +25,149 @@ from typing import Any
 from lightning_hetero.callbacks.run_log import read_log
 from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
 
-KINDS = {
+KINDS: dict[str, tuple[tuple[signal.Signals, ...], int]] = {
     "killed": ((signal.SIGKILL,), 4),
     "frozen": ((signal.SIGSTOP,), 1),
     "two killed": ((signal.SIGKILL, signal.SIGKILL), 2),
     "one killed, one frozen": ((signal.SIGKILL, signal.SIGSTOP), 1),
+    "told to leave": ((signal.SIGTERM,), 1),
+    "joined": ((), 4),
 }
 """Signals that are sent at once, and how often."""
 MOMENTS = {"training": 3, "recovery": 2}
 HEARTBEAT_S = 4.0
-MOST_STEPS = 150
+MOST_STEPS = 600
+MOST_WORKERS = 6
+LEASH = 30
+"""Steps that a run is let ahead of the last look, while nobody waits for a newcomer."""
 TOLERANCE = 1e-5
 
 
-def newest_step(node: Node, ranks: Sequence[int]) -> int:
+def newest_step(node: Node, workers: Sequence[str]) -> int:
     """Return the farthest step that any of some workers has written down."""
     # Not the last entry alone: that of a generation that hasn't trained yet names no step.
-    return max((item.get("step", 0) for rank in ranks for item in node.records(rank)), default=0)
+    return max((item.get("step", 0) for name in workers for item in node.records(name)), default=0)
 
 
-def train_on(node: Node, left: list[int], num_steps: int) -> None:
-    """Wait until those who are left have trained so many steps more; drop who has ended itself."""
-    until = newest_step(node, left) + num_steps
-    for rank in list(left):
-        while not any(item.get("step", 0) >= until for item in node.records(rank)):
+def train_on(node: Node, left: list[str], num_steps: int) -> None:
+    """Wait until all of some workers have trained so many steps more; drop who has ended itself.
+
+    While one of them still comes, the others train a step now and then.
+    """
+    until = limit = newest_step(node, left) + num_steps
+    for name in list(left):
+        looked_at_s = time.monotonic()
+        while not any(item.get("step", 0) >= until for item in node.records(name)):
             assert node.process.exitcode is None, node.log()
-            has_begun = (node.folder / f"pid-{rank}").exists()
-            if has_begun and not Path(f"/proc/{node.pid_of(rank)}").exists():
-                tell(f"worker {rank} has ended by itself:\n{node.log()}")
-                left.remove(rank)
+            has_begun = (node.folder / f"pid-{name}").exists()
+            if has_begun and not Path(f"/proc/{node.pid_of(name)}").exists():
+                tell(f"worker {name} has ended by itself:\n{node.log()}")
+                left.remove(name)
                 break
-            time.sleep(0.02)
+            limit = max(limit, min(newest_step(node, left), limit) + 1)
+            node.let_go_on_to(limit)
+            assert time.monotonic() < looked_at_s + 300.0, f"{name} doesn't train:\n{node.log()}"
+            time.sleep(0.2 if name.startswith("new") else 0.02)
+    node.let_go_on_to(newest_step(node, left) + LEASH)
 
 
-def play(node: Node, num_ranks: int, most: int, draw: random.Random) -> list[tuple[str, str]]:
-    """Let faults happen to a run until one worker is left; return their kinds and moments."""
-    left, done = list(range(num_ranks)), []
-    train_on(node, left, 1)
-    while len(left) > 1 and len(done) < most:
-        moment = draw.choices(list(MOMENTS), list(MOMENTS.values()))[0] if done else "training"
-        if moment == "training":
-            train_on(node, left, draw.randint(1, 6))
-            time.sleep(draw.uniform(0.0, 0.2))
-        else:
-            time.sleep(draw.uniform(0.0, 2.0))
-        weights = [number for _, number in KINDS.values()]
-        kind = draw.choices(list(KINDS), weights)[0]
-        signals = KINDS[kind][0][: len(left) - 1]
-        struck = draw.sample(left, len(signals))
-        for rank, number in zip(struck, signals, strict=True):
-            node.strike(rank, number)
-            left.remove(rank)
-        done.append((kind, moment))
-    train_on(node, left, 3)
-    return done
+class Drill:
+    """What happens to one run.
+
+    Args:
+        node: Its workers.
+        num_ranks: Their number at first.
+        draw: Chooses.
+    """
+
+    def __init__(self, node: Node, num_ranks: int, draw: random.Random) -> None:
+        self._node, self._draw = node, draw
+        self.left = [str(rank) for rank in range(num_ranks)]
+        """The workers that nobody has struck."""
+        self.all = list(self.left)
+        """All workers there have been."""
+
+    def play(self, most: int) -> list[tuple[str, str]]:
+        """Let things happen until one worker is left; return their kinds and moments."""
+        node, draw, left, done = self._node, self._draw, self.left, list[tuple[str, str]]()
+        node.let_go_on_to(LEASH)
+        train_on(node, left, 1)
+        while len(left) > 1 and len(done) < most and newest_step(node, left) < MOST_STEPS - 150:
+            moment = draw.choices(list(MOMENTS), list(MOMENTS.values()))[0] if done else "training"
+            if moment == "training":
+                train_on(node, left, draw.randint(1, 6))
+                time.sleep(draw.uniform(0.0, 0.2))
+            else:
+                time.sleep(draw.uniform(0.0, 4.0 if done[-1][0] == "joined" else 2.0))
+            done.append((self._happen(), moment))
+        train_on(node, left, 3)
+        return done
+
+    def _happen(self) -> str:
+        """Let one thing happen; return which."""
+        node, draw, left = self._node, self._draw, self.left
+        # The store goes with worker 0 where it leaves, and so do all.
+        can_leave = [name for name in left if name != "0"]
+        kinds = {
+            kind: number
+            for kind, (_, number) in KINDS.items()
+            if (kind != "joined" or len(left) < MOST_WORKERS)
+            and (kind != "told to leave" or can_leave)
+        }
+        kind = draw.choices(list(kinds), list(kinds.values()))[0]
+        if kind == "joined":
+            self.all.append(f"new-{len(self.all)}")
+            left.append(self.all[-1])
+            node.join(self.all[-1])
+        # One that has joined and was never let in can't go on alone.
+        stays = draw.choice([name for name in left if node.records(name)])
+        candidates = can_leave if kind == "told to leave" else left
+        may_go = [name for name in candidates if name != stays]
+        signals = KINDS[kind][0][: len(may_go)]
+        for name, number in zip(draw.sample(may_go, len(signals)), signals, strict=True):
+            if (node.folder / f"pid-{name}").exists():
+                node.strike(name, number)
+            left.remove(name)
+        return kind
 
 
-def check(node: Node, num_ranks: int, expected: Sequence[float]) -> float:
+def check(node: Node, workers: Sequence[str], num_rows: int, expected: Sequence[float]) -> float:
     """Compare what was trained with the undisturbed run; return the largest difference.
+
+    Args:
+        node: Whose workers have trained.
+        workers: All of them.
+        num_rows: Samples of a step.
+        expected: The loss of each step.
 
     Raises:
         AssertionError: A step is missing, or was trained otherwise.
     """
     found: Mapping[Any, list[dict[str, Any]]] = defaultdict(list)
-    for rank in range(num_ranks):
-        fit, size = 0, 0
-        for item in node.records(rank):
-            fit, size = (item["at_s"], item["size"]) if "begin" in item else (fit, size)
+    for name in workers:
+        begin: dict[str, Any] = {}
+        for item in node.records(name):
+            begin = item if "begin" in item else begin
             if "step" in item:
-                found[size, item["step"]].append(item)
-    last = max(step for _, step in found)
-    assert {step for _, step in found} == set(range(1, last + 1)), "a step is missing"
+                found[begin["generation"], begin["size"], item["step"]].append(item)
+    last = max(step for *_, step in found)
+    assert {step for *_, step in found} == set(range(1, last + 1)), "a step is missing"
     worst = 0.0
-    for (size, step), items in found.items():
+    for (_, size, step), items in found.items():
         for item in items:
             worst = max(worst, abs(item["loss"] / expected[step - 1] - 1.0))
-        # Who was struck may have trained it and not written it down.
         rows = Counter(row for item in items for row in item["rows"])
-        if len(items) == size:
-            assert len(rows) == rows.total() == BATCH * num_ranks, f"step {step}: {rows}"
+        assert len(rows) == rows.total(), f"step {step}: samples were doubled: {rows}"
+        # Who was struck may have trained it and not written it down.
+        assert len(items) < size or len(rows) == num_rows, f"step {step}: samples were lost: {rows}"
     assert worst <= TOLERANCE, f"losses differ by {worst:.1e}"
     return worst
 
 
 def main() -> None:
-    """Play runs until there were enough faults, and print what they have cost."""
+    """Play runs until enough has happened, and print what it has cost."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("faults", type=int)
+    parser.add_argument("events", type=int)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
@@ -120,15 +176,16 @@ def main() -> None:
     idle: list[float] = []
     whys: Counter[str] = Counter()
     worst = 0.0
-    while kinds.total() < arguments.faults:
+    while kinds.total() < arguments.events:
         num_ranks, every = draw.randint(4, 6), draw.randint(3, 12)
         with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
             options = {"num_steps": MOST_STEPS, "every": every, "redundancy": 1}
             run = Path(folder) / "run"
             with playing(run, num_ranks, heartbeat_s=HEARTBEAT_S, **options) as node:
-                most = arguments.faults - kinds.total()
-                kinds.update(play(node, num_ranks, most, draw))
-                worst = max(worst, check(node, num_ranks, losses[num_ranks]))
+                drill = Drill(node, num_ranks, draw)
+                kinds.update(drill.play(arguments.events - kinds.total()))
+                num_rows = BATCH * num_ranks
+                worst = max(worst, check(node, drill.all, num_rows, losses[num_ranks]))
                 events, text = list(read_log(run / "events.jsonl")), node.log()
         new = [item for item in events if item["event"] == "generation"]
         assert new or "in a row have trained no step" in text, "no generation has trained since"
@@ -138,7 +195,7 @@ def main() -> None:
                 why = item["why_not_live"] or "no step lost"
                 whys[re.sub(r"\(.*\)|such as .*?\)|\d+ parameters", "…", why)] += 1
         tell(
-            f"{kinds.total():4} faults; {num_ranks} workers, generations of "
+            f"{kinds.total():4} events; {num_ranks} workers, generations of "
             f"{[item['ranks'] for item in new]}, steps again {[i['steps_again'] for i in new]}, "
             f"largest difference {worst:.1e}"
         )

@@ -65,7 +65,8 @@ class Record(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         zero = (rank_zero_only.rank, trainer.is_global_zero, self._told)  # type: ignore[attr-defined]
         place = {"rank": trainer.global_rank, "size": trainer.world_size}
-        self.write(begin=trainer.global_step, zero=zero, **place)
+        generation = trainer.strategy.processes.generation
+        self.write(begin=trainer.global_step, generation=generation, zero=zero, **place)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.write(ended=trainer.global_step)

@@ -274,7 +274,11 @@ def test_a_validation_that_nobody_foresaw_counts_too(lose: Any, monkeypatch: Any
     assert "the end of an epoch, or a validation of its own, follows its last step" in state.why
 
 
-def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode() -> None:
+def test_a_rank_lost_in_a_validation_leaves_no_module_in_its_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Processes, "outlive_ranks", lambda *_: None)
+
     class Ends(Callback):
         def on_validation_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             self.during = {module.training for module in pl_module.modules()}

@@ -148,7 +148,10 @@ class Places:
 
             # It is for a line in the log: a place that is full or hangs mustn't hold training up.
             with contextlib.suppress(OSError):
-                self._noting.run(write)
+                if self.memory_dir is None:
+                    self._noting.run(write)
+                else:
+                    write(Progress())  # Memory never hangs, so it takes no thread of its own.
 
     def last_finished(self) -> FinishedStep | None:
         """Return what an earlier process noted last, None if nothing readable."""

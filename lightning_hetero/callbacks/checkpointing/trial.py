@@ -105,14 +105,13 @@ class Trial:
 
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Take the size of this rank's gradients, before they are clipped."""
-        gradients = [
-            parameter.grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and not parameter.grad.is_sparse
-        ]
+        found = (
+            parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+        )
+        gradients = [item for item in found if item is not None and not item.is_sparse]
         if gradients:
-            square = torch.nn.utils.get_total_norm(gradients).detach().float() ** 2
+            norms = torch.stack(torch._foreach_norm(gradients))
+            square = norms.detach().float().square().sum()
             self._square = square if self._square is None else self._square + square
 
     def see_step(self, trainer: pl.Trainer, outputs: Tensor | Mapping[str, Any] | None) -> None:

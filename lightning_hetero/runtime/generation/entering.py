@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -60,19 +62,23 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def open_membership(
-    met: Store, number: int, world_size: int, *, node: str, facts: Mapping[str, str]
+    met: Store, environment: ClusterEnvironment, facts: Mapping[str, str]
 ) -> Membership:
-    """Return a member's part in a new membership; every rank of the first start calls it.
+    """Return a member's part in a new membership, once its first generation has formed.
 
-    Its keeper, if it has one, is told, and so are this process's leases.
+    Every rank of the first start calls it. Its keeper, if it has one, is told, and so are this
+    process's leases.
 
     Args:
         met: What the ranks have met in, served by no rank, as `connect_store` returns it.
-        number: This rank.
-        world_size: Number of ranks.
-        node: Names its node.
+        environment: Says which rank this is, and of how many.
         facts: What it runs; newcomers must run the same.
+
+    Raises:
+        PeerError: See `Membership.form`.
     """
+    number, world_size = environment.global_rank(), environment.world_size()
+    node, address = str(environment.node_rank()), environment.main_address
     assert isinstance(met, PrefixStore)
     server = met.underlying_store
     if number == 0:
@@ -84,7 +90,11 @@ def open_membership(
     find_node(PrefixStore(prefix, server), otherwise=node)
     _be_known(prefix, number)
     own = _own_client(prefix, server)
-    return Membership(own, number=number, node=node, door=Door(own, facts))
+    membership = Membership(own, number=number, node=node, door=Door(own, facts))
+    membership.form(range(world_size))
+    where = f"{JOIN}={address}:{environment.main_port}"
+    rank_zero_info("The same script joins this run with %s.", where)
+    return membership
 
 
 def join_membership(facts: Mapping[str, str], *, start_timeout: timedelta) -> Membership:

@@ -26,6 +26,7 @@ is served:
   package, is there already, and all it has to do here is to compare and set.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,7 +35,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation import newcomers
@@ -51,7 +52,10 @@ from lightning_hetero.runtime.generation.records import (
     meeting_of,
     members_of,
     propose,
+    say_here,
     tell_gone,
+    who_is_gone,
+    who_is_here,
 )
 from lightning_hetero.runtime.ranks.heartbeat import Silence
 
@@ -61,7 +65,8 @@ __all__ = [
     "silence_of",
 ]
 
-_POLL_S = 0.01
+_POLL_S, _ASK_S = 0.01, 0.05
+"""Between two looks at who has come; and at who is silent, which is a call for each of them."""
 
 
 class SignsOfLife(Protocol):
@@ -183,12 +188,14 @@ class Membership:
         is_silent: Callable[[int], bool],
     ) -> None:
         """Wait for those who are expected until somebody's proposal of a generation counts."""
-        deadline_s = time.monotonic() + self._patience_s
+        asked_s, deadline_s = -math.inf, time.monotonic() + self._patience_s
         while not has_formed(self._store, number):
             here, missing = self._look(number, expected)
             # Who is here may freeze, too, while others are waited for.
             beating = {member.number for member in here}.difference([self.number], called)
-            for other in [*missing, *beating]:
+            asks = time.monotonic() > asked_s + _ASK_S
+            asked_s = time.monotonic() if asks else asked_s
+            for other in [*missing, *beating] if asks else ():
                 if is_silent(other):
                     self.tell_gone(other, "It showed no sign of life.")
                 elif other in missing and time.monotonic() > deadline_s:
@@ -270,20 +277,14 @@ class Membership:
             time.sleep(_POLL_S)
 
     def _say_here(self, number: int) -> None:
-        self._store.set(f"here/{number}/{self.number}", self._own.node)
+        say_here(self._store, number, self._own)
 
     def _look(self, number: int, expected: Sequence[int]) -> tuple[list[Member], list[int]]:
         """Return who is here and not gone, and who is neither."""
-        here, missing = [], []
-        for other in expected:
-            if self.reason_of(other) is not None:
-                continue
-            key = f"here/{number}/{other}"
-            if self._store.check([key]):
-                here.append(Member(other, self._store.get(key).decode()))
-            else:
-                missing.append(other)
-        return here, missing
+        here, gone = who_is_here(self._store, number), who_is_gone(self._store)
+        waited_for = [other for other in expected if other not in gone]
+        missing = [other for other in waited_for if other not in here]
+        return [here[other] for other in waited_for if other in here], missing
 
     def _enter(self, number: int) -> Generation:
         formed = Generation(number=number, members=members_of(self._store, number))
@@ -308,15 +309,13 @@ class Membership:
         That it has formed stays, for a member that comes back, and who was in the first one. So a
         store holds the names of two generations, and one short entry for each other one.
         """
-        here = PrefixStore(f"here/{number}", self._store)
-        for names in (here, meeting_of(self._store, number)):
-            with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
-                for name in names.list_keys():
-                    names.delete_key(name)
+        met = meeting_of(self._store, number)
+        with suppress(RuntimeError, AttributeError):  # The run ends, or torch has no such call.
+            for name in met.list_keys():
+                met.delete_key(name)
         with suppress(RuntimeError, AttributeError):
             self._store.delete_key(newcomers.call_key(number))
-            if number > 0:
-                forget_members(self._store, number)
+            forget_members(self._store, number)
 
     # -- who comes ------------------------------------------------------------------------------
 
@@ -352,10 +351,10 @@ class Membership:
     def find_gone(self) -> tuple[int, str] | None:
         """Return a rank of this generation that is gone, and why; see `Bulletin`."""
         members = () if self.generation is None else self.generation.members
+        gone = who_is_gone(self._store)
         for rank, member in enumerate(members):
-            reason = self.reason_of(member.number)
-            if reason is not None:
-                return rank, f"Rank {rank} is gone: {reason}"
+            if member.number in gone:
+                return rank, f"Rank {rank} is gone: {self.reason_of(member.number)}"
         return None
 
 

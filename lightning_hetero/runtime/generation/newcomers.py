@@ -53,7 +53,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _NUMBERS, _FIRST, _GUESTS, _CALL = "numbers", "first newcomer", "guests", "layer call"
-_KNOCK_S = 0.05
+_KNOCK_S, _LISTEN_S = 0.05, 0.01
 _MOST_SILENT_S = 30.0
 """After which one that doesn't knock any more is forgotten, and a run that doesn't beat is over."""
 
@@ -89,9 +89,8 @@ class Newcomer:
                 newest = newest_generation(self._store)
                 self._raise_if_turned_away(newest)
                 coming = 0 if newest is None else newest + 1
-                if self.number in _numbers(self._store, call_key(coming)):
+                if self._is_called(coming):
                     return coming
-                time.sleep(_KNOCK_S)
                 self.knock()
         except DistError as error:
             raise PeerError(
@@ -106,6 +105,15 @@ class Newcomer:
     def knock(self) -> None:
         """Show that this process lives."""
         self._store.add(_knocks(self.number), 1)
+
+    def _is_called(self, generation: int) -> bool:
+        """Whether a generation calls before it is time to knock again: all others wait then."""
+        until_s = time.monotonic() + _KNOCK_S
+        while self.number not in _numbers(self._store, call_key(generation)):
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_LISTEN_S)
+        return True
 
     def _raise_if_turned_away(self, newest: int | None) -> None:
         store, refused = self._store, f"refused/{self.number}"

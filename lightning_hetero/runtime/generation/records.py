@@ -24,10 +24,13 @@ __all__ = [
     "members_of",
     "newest_generation",
     "propose",
+    "say_here",
     "tell_gone",
+    "who_is_gone",
+    "who_is_here",
 ]
 
-ENDED, NEWEST, NEWS = "ended", "newest", "news"
+ENDED, NEWEST, NEWS, _GONE = "ended", "newest", "news", "gone"
 
 
 class Member(NamedTuple):
@@ -71,6 +74,18 @@ class Generation:
         return tuple(item.number for item in self.members if old.rank_of(item.number) is None)
 
 
+def say_here(store: Store, number: int, member: Member) -> None:
+    """Say that a member is ready for a generation."""
+    store.append(_here(number), json.dumps(member) + "\n")  # type: ignore[attr-defined]
+
+
+def who_is_here(store: Store, number: int) -> dict[int, Member]:
+    """Return, by their numbers, who is ready for a generation; one list, however many they are."""
+    lines = store.get(_here(number)).decode().splitlines() if store.check([_here(number)]) else ()
+    found = (Member(*json.loads(line)) for line in lines)
+    return {member.number: member for member in found}
+
+
 def propose(store: Store, number: int, members: Sequence[Member]) -> None:
     """Propose who is in a generation; the first proposal counts."""
     store.compare_set(_members(number), "", json.dumps(members))
@@ -92,8 +107,13 @@ def meeting_of(store: Store, number: int) -> PrefixStore:
 
 
 def forget_members(store: Store, number: int) -> None:
-    """Forget who was in a generation, but not that it has formed: a member may come back to it."""
-    store.set(_members(number), "[]")
+    """Forget who was in a generation, but not that it has formed: a member may come back to it.
+
+    Who was in the first one stays known: it says where the store is served.
+    """
+    store.delete_key(_here(number))
+    if number > 0:
+        store.set(_members(number), "[]")
 
 
 def newest_generation(store: Store) -> int | None:
@@ -115,7 +135,13 @@ def tell_gone(store: Store, member: int, reason: str) -> None:
         reason: Why.
     """
     store.compare_set(gone_key(member), "", reason)
+    store.append(_GONE, f"{member} ")  # type: ignore[attr-defined]
     store.add(NEWS, 1)
+
+
+def who_is_gone(store: Store) -> set[int]:
+    """Return the numbers of all members that are gone; one list, however many they are."""
+    return set(map(int, store.get(_GONE).split())) if store.check([_GONE]) else set()
 
 
 def is_gone(store: Store, member: int) -> bool:
@@ -127,7 +153,7 @@ def is_anybody_left(store: Store) -> bool:
     """Whether a member of the newest generation isn't gone."""
     newest = newest_generation(store)
     members = () if newest is None else members_of(store, newest)
-    return any(not is_gone(store, member.number) for member in members)
+    return not who_is_gone(store).issuperset(member.number for member in members)
 
 
 def loses_store(store: Store, generation: Generation, leaving: Collection[int]) -> bool:
@@ -154,6 +180,10 @@ def gone_key(member: int) -> str:
 def has_ended(store: Store) -> bool:
     """Whether some member has trained to the end."""
     return bool(store.check([ENDED]))
+
+
+def _here(number: int) -> str:
+    return f"here/{number}"
 
 
 def _members(number: int) -> str:

@@ -117,22 +117,25 @@ class Communicators:
             return cls(global_rank=0, world_size=1)
 
         def group(backend: str | None = None) -> dist.ProcessGroup:
-            made = connections.open(lambda: dist.new_group(backend=backend, timeout=timeout))
+            made = dist.new_group(backend=backend, timeout=timeout)
             assert isinstance(made, dist.ProcessGroup)
             return made
 
-        control = group("gloo")
-        made = cls(
-            global_rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            forward=group(),
-            backward=group(),
-            exchange=group(),
-            values=control if device.type == "cpu" else group(),
-            control=control,
-            timeout=timeout,
-            connections=connections,
-        )
+        def make() -> "Communicators":
+            control = group("gloo")
+            return cls(
+                global_rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                forward=group(),
+                backward=group(),
+                exchange=group(),
+                values=control if device.type == "cpu" else group(),
+                control=control,
+                timeout=timeout,
+                connections=connections,
+            )
+
+        made = connections.open(make)
         connections.share(made.gather_objects)
         return made
 
@@ -191,10 +194,13 @@ class Communicators:
         A rank calls torch for each of them, because torch counts them to name them, and names must
         agree. One of which it is no member costs that call and no message (on gloo).
         """
-        for ranks in new:
-            make = partial(dist.new_group, list(ranks), timeout=self.timeout)
-            known[ranks] = self.connections.open(make)
+
+        def make() -> None:
+            for ranks in new:
+                known[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
+
         if new:
+            self.connections.open(make)
             self.connections.share(self.gather_objects)
 
     def exchange_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

@@ -16,9 +16,11 @@ from lightning_hetero.runtime.generation import records
 from lightning_hetero.runtime.generation.membership import Membership, silence_of
 from lightning_hetero.runtime.generation.records import (
     Generation,
+    Member,
     has_ended,
     is_anybody_left,
     is_gone,
+    say_here,
 )
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 
@@ -66,7 +68,7 @@ def test_a_store_keeps_the_names_of_two_generations() -> None:
     # Of each generation but the first, who is called; who is here, what they met in, and, for good,
     # who was in it.
     grown = [later - earlier for earlier, later in pairwise(found)]
-    assert grown == [1 + 4 + 3 + 1, 1 + 1, 1, 1]
+    assert grown == [1 + 1 + 3 + 1, 1 + 1, 1, 1]
     # And that is short, but for the first generation and the last two.
     assert [len(records.members_of(store, number)) for number in range(5)] == [4, 0, 0, 4, 4]
 
@@ -93,7 +95,7 @@ def test_a_member_that_dies_after_it_was_here_is_in_no_generation() -> None:
     store = dist.HashStore()
     everyone = members(store)
     form(everyone)
-    store.set("here/1/3", "b")
+    say_here(store, 1, Member(3, "b"))
     everyone[0].tell_gone(3, "It died while the others came.")
     assert {item.world_size for item in form(everyone[:3])} == {3}
 
@@ -202,7 +204,7 @@ def test_who_beats_is_waited_for_and_who_freezes_isnt_even_if_it_is_here() -> No
     everyone = members(store, 3)
     form(everyone, range(3))
     early, late, frozen = everyone
-    store.set(f"here/1/{frozen.number}", "b")
+    say_here(store, 1, Member(frozen.number, "b"))
     beats, seen = {0: 1, 1: 1, 2: 0}, []
 
     def beats_of(rank: int) -> int:

@@ -12,18 +12,24 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.generation import entering, newcomers
 from lightning_hetero.runtime.generation.entering import JOIN, join_membership, split_address
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
-from lightning_hetero.runtime.generation.records import Generation
+from lightning_hetero.runtime.generation.records import Generation, Member, say_here
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.strategy.generations import _Generations, size_that_stays
+from lightning_hetero.strategy.processes import Processes
+from lightning_hetero.strategy.trainable import facts_of_fit
 from tests.processes import free_port
+from tests.toy import quiet
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
 PATIENT_S, SHORT_S = 20.0, 0.1
@@ -187,7 +193,7 @@ def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
     def die_when_called() -> None:
         called = late.wait_for_call(20.0)
         newcomers.note_entered(store, late.number)
-        store.set(f"here/{called}/{late.number}", "b")
+        say_here(store, called, Member(late.number, "b"))
 
     Thread(target=die_when_called).start()
     assert form_next(members)[0].world_size == 3
@@ -332,7 +338,20 @@ def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
     strategy, full = mock.Mock(), MemoryError("full")
     strategy.memory.explain = lambda error: error.add_note("Stage 0 is out of memory.")
     strategy.processes.lost_peer = lambda error: told.extend(error.__notes__)
-    fits = _Generations(strategy, mock.MagicMock(), timedelta(seconds=2))
+    trainer = L.Trainer(**quiet(max_epochs=1))
+    fits = _Generations(strategy, trainer, timedelta(seconds=2))
     with pytest.raises(MemoryError):
         fits.fit(mock.Mock(side_effect=full))
     assert told == ["Stage 0 is out of memory."]
+
+
+def test_in_place_a_trainer_fits_once_and_others_join_the_first_fit_of_a_script() -> None:
+    timeout = timedelta(seconds=20)
+    processes = Processes(timeout=timeout, start_timeout=timeout, backend="gloo")
+    fits = _Generations(mock.Mock(processes=processes), mock.MagicMock(), timeout)
+    processes.end_generations()
+    processes.meet(LightningEnvironment(), torch.device("cpu"))  # Such as a test after the fit.
+    assert processes.membership is None
+    with pytest.raises(ConfigurationError, match="Make another Trainer for each other fit"):
+        _Generations(fits._strategy, mock.MagicMock(), timeout)
+    assert facts_of_fit(None) == {"fits before this one": "some"}
