@@ -11,6 +11,7 @@ and slower devices have memory to spare. Both are starting points that the simul
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from operator import itemgetter
@@ -159,16 +160,11 @@ def map_groups(
     nodes_of: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         nodes_of.setdefault(node.device, []).append(index)
-    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
-    if order is MappingOrder.STAGES_TOGETHER:
-        slots.sort(key=itemgetter(1))
     degrees = {degree for group in set(groups) for degree in group.tp_degrees}
     if len(degrees) == 1:
-        placed = _fill_nodes(groups, slots, nodes_of, [n // max(degrees) for n in counts])
+        placed = _fill_nodes(groups, nodes_of, [n // max(degrees) for n in counts], order)
     else:
-        slots.sort(key=lambda slot: -groups[slot[0]].tp_degrees[slot[1]])
-        is_near = order is MappingOrder.PIPELINES_TOGETHER
-        placed = _fill_widest_first(groups, slots, nodes_of, list(counts), is_near=is_near)
+        placed = _fill_widest_first(groups, nodes_of, list(counts), order)
     if placed is None:
         return None
     return tuple(
@@ -179,34 +175,46 @@ def map_groups(
 
 def _fill_nodes(
     groups: Sequence[Group],
-    slots: Sequence[tuple[int, int]],
     nodes_of: Mapping[str, Sequence[int]],
     units: Sequence[int],
-) -> list[list[int]] | None:
+    order: MappingOrder,
+) -> Sequence[Sequence[int]] | None:
     """Return the node of every stage if all stages take a unit: one node after the other."""
+    # Equal groups that follow each other are filled at once: [run][stage] nodes of each.
+    runs = [(group.devices, len(list(members))) for group, members in itertools.groupby(groups)]
     free = {
-        device: itertools.chain.from_iterable([node] * units[node] for node in nodes)
-        for device, nodes in nodes_of.items()
+        device: itertools.chain.from_iterable([n] * units[n] for n in nodes_of.get(device, ()))
+        for device in {device for devices, _ in runs for device in devices}
     }
-    placed = [[-1] * len(group.devices) for group in groups]
-    for g, s in slots:
-        device = groups[g].devices[s]
-        node = next(free[device], None) if device in free else None
-        if node is None:
+    columns: list[list[Sequence[int]]] = [[] for _ in runs]
+    if order is MappingOrder.STAGES_TOGETHER:
+        for stage in range(max(len(devices) for devices, _ in runs)):
+            for column, (devices, number) in zip(columns, runs, strict=True):
+                if stage < len(devices):
+                    column.append([*itertools.islice(free[devices[stage]], number)])
+    else:
+        for column, (devices, number) in zip(columns, runs, strict=True):
+            counts = Counter(devices)
+            taken = {d: [*itertools.islice(free[d], number * counts[d])] for d in counts}
+            seen: Counter[str] = Counter()
+            for device in devices:
+                column.append(taken[device][seen[device] :: counts[device]])
+                seen[device] += 1
+    for column, (_, number) in zip(columns, runs, strict=True):
+        if min(map(len, column)) < number:
             return None
-        placed[g][s] = node
-    return placed
+    return [nodes for column in columns for nodes in zip(*column, strict=True)]
 
 
 def _fill_widest_first(
-    groups: Sequence[Group],
-    slots: Sequence[tuple[int, int]],
-    nodes_of: Mapping[str, list[int]],
-    free: list[int],
-    *,
-    is_near: bool,
-) -> list[list[int]] | None:
-    """Return the node of every stage; `is_near` prefers that of the stage before."""
+    groups: Sequence[Group], nodes_of: Mapping[str, list[int]], free: list[int], order: MappingOrder
+) -> Sequence[Sequence[int]] | None:
+    """Return the node of every stage of any degree: that of the stage before, or the first one."""
+    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.devices))]
+    is_near = order is MappingOrder.PIPELINES_TOGETHER
+    if not is_near:
+        slots.sort(key=itemgetter(1))
+    slots.sort(key=lambda slot: -groups[slot[0]].tp_degrees[slot[1]])
     placed = [[-1] * len(group.devices) for group in groups]
     for g, s in slots:
         tp_degree, device = groups[g].tp_degrees[s], groups[g].devices[s]

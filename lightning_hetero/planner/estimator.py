@@ -66,6 +66,7 @@ class Estimator(PipelineEstimator):
         self.equal_microbatches = equal_microbatches
         self.idle_may_own = idle_may_own
         self._exchanges: dict[tuple[Arrangement, tuple[tuple[int, ...], ...]], ExchangeTable] = {}
+        self._keys_of: dict[Arrangement, tuple[PipelineKey, ...]] = {}
         self._members: dict[Arrangement, dict[PipelineKey, list[PipelineNodes]]] = {}
 
     def unequal(self) -> "Estimator":
@@ -117,13 +118,21 @@ class Estimator(PipelineEstimator):
             power += len(members) / slope
         return work / power
 
+    def keys(self, arrangement: Arrangement) -> tuple[PipelineKey, ...]:
+        """Return the class of each pipeline."""
+        found = self._keys_of.get(arrangement)
+        if found is None:
+            known = {pipeline: self.key(pipeline) for pipeline in dict.fromkeys(arrangement)}
+            found = self._keys_of[arrangement] = tuple([known[p] for p in arrangement])
+        return found
+
     def members(self, arrangement: Arrangement) -> Mapping[PipelineKey, Sequence[PipelineNodes]]:
         """Return the pipelines of each class."""
         found = self._members.get(arrangement)
         if found is None:
             found = self._members[arrangement] = {}
-            for pipeline in arrangement:
-                found.setdefault(self.key(pipeline), []).append(pipeline)
+            for key, pipeline in zip(self.keys(arrangement), arrangement, strict=True):
+                found.setdefault(key, []).append(pipeline)
         return found
 
     def estimate(self, arrangement: Arrangement) -> Estimate | None:
@@ -132,8 +141,9 @@ class Estimator(PipelineEstimator):
         Where memory slows it down, ownership by memory is tried as well: balanced as if every rank
         owned nothing, or the part of an equal share with which all states have room.
         """
-        found = self._estimate(arrangement, None)
-        if not self._is_short_of_memory(self._parts(arrangement, None)):
+        parts = self._parts(arrangement, None)
+        found = self._estimate(arrangement, parts, None)
+        if not self._is_short_of_memory(parts):
             return found
         used: Counter[str] = Counter()
         for key, members in self.members(arrangement).items():
@@ -143,7 +153,9 @@ class Estimator(PipelineEstimator):
         # The least part of an equal share for which all ranks leave room, so that all have enough.
         low, high, part = 0.0, 1.0, 0.0
         for _ in range(_SHARE_STEPS):
-            other = self._estimate(arrangement, part * max(0.0, num_params) / used.total())
+            owned_params = part * max(0.0, num_params) / used.total()
+            parts = self._parts(arrangement, owned_params)
+            other = self._estimate(arrangement, parts, owned_params)
             if other is None:
                 high = part
             elif other.capacity_params < num_params:
@@ -172,8 +184,12 @@ class Estimator(PipelineEstimator):
             for device, count in self.num_devices.items()
         )
 
-    def _estimate(self, arrangement: Arrangement, owned_params: float | None) -> Estimate | None:
-        parts = self._parts(arrangement, owned_params)
+    def _estimate(
+        self,
+        arrangement: Arrangement,
+        parts: Mapping[PipelineKey, PipelineEstimate] | None,
+        owned_params: float | None,
+    ) -> Estimate | None:
         if parts is None:
             return None
         total, num_pipelines = self.workload.num_microbatches, len(arrangement)
@@ -207,7 +223,7 @@ class Estimator(PipelineEstimator):
         )
         steps_s = [self.steps_s(part, num_pipelines, owned_params) for part in kinds]
         left = {key: list(share) for key, share in zip(parts, shares, strict=True)}
-        keys = [self.key(pipeline) for pipeline in arrangement]
+        keys = self.keys(arrangement)
         return Estimate(
             arrangement=arrangement,
             layers=tuple(parts[key].layers for key in keys),

@@ -87,6 +87,23 @@ class Judge:
         assert found is not None, "the candidate has no finite score"
         return found
 
+    def filled(
+        self, moved: Candidate | Arrangement, estimator: Estimator, *, below: float
+    ) -> Candidate | None:
+        """Return an arrangement with the layers and micro-batches that an estimator gives it.
+
+        None if it doesn't fit, or its work alone shows that its score is not below `below`.
+        """
+        if isinstance(moved, Candidate):
+            return moved
+        for bound_s in (estimator.least_work_s, estimator.least_s):
+            least_s = bound_s(moved) * (1 - _ESTIMATE_ERROR)
+            if self._weigh(least_s, moved) >= below:
+                self.work_done += _ESTIMATE_WORK * sum(len(p.nodes) for p in moved)
+                return None
+        estimate = estimator.estimate(moved)
+        return Candidate.of(estimate) if estimate else None
+
     def score(self, candidate: Candidate, below: float = float("inf")) -> float:
         """Return what to minimise; infinite if a stage's memory doesn't suffice.
 
@@ -275,7 +292,7 @@ class Judge:
         """Return what is different among the pipelines: kinds, layers and micro-batches."""
         return set(
             zip(
-                map(self.estimator.key, candidate.arrangement),
+                self.estimator.keys(candidate.arrangement),
                 candidate.layers,
                 candidate.num_microbatches,
                 strict=True,

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_hetero.planner.arrangement import PipelineNodes
+from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 
@@ -20,7 +20,8 @@ __all__ = ["WORTH_IMPROVING", "improve", "improve_best"]
 WORTH_IMPROVING = 1.03
 """A score may be so much above the best to be improved for its number of pipelines."""
 
-_Family = Callable[[Candidate, Estimator], Iterator[Candidate]]
+_Family = Callable[[Candidate, Estimator], Iterator[Candidate | Arrangement]]
+"""Moves of a candidate; where stages move, layers and micro-batches are to be found anew."""
 
 _MIN_GAIN = 1e-9
 _IMPROVED = 3
@@ -86,7 +87,7 @@ def _worth_improving(candidates: Sequence[Candidate], judge: Judge) -> list[Cand
     distinct: dict[object, Candidate] = {}
     firsts: dict[int, Candidate] = {}
     for candidate in sorted(candidates, key=judge.score):
-        kind = tuple(sorted(map(judge.estimator.key, candidate.arrangement)))
+        kind = tuple(sorted(judge.estimator.keys(candidate.arrangement)))
         distinct.setdefault(kind, candidate)
         firsts.setdefault(len(kind), candidate)
     worst = min(map(judge.score, candidates), default=0.0) * WORTH_IMPROVING
@@ -125,9 +126,9 @@ def _improve_by(
                 if judge.work_done >= limit:
                     return best
                 enough = score * (1 - _MIN_GAIN)
-                moved_score = judge.score(moved, below=enough)
-                if moved_score < enough:
-                    best, score, improved = moved, moved_score, True
+                found = judge.filled(moved, estimator, below=enough)
+                if found and (moved_score := judge.score(found, below=enough)) < enough:
+                    best, score, improved = found, moved_score, True
                     break
             if improved:
                 break
@@ -182,7 +183,7 @@ def _move_microbatches(candidate: Candidate, estimator: Estimator) -> Iterator[C
             yield replace(candidate, num_microbatches=tuple(counts), estimate_s=0.0)
 
 
-def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
     """Let two stages swap their devices, then balance and share anew."""
     places = [
         (p, s)
@@ -204,10 +205,10 @@ def _move_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Candida
         seen.add(kind)
         rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
         rows[p][s], rows[q][t] = rows[q][t], rows[p][s]
-        yield from _rebuilt(rows, estimator)
+        yield _arranged(rows)
 
 
-def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
     """Give a device group of one pipeline to another that has such degrees, then balance anew.
 
     It takes a place beside one of its kind, or any end where there is none.
@@ -228,10 +229,10 @@ def _move_units(candidate: Candidate, estimator: Estimator) -> Iterator[Candidat
             for place in [alike[-1] + 1] if alike else [0, len(other.nodes)]:
                 rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
                 rows[q].insert(place, rows[p].pop(s))
-                yield from _rebuilt(rows, estimator)
+                yield _arranged(rows)
 
 
-def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
     """Let two stages swap devices in all pipelines that are alike, then balance and share anew.
 
     In one of them alone the gradients of layers would cross nodes.
@@ -249,22 +250,22 @@ def _swap_stages_together(candidate: Candidate, estimator: Estimator) -> Iterato
             for pipeline, row in zip(candidate.arrangement, rows, strict=True):
                 if estimator.key(pipeline) == key:
                     row[s], row[t] = row[t], row[s]
-            yield from _rebuilt(rows, estimator)
+            yield _arranged(rows)
 
 
-def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
     """Leave the devices of a pipeline idle, or of all that are alike."""
-    keys = list(map(estimator.key, candidate.arrangement))
+    keys = estimator.keys(candidate.arrangement)
     rows = [pipeline.stages for pipeline in candidate.arrangement]
     for key in dict.fromkeys(keys):
         left = [row for row, other in zip(rows, keys, strict=True) if other != key]
         last = len(keys) - 1 - keys[::-1].index(key)
         for kept in dict.fromkeys([tuple(left), tuple(rows[:last] + rows[last + 1 :])]):
             if kept:
-                yield from _rebuilt(kept, estimator)
+                yield _arranged(kept)
 
 
-def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Candidate]:
+def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
     """Give idle devices of a kind pipelines of their own, with a degree that others have."""
     rows = [pipeline.stages for pipeline in candidate.arrangement]
     idle = [node.count for node in estimator.cost.cluster.nodes]
@@ -281,27 +282,21 @@ def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Candi
         ]
         for length in range(1, min(len(units), _LONGEST_ADDED) + 1):
             starts = range(0, len(units) - length + 1, length)
-            yield from _rebuilt(
-                [*rows, *(units[start : start + length] for start in starts)], estimator
-            )
+            yield _arranged([*rows, *(units[start : start + length] for start in starts)])
 
 
-def _rebuilt(
-    rows: Sequence[Sequence[tuple[int, int]]], estimator: Estimator
-) -> Iterator[Candidate]:
-    """Yield a candidate of these stages with layers and micro-batches for them, if it fits."""
-    arrangement = tuple(map(PipelineNodes.of_stages, rows))
-    estimate = estimator.estimate(arrangement)
-    if estimate is not None:
-        yield Candidate.of(estimate)
+def _arranged(rows: Sequence[Sequence[tuple[int, int]]]) -> Arrangement:
+    """Return an arrangement of (node, devices) of every stage."""
+    return tuple(map(PipelineNodes.of_stages, rows))
 
 
 def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
     """Return indices of pipelines of one class, layers and micro-batches, grouped."""
     groups: dict[tuple[object, ...], list[int]] = {}
-    for index, pipeline in enumerate(candidate.arrangement):
-        key = (estimator.key(pipeline), candidate.layers[index], candidate.num_microbatches[index])
-        groups.setdefault(key, []).append(index)
+    keys = estimator.keys(candidate.arrangement)
+    kinds = zip(keys, candidate.layers, candidate.num_microbatches, strict=True)
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(index)
     return list(groups.values())
 
 

@@ -134,23 +134,7 @@ def settle_memory(
         idle_may_own: Whether ranks without layers may own, too.
     """
     idle = _idle_rooms(plan, cost) if idle_may_own else {}
-    stages = [
-        [
-            _Stage(
-                cost=cost,
-                shape=shape,
-                is_selective=cost.saves_selectively(shape),
-                num_pipelines=plan.num_pipelines,
-                num_microbatches=count,
-                num_in_flight=min(pipeline.num_stages - index, count),
-                microbatch=_own_microbatch(pipeline, microbatch),
-            )
-            for index, stage in enumerate(pipeline.stages)
-            for shape in (at_level(cost.shape_of(stage), 0, is_selective=False),)
-        ]
-        for pipeline in plan.pipelines
-        for count in (pipeline.num_microbatches or 0,)
-    ]
+    stages = _stages(plan, cost, microbatch)
     copies = Counter(stage for row in stages for stage in row)
     by_holders = {stage: stage.least_by_holders() for stage in copies}
     found = []
@@ -166,6 +150,31 @@ def settle_memory(
                 for shares in _owner_shares(plan, stages, levels, others):
                     found.append(_with_memory(plan, stages, levels, shares))
     return list(dict.fromkeys(found))
+
+
+def _stages(plan: ParallelPlan, cost: CostModel, microbatch: MicroBatchShape) -> list[list[_Stage]]:
+    """Return [pipeline][stage] what may be recomputed; pipelines that are alike share a row."""
+    rows: dict[object, list[_Stage]] = {}
+    found = []
+    for pipeline in plan.pipelines:
+        shapes = tuple([cost.shape_of(stage) for stage in pipeline.stages])
+        count = pipeline.num_microbatches or 0
+        key = shapes, count, pipeline.microbatch_size
+        if key not in rows:
+            rows[key] = [
+                _Stage(
+                    cost=cost,
+                    shape=at_level(shape, 0, is_selective=False),
+                    is_selective=cost.saves_selectively(shape),
+                    num_pipelines=plan.num_pipelines,
+                    num_microbatches=count,
+                    num_in_flight=min(pipeline.num_stages - index, count),
+                    microbatch=_own_microbatch(pipeline, microbatch),
+                )
+                for index, shape in enumerate(shapes)
+            ]
+        found.append(rows[key])
+    return found
 
 
 def _recomputations(
@@ -262,10 +271,11 @@ def _owner_shares(
     """
     cost = stages[0][0].cost
     room, claim = {}, {}
+    capacity = {known: known.capacity(level or 0) for known, level in levels.items()}
     for row, pipeline in zip(stages, plan.pipelines, strict=True):
         for known, stage in zip(row, pipeline.stages, strict=True):
             for rank in stage.ranks:
-                room[rank] = known.capacity(levels[known] or 0)
+                room[rank] = capacity[known]
                 claim[rank] = cost.num_owned_params(known.shape, plan.num_pipelines)
     total = float(cost.model.num_params)
     claimed = {rank: min(claim[rank], room[rank]) for rank in room}
@@ -306,17 +316,17 @@ def _with_memory(
 ) -> ParallelPlan:
     """Return the plan with what its stages recompute, said nowhere if none does."""
     if any(levels.values()):
+        shapes = {known: known.at(level or 0) for known, level in levels.items()}
         pipelines = tuple(
             replace(
                 pipeline,
                 stages=tuple(
                     replace(
                         stage,
-                        recomputed_layers=shape.recomputed_layers,
-                        selective_layers=shape.selective_layers or None,
+                        recomputed_layers=shapes[known].recomputed_layers,
+                        selective_layers=shapes[known].selective_layers or None,
                     )
                     for stage, known in zip(pipeline.stages, row, strict=True)
-                    for shape in (known.at(levels[known] or 0),)
                 ),
             )
             for pipeline, row in zip(plan.pipelines, stages, strict=True)

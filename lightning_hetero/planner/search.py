@@ -334,7 +334,7 @@ class PlanSearch:
             if is_far or (self.judge.work_done > limit and fitting):
                 break
             # What differs in nodes alone, and takes as long, is simulated once.
-            kind = (score, *sorted(map(self.estimator.key, estimate.arrangement)))
+            kind = (score, *sorted(self.estimator.keys(estimate.arrangement)))
             if kind in seen or (enough and score >= best and number in numbers):
                 continue
             seen.add(kind)

@@ -28,6 +28,8 @@ class ClusterLinks:
             for low, high in (sorted(link.nodes) for link in cluster.links)
             if low != high
         }
+        self.inside_links = [cluster.link_between(i, i) for i in range(len(cluster.nodes))]
+        """(bytes/s, latency in seconds) of one direction between ranks of each node."""
         self._links: dict[tuple[int, int], tuple[float, float]] = {}
 
     def link(self, rank_a: int, rank_b: int) -> tuple[float, float]:

@@ -162,18 +162,22 @@ class ExchangeTable:
             overlap=self._cost.layout.overlap,
         )
         workers = [index for index, work in enumerate(has_work) if work]
+        # Searches spend much of their time here, so the larger of two is taken without a call.
         for segment, push in zip(self.segments, self.push_s, strict=True):
             units, first_ready, last_ready, last_sent = segment.num_units, 0.0, 0.0, 0.0
-            for index in workers:
-                stage = segment.stages[index]
-                first, last = ready.next_units(index, stage, segment)
-                queue = max(sent[index][stage], first) + units * push[index]
-                sent[index][stage] = max(queue, last + push[index])
-                first_ready, last_ready = max(first_ready, first), max(last_ready, last)
-                last_sent = max(last_sent, sent[index][stage])
-            for index, stage in enumerate(segment.stages):
-                queue = max(received[index][stage], first_ready) + units * push[index]
-                received[index][stage] = max(queue, last_ready + push[index], last_sent)
+            every = ready.next_units(workers, segment)
+            for index, (first, last) in zip(workers, every, strict=True):
+                stage, seconds = segment.stages[index], push[index]
+                busy, after = sent[index][stage], last + seconds
+                queue = (busy if busy > first else first) + units * seconds
+                sent[index][stage] = end = queue if queue > after else after
+                first_ready = first if first > first_ready else first_ready
+                last_ready = last if last > last_ready else last_ready
+                last_sent = end if end > last_sent else last_sent
+            for row, stage, seconds in zip(received, segment.stages, push, strict=True):
+                busy = row[stage]
+                queue = (busy if busy > first_ready else first_ready) + units * seconds
+                row[stage] = max(queue, last_ready + seconds, last_sent)
         return [
             [max(ends) for ends in zip(*columns, strict=True)]
             for columns in zip(sent, received, end_s, strict=True)
@@ -287,18 +291,26 @@ class _ReadyTimes:
         self._left = [list(counts) for counts in num_layers]
         self._overlap = overlap
 
-    def next_units(self, pipeline: int, stage: int, segment: Segment) -> tuple[float, float]:
-        """Return when the first and the last unit of a stage's next segment are ready."""
-        end = self._end_s[pipeline][stage]
-        if not self._overlap:
-            return end, end
-        per_layer_s = self._span_s[pipeline][stage] / self._num_layers[pipeline][stage]
-        left = self._left[pipeline][stage]
-        if not segment.is_layers:
-            # The head is ready before any layer, the embedding after all of them.
-            return end - per_layer_s * left, end - per_layer_s * left
-        self._left[pipeline][stage] = left - segment.num_units
-        return end - per_layer_s * (left - 1), end - per_layer_s * (left - segment.num_units)
+    def next_units(self, pipelines: Sequence[int], segment: Segment) -> list[tuple[float, float]]:
+        """Return when the first and the last unit of pipelines' next segment are ready."""
+        found = []
+        for pipeline in pipelines:
+            stage = segment.stages[pipeline]
+            end = self._end_s[pipeline][stage]
+            if not self._overlap:
+                found.append((end, end))
+                continue
+            per_layer_s = self._span_s[pipeline][stage] / self._num_layers[pipeline][stage]
+            left = self._left[pipeline][stage]
+            if segment.is_layers:
+                last = left - segment.num_units
+                found.append((end - per_layer_s * (left - 1), end - per_layer_s * last))
+                self._left[pipeline][stage] = last
+            else:
+                # The head is ready before any layer, the embedding after all of them.
+                ready = end - per_layer_s * left
+                found.append((ready, ready))
+        return found
 
 
 def _peer_rates(cost: CostModel, nodes: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -316,9 +328,10 @@ def _peer_rates(cost: CostModel, nodes: IntArray) -> tuple[FloatArray, FloatArra
     """
     cluster = cost.cluster
     num_holders, num_pieces = nodes.shape
-    per_node = np.zeros((num_pieces, len(cluster.nodes)))
+    size = num_pieces, len(cluster.nodes)
     columns = np.arange(num_pieces)
-    np.add.at(per_node, (columns, nodes), 1.0)
+    places = (columns * size[1] + nodes).ravel()
+    per_node = np.bincount(places, minlength=size[0] * size[1]).reshape(size)
     near = per_node[columns, nodes] - 1
     far = num_holders - 1 - near
     default_bytes_per_s = cluster.inter_node_bytes_per_s
@@ -326,15 +339,12 @@ def _peer_rates(cost: CostModel, nodes: IntArray) -> tuple[FloatArray, FloatArra
     latency = np.zeros(nodes.shape)
     for pair, (bytes_per_s, latency_s) in cost.special_links.items():
         for node, peer in (pair, pair[::-1]):
-            peers = np.where(nodes == node, per_node[:, peer], 0.0)
+            peers = np.where(nodes == node, per_node[:, peer], 0)
             far -= peers
             rate += peers * (1 / bytes_per_s - 1 / default_bytes_per_s)
             latency[peers > 0] = np.maximum(latency[peers > 0], latency_s)
     latency[far > 0] = np.maximum(latency[far > 0], cluster.inter_node_latency_s)
-    inside = np.zeros((2, len(cluster.nodes)))
-    for node in np.unique(nodes).tolist():
-        bytes_per_s, latency_s = cluster.link_between(node, node)
-        inside[:, node] = 1 / bytes_per_s, latency_s
-    rate += near * inside[0][nodes]
-    latency = np.where(near > 0, np.maximum(latency, inside[1][nodes]), latency)
+    inside_bytes_per_s, inside_latency_s = np.array(cost.inside_links).T[:, nodes]
+    rate += near * (1 / inside_bytes_per_s)
+    latency = np.where(near > 0, np.maximum(latency, inside_latency_s), latency)
     return rate, latency

@@ -13,12 +13,12 @@ simulated are those whose estimates are so near the best that they could be bett
 import argparse
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.arrangement import Arrangement, Group, MappingOrder, map_groups
-from lightning_hetero.planner.enumeration import every_grouping
+from lightning_hetero.planner.enumeration import PipelineUnits, every_grouping
 from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.workload import valid_tp_degrees
@@ -43,7 +43,7 @@ class Comparison:
     found_s: float
     """Iteration time of the best plan that the search found."""
     best_s: float
-    """Simulated iteration time of the best layout."""
+    """The same, or the simulated iteration time of the best layout if that is less."""
 
     @property
     def above(self) -> float:
@@ -61,14 +61,21 @@ def compare(task: Task, most: int) -> Comparison | None:
     cost = task.cost()
     estimator = Estimator(cost, task.workload, equal_microbatches=False)
     degrees = valid_tp_degrees(cost, task.workload, PlanningOptions(tp_degrees=task.tp_degrees))
-    layouts = every_layout(estimator, degrees, most)
-    if layouts is None or task.best_s == float("inf"):
+    groupings = _groupings(estimator, degrees, most)
+    if groupings is None or task.best_s == float("inf"):
         return None
+    num_layouts, near = 0, []
+    for layout in every_layout(estimator, degrees, groupings):
+        num_layouts += 1
+        if num_layouts > most:
+            return None
+        if _work_s(estimator, layout) * _SLACK <= task.best_s:
+            near.append(layout)
     judge = Judge(estimator, lambda seconds, _arrangement: seconds)
     return Comparison(
-        num_layouts=len(layouts),
+        num_layouts=num_layouts,
         found_s=task.best_s,
-        best_s=_best_s(judge, _near_the_best(estimator, layouts)),
+        best_s=_best_s(judge, _near_the_best(estimator, near, task.best_s), task.best_s),
         num_simulated=judge.num_simulated,
     )
 
@@ -98,28 +105,33 @@ def small_tasks() -> Iterator[Task]:
         )
 
 
-def every_layout(
+def _groupings(
     estimator: Estimator, tp_degrees: Sequence[int], most: int
-) -> list[Arrangement] | None:
-    """Return all layouts, or None if there are more than `most`."""
-    cluster = estimator.cost.cluster
-    counts = [node.count for node in cluster.nodes]
-    names = sorted({node.device for node in cluster.nodes})
-    nodes = [next(i for i, n in enumerate(cluster.nodes) if n.device == name) for name in names]
-    slowness = [estimator.seconds_per_device(node, tp_degrees) for node in nodes]
-    order = sorted(range(len(names)), key=lambda kind: -slowness[kind])
-    totals = [sum(n.count for n in cluster.nodes if n.device == name) for name in names]
-    groupings = every_grouping(
-        totals,
+) -> list[tuple[PipelineUnits, ...]] | None:
+    """Return all groupings of the cluster's devices by type, or None if there are over `most`."""
+    return every_grouping(
+        [estimator.num_devices[name] for name in sorted(estimator.num_devices)],
         tp_degrees,
         most_stages=estimator.num_layers,
         most_pipelines=estimator.workload.num_microbatches,
         most=most,
     )
-    if groupings is None:
-        return None
-    layouts: dict[Arrangement, None] = {}
+
+
+def every_layout(
+    estimator: Estimator,
+    tp_degrees: Sequence[int],
+    groupings: Iterable[tuple[PipelineUnits, ...]],
+) -> Iterator[Arrangement]:
+    """Yield all layouts of groupings, none twice."""
+    cluster = estimator.cost.cluster
+    counts = [node.count for node in cluster.nodes]
+    names = sorted(estimator.num_devices)
+    nodes = [next(i for i, n in enumerate(cluster.nodes) if n.device == name) for name in names]
+    slowness = [estimator.seconds_per_device(node, tp_degrees) for node in nodes]
+    order = sorted(range(len(names)), key=lambda kind: -slowness[kind])
     for chosen in groupings:
+        layouts: dict[Arrangement, None] = {}
         for direction in (order, order[::-1]):
             groups = [
                 Group(
@@ -132,15 +144,23 @@ def every_layout(
                 arrangement = map_groups(groups, cluster, counts, mapping)
                 if arrangement is not None:
                     layouts[arrangement] = None
-        if len(layouts) > most:
-            return None
-    return list(layouts)
+        yield from layouts
 
 
-def _near_the_best(estimator: Estimator, layouts: Sequence[Arrangement]) -> list[Estimate]:
-    """Return the estimates that are near the best, the best first."""
+def _work_s(estimator: Estimator, layout: Arrangement) -> float:
+    """Return the seconds of all work on a layout's devices, without bubbles."""
+    keys = map(estimator.key, layout)
+    return estimator.workload.num_microbatches / sum(
+        1 / estimator.pipeline_work_s(key)[1] for key in keys
+    )
+
+
+def _near_the_best(
+    estimator: Estimator, layouts: Sequence[Arrangement], found_s: float
+) -> list[Estimate]:
+    """Return the estimates near the best and near what was found, the best first."""
     least_s = [estimator.least_s(layout) for layout in layouts]
-    best_s, found = float("inf"), []
+    best_s, found = found_s, []
     for index in sorted(range(len(layouts)), key=least_s.__getitem__):
         if least_s[index] * _SLACK > best_s:
             break
@@ -151,14 +171,14 @@ def _near_the_best(estimator: Estimator, layouts: Sequence[Arrangement]) -> list
     return sorted(found, key=lambda estimate: estimate.time_s)
 
 
-def _best_s(judge: Judge, estimates: Sequence[Estimate]) -> float:
-    """Return the least simulated seconds."""
-    best_s, seen = float("inf"), set()
+def _best_s(judge: Judge, estimates: Sequence[Estimate], found_s: float) -> float:
+    """Return the least simulated seconds, or what was found if none are less."""
+    best_s, seen = found_s, set()
     for estimate in estimates:
         if estimate.time_s * _SLACK > best_s:
             break
         # What differs in nodes alone, and takes as long, is simulated once.
-        kind = (estimate.time_s, *sorted(map(judge.estimator.key, estimate.arrangement)))
+        kind = (estimate.time_s, *sorted(judge.estimator.keys(estimate.arrangement)))
         if kind not in seen:
             seen.add(kind)
             best_s = min(best_s, judge.score(Candidate.of(estimate), below=best_s))

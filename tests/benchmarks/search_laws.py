@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
@@ -65,17 +65,8 @@ class Task:
         return sum(count for _, count in self.nodes)
 
     def cost(self, nodes: Sequence[tuple[str, int]] | None = None) -> CostModel:
-        """Return the cost model, of other nodes if some are given."""
-        nodes = self.nodes if nodes is None else nodes
-        if self.bytes_per_s is None:
-            cluster = cluster_of(nodes)
-            profile = load_profile(self.model, {name for name, _ in nodes})
-            return SailorCost(cluster, self.model, profile)
-        cluster = Cluster(
-            nodes=tuple(Node(device=name, count=count) for name, count in nodes),
-            inter_node_bytes_per_s=self.bytes_per_s,
-        )
-        return RooflineCost(cluster, ModelSpec.load(self.model))
+        """Return the cost model, of other nodes if some are given, with what it remembers."""
+        return _cost(self.nodes if nodes is None else tuple(nodes), self.model, self.bytes_per_s)
 
     def seconds(self, cost: CostModel, **options: object) -> float:
         """Return the best plan's iteration time, infinite if nothing fits."""
@@ -100,6 +91,17 @@ class Task:
         except PlanningError:
             return float("inf")
         return best.simulation.iteration_time_s
+
+
+@lru_cache(maxsize=4)
+def _cost(nodes: tuple[tuple[str, int], ...], model: str, bytes_per_s: float | None) -> CostModel:
+    if bytes_per_s is None:
+        return SailorCost(cluster_of(nodes), model, load_profile(model, {n for n, _ in nodes}))
+    cluster = Cluster(
+        nodes=tuple(Node(device=name, count=count) for name, count in nodes),
+        inter_node_bytes_per_s=bytes_per_s,
+    )
+    return RooflineCost(cluster, ModelSpec.load(model))
 
 
 def draw(seed: int, most: int = 512) -> Task:
@@ -169,7 +171,7 @@ def _with_some_degrees(task: Task) -> float | None:
 
 
 def _without_recomputation(task: Task) -> float:
-    cost = task.cost()
+    cost = _cost.__wrapped__(task.nodes, task.model, task.bytes_per_s)
     layer_bytes = cost.layer_bytes
 
     def kept_anyway(shape):
@@ -186,9 +188,11 @@ def _with_equal_shares(task: Task) -> float:
 def _with_one_size(task: Task) -> float | None:
     if task.bytes_per_s is None:
         return None  # Profiles know few sizes.
-    batch = task.workload.global_batch_size
+    batch, own = task.workload.global_batch_size, task.workload.sequences_per_microbatch
     return min(
-        replace(task, workload=replace(task.workload, sequences_per_microbatch=size)).best_s
+        task.best_s
+        if size == own
+        else replace(task, workload=replace(task.workload, sequences_per_microbatch=size)).best_s
         for size in (1, 2, 4, 8, 16)
         if batch % size == 0
     )

@@ -86,6 +86,17 @@ def test_cost_may_leave_devices_idle(words, capsys):
     assert "idle" in capsys.readouterr().out
 
 
+def test_a_terminal_is_told_what_the_search_does(words, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert main([*words, "--top", "1"]) == 0
+    assert "Done" in sys.stderr.getvalue()
+
+
 def test_json_holds_what_the_tables_say(words, capsys):
     assert main([*words, "--json", "--top", "2", "--precision", "bf16-true"]) == 0
     captured = capsys.readouterr()

@@ -164,19 +164,20 @@ def best_time(
     microbatch: tuple[int, ...],
     *,
     selectively: bool = False,
+    below: float = float("inf"),
 ) -> float:
     """Return the least seconds of plans under every recomputation, and every ownership if need be.
 
-    A plan that fits as it is gains nothing by either. Others are tried with every number of layers
-    that each stage recomputes as a whole, the others selectively, and with nothing recomputed; with
-    `selectively` also with every number of selective ones. Plans whose work alone takes as long as
-    the best are left out.
+    It is `below` if none takes less. A plan that fits as it is gains nothing by either. Others are
+    tried with every number of layers that each stage recomputes as a whole, the others selectively,
+    and with nothing recomputed; with `selectively` also with every number of selective ones. Plans
+    whose work alone takes as long as the best are left out.
     """
 
     def by_work(some: Iterable[ParallelPlan]) -> list[tuple[float, int, ParallelPlan]]:
         return sorted((least_s(plan, cost, microbatch), i, plan) for i, plan in enumerate(some))
 
-    best, full = float("inf"), []
+    best, full = below, []
     for least, _, plan in by_work(plans):
         if least >= best:
             break

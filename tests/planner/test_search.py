@@ -17,21 +17,23 @@ from tests.planner.every_plan import best_time, every_plan, time_of, tiny_cluste
 GIB = 2**30
 
 
-def best_of_all(cluster, model, workload):
-    cost = RooflineCost(cluster, model)
-    every = every_plan(cluster, model, workload.num_microbatches)
-    return best_time(every, cost, workload.microbatch)
-
-
 def assert_within_1_percent_of_all_plans(cluster, model, workload):
-    best = best_of_all(cluster, model, workload)
-    if best == float("inf"):
-        with pytest.raises(PlanningError, match="fits nowhere"):
-            plan(cluster, model, workload)
-        return
-    result = plan(cluster, model, workload)
-    found = time_of(result.best.plan, RooflineCost(cluster, model), workload.microbatch)
+    cost = RooflineCost(cluster, model)
+
+    def best_below(seconds):
+        every = every_plan(cluster, model, workload.num_microbatches)
+        return best_time(every, cost, workload.microbatch, below=seconds)
+
+    try:
+        result = plan(cluster, model, workload)
+    except PlanningError as error:
+        if "fits nowhere" in str(error) and best_below(float("inf")) == float("inf"):
+            return
+        raise
+    found = time_of(result.best.plan, cost, workload.microbatch)
     assert found == pytest.approx(result.best.simulation.iteration_time_s)
+    # What takes much longer is not looked at. If nothing else is found, that is too much below.
+    best = best_below(found * 1.05)
     # Shares of ownership are numbers, of which brute force tries two rules only; and where a stage
     # recomputes selectively it tries all of its layers only, a thirtieth of their time.
     stages = [stage for _, _, stage in result.best.plan.iter_stages()]
@@ -53,9 +55,9 @@ def assert_within_1_percent_of_all_plans(cluster, model, workload):
         (((70, 3, 2.5),), 4, 3, 50e9),
         # Cuts that agree keep gradients inside nodes, which a slow link makes worth it.
         (((70, 3, 20), (100, 2, 10)), 4, 4, 2e9),
-        # A pipeline that fits only while few micro-batches are in flight.
-        (((312, 1, 2.5), (200, 1, 2.5), (989, 2, 2.5)), 4, 4, 12e9),
-        # The same as above over a slow link, where moving owners costs as much as computing.
+        # One device before two, which take what little memory it has no room for.
+        (((312, 1, 2.5), (989, 2, 2.5)), 4, 4, 12e9),
+        # A slow link, where moving owners costs as much as computing.
         (((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5)), 5, 6, 12e9),
     ],
 )
