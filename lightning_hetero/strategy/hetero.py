@@ -340,7 +340,7 @@ class HeteroStrategy(HookedStrategy):
         self.setup_precision_plugin()
         if trains:
             _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
-            self._slices.watch_uses()
+        self._slices.watch_uses()
 
     def _set_up_engine(self, *, trains: bool) -> None:
         """Find or make the plans, and all that runs them; collective."""

@@ -113,9 +113,9 @@ class SlicedState:
             self._standbys = StandbyCheck(
                 engine.store, engine.comms, num_steps=engine.config.standby_check_steps
             )
-            is_whole = engine.comms.world_size == 2 and engine.store.has_standbys
-            others_lack = self._several and not is_whole
-            self._uses = SliceUses(engine.store, others_lack=others_lack)
+        is_whole = engine.comms.world_size == 2 and engine.store.has_standbys
+        others_lack = self._several and not is_whole
+        self._uses = SliceUses(engine.store, others_lack=others_lack)
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
         """Let whole states be loaded, and cut what callbacks have copied."""

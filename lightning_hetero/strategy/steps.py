@@ -15,6 +15,7 @@ from lightning_hetero.runtime.embedding_rows import explain_unknown_rows
 from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.appended_lists import extend_lists
+from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
 
 __all__ = ["Steps", "epoch_to_load"]
@@ -41,6 +42,7 @@ class Steps:
         self._module = module
         self._engine = engine
         self._dealer = dealer
+        self._batches = BatchWatch()
 
     def to_device(
         self,
@@ -55,7 +57,15 @@ class Steps:
             parts = batch.microbatches
         # Here, because on an accelerator reading values would wait for it.
         self._engine.fingerprint = fingerprint_of(parts)
-        moved = [move(part, device, dataloader_idx) for part in parts]
+
+        def move_part(part: Any) -> Any:
+            return move(part, device, dataloader_idx)
+
+        is_part = len(parts) > 1 or self._engine.plan.num_pipelines > 1
+        if is_part and self._batches.begin(self._module.trainer.state.stage):
+            moved = [self._batches.move(part, move_part) for part in parts]
+        else:
+            moved = [move_part(part) for part in parts]
         self._engine.rows.note_batch(tensors_of(parts), tensors_of(moved))
         if isinstance(batch, AssignedBatch):
             return replace(batch, microbatches=tuple(moved))
@@ -71,6 +81,7 @@ class Steps:
         def step(microbatch: Any) -> Any:
             return self._module.training_step(microbatch, *args, **kwargs)
 
+        self._batches.check_unchanged()
         with explain_unknown_rows(self._module):
             loss, records = self._engine.run(step, batch, self._key(args))
         return {"loss": loss, **(self._leave_behind(records) or {})}

@@ -5,14 +5,19 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import HeteroError
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import COPIES, STAGES, TinyModule, fit_each, same
+from tests.runtime.step_cases import COPIES, STAGES, Rows, TinyModule, fit_each, same
+from tests.toy import quiet
 
 pytestmark = pytest.mark.dist
 
@@ -297,6 +302,37 @@ def test_hooks_that_would_differ_between_ranks_are_refused(
 ) -> None:
     for (message,) in pool.run(fit_each, 2, [make], COPIES):
         assert told in message
+
+
+class Validated(TinyModule):
+    tells_norm = False
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(self.model(batch[0]), batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen = sum(item.numel() for item in self.parameters())
+        if self.tells_norm:
+            self.seen = sum(float(item.norm()) for item in self.parameters())
+
+
+def validate(rank: int, plan: dict[str, Any], tells_norm: bool) -> Any:  # noqa: FBT001
+    module = Validated()
+    module.tells_norm = tells_norm
+    strategy = HeteroStrategy(ParallelPlan.from_dict(plan))
+    trainer = L.Trainer(**quiet(use_distributed_sampler=False), strategy=strategy, devices=2)
+    try:
+        trainer.validate(module, DataLoader(Rows(4), batch_size=2), verbose=False)
+    except HeteroError as error:
+        return str(error)
+    return module.seen
+
+
+def test_hooks_are_watched_without_training_too(pool: ProcessPool) -> None:
+    whole = sum(item.numel() for item in TinyModule().parameters())
+    assert pool.run(validate, 2, COPIES, False) == [whole, whole]
+    for message in pool.run(validate, 2, STAGES, True):
+        assert "norm is called on parameter" in message
 
 
 class Thaws(BaseFinetuning):

@@ -147,6 +147,11 @@ class Reductions:
         """Know what was known then, and nothing more."""
         self._known = dict(known)
 
+    @property
+    def has_shuffled(self) -> bool:
+        """Whether orders were drawn by chance."""
+        return bool(self._shuffles)
+
     def forget(self) -> None:
         """Know nothing, and hold nothing that a step has made."""
         self._known, self.told, self._stacked, self._shuffles = {}, {}, {}, {}

@@ -5,6 +5,7 @@ each layer called once, in order, where autograd sees it.
 """
 
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,8 @@ class MicrobatchPass:
     """The received activation as the stage's first layer got it."""
     _given_version: int = 0
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    _last_seed: int | None = None
+    """Torch's, since the layer that began last."""
     _times: dict[int, int] = field(default_factory=dict, repr=False)
     """How often each layer has begun."""
 
@@ -147,14 +150,26 @@ class MicrobatchPass:
             seed = self._seeds.get(drawing)
             seed_torch(seed_of(*self.seed, part) if seed is None else seed)
         else:
+            self._check_seed(drawing[0])
             earlier = self._times.get(part, 0)
             self._times[part] = earlier + 1
             seed = seed_of(*self.seed, part, *([earlier] if earlier else []))
-            self._seeds[drawing] = seed
+            self._seeds[drawing] = self._last_seed = seed
             seed_torch(seed)
             if self.lists is not None and self.has_stages:
                 self.lists.pass_layer(index, self.layers)
             self.wait_unit(index)
+
+    def _check_seed(self, seed: int) -> None:
+        """Warn if a step has seeded torch: layers draw other numbers then, as they must."""
+        if seed != self._last_seed and seed != seed_of(*self.seed):
+            warnings.warn(
+                "A step seeds torch's generators. Layers, and what comes after them, are seeded "
+                "anew for each micro-batch, and before them all micro-batches draw the same "
+                "numbers, so it isn't what one device would draw. Leave it out, or draw what "
+                "doesn't depend on samples from a torch.Generator of your own.",
+                stacklevel=2,
+            )
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember what a layer returned."""
