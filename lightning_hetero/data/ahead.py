@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lightning_hetero.assign import requests
-from lightning_hetero.assign.requests import AssignmentRequest, plan_text, read_assignment
+from lightning_hetero.assign import iteration
+from lightning_hetero.assign.iteration import AssignmentRequest, plan_text, read_assignment
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process.answering import AnsweringProcess
@@ -132,7 +132,7 @@ class Producer:
 
     def __init__(self, store: AssignmentStore, process: AnsweringProcess | None = None) -> None:
         self._store = store
-        self._process = process or AnsweringProcess(requests.__name__)
+        self._process = process or AnsweringProcess(iteration.__name__)
         self._requests: queue.SimpleQueue[tuple[str, AssignmentRequest] | None]
         self._requests = queue.SimpleQueue()
         self._wanted: set[str] = set()

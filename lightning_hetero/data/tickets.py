@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.assign.requests import AssignmentRequest
+from lightning_hetero.assign.iteration import AssignmentRequest
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner

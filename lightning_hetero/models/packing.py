@@ -3,6 +3,9 @@
 Samples lie end to end; `cu_seqlens` says where each starts (a micro-batch of Hydraulis, §6.1).
 Cutting here is the plain one for ordinary DataLoaders: even cost by longest-processing-time first.
 The two-stage assignment that knows pipelines and devices lives in `assign` and `data`.
+
+A model can't see where samples end if a user leaves that out (`model(input_ids=...)`): one row of
+tokens looks like any other. But a view shares its tensor's memory, so the memory tells.
 """
 
 import heapq
@@ -10,20 +13,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_hetero.core.errors import BatchError
 from lightning_hetero.models.loss import IGNORED_LABEL
-from lightning_hetero.models.packed_ids import remember_packed
 
 __all__ = [
     "QUADRATIC_WEIGHT",
     "PackedBatch",
     "PackedCollate",
+    "num_samples_seen",
     "pack_samples",
+    "remember_packed",
     "row_of",
     "token_ids",
 ]
@@ -304,3 +310,36 @@ def _even_groups(costs: Sequence[float], num_groups: int) -> list[list[int]]:
         groups[group].append(index)
         heapq.heappush(heap, (total + costs[index], group))
     return sorted(sorted(group) for group in groups)
+
+
+_ids_at: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+"""Token ids of packed batches that are still alive, by the address of their memory."""
+_borders_of = WeakTensorKeyDictionary()
+"""Where their samples start and the last one ends."""
+
+
+def remember_packed(input_ids: Tensor, cu_seqlens: Tensor) -> None:
+    """Know these token ids again while they are alive.
+
+    Args:
+        input_ids: Samples end to end, (T,).
+        cu_seqlens: Where samples start and the last one ends, (samples + 1,).
+    """
+    if type(input_ids) is Tensor and not input_ids.is_meta:
+        _ids_at[input_ids.untyped_storage().data_ptr()] = input_ids
+        _borders_of[input_ids] = cu_seqlens
+
+
+def num_samples_seen(ids: object) -> int:
+    """Return in how many packed samples token ids lie, or a view of some; 1 if nobody packed them.
+
+    Waits for the device where they were packed and are on one.
+    """
+    if type(ids) is not Tensor or ids.is_meta:
+        return 1
+    known = _ids_at.get(ids.untyped_storage().data_ptr())
+    if known is None:
+        return 1
+    start = ids.storage_offset() - known.storage_offset()
+    starts: list[int] = _borders_of[known][:-1].tolist()
+    return 1 + sum(start < border < start + ids.numel() for border in starts)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.assign.requests import AssignmentRequest
+from lightning_hetero.assign.iteration import AssignmentRequest
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.order import Drawn, IterationSource

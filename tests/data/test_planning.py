@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.assign.requests import AssignmentRequest, plan_text
+from lightning_hetero.assign.iteration import AssignmentRequest, plan_text
 from lightning_hetero.core.assignment import Assignment
 from lightning_hetero.core.errors import BatchError, ConfigurationError, PeerError
 from lightning_hetero.core.process.answering import AnsweringProcess

@@ -8,8 +8,8 @@ from itertools import islice
 
 import pytest
 
-from lightning_hetero.assign import requests
-from lightning_hetero.assign.requests import plan_text, read_assignment
+from lightning_hetero.assign import iteration
+from lightning_hetero.assign.iteration import plan_text, read_assignment
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
@@ -23,7 +23,7 @@ PATIENT = AheadOptions(num_producers=1, patience_s=200.0)
 
 
 def test_a_planning_process_says_what_planning_here_says() -> None:
-    process = AnsweringProcess(requests.__name__)
+    process = AnsweringProcess(iteration.__name__)
     wanted = [request(*lengths_of(40, seed=seed)) for seed in range(3)]
     assert [process.ask(item) for item in wanted] == [plan_text(item) for item in wanted]
     with pytest.raises(AssignmentError, match="longest sample has 999 tokens"):
@@ -38,12 +38,12 @@ def test_a_planning_process_says_what_planning_here_says() -> None:
 
 def test_a_planning_process_imports_neither_torch_nor_lightning() -> None:
     root = os.getcwd()
-    program = answering._PROGRAM.format(root=root, module=requests.__name__)
+    program = answering._PROGRAM.format(root=root, module=iteration.__name__)
     program = program.replace("serve()", "print(sorted(sys.modules))")
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert "'lightning_hetero.assign.requests'" in found.stdout
+    assert "'lightning_hetero.assign.iteration'" in found.stdout
     assert "'torch'" not in found.stdout
     assert "'lightning'" not in found.stdout
 
@@ -52,7 +52,7 @@ def test_a_killed_producer_costs_no_sample_and_a_new_one_takes_over() -> None:
     order = EpochOrder(lengths_of(200), tokens_per_step=100, seed=1)
     candidates = Candidates.equal_ranks(2)
     expected = list(dealers(order, candidates, 1)[0].deal(Cursor()))
-    store, process = AssignmentStore(), AnsweringProcess(requests.__name__)
+    store, process = AssignmentStore(), AnsweringProcess(iteration.__name__)
     producer = Producer(store, process)
     planner = AheadPlanner(store, options=PATIENT, producer=producer)
     tickets = TicketDealer(order, planner, candidates).deal(Cursor())

@@ -67,7 +67,7 @@ def problems(draw):
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_grouping_equals_brute_force_up_to_8_units_of_3_types(problem):
     expected = best_by_brute_force(*problem)
@@ -81,7 +81,7 @@ def test_grouping_equals_brute_force_up_to_8_units_of_3_types(problem):
     assert grouping.objective == pytest.approx(expected, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems())
 def test_groups_keep_every_constraint_of_eq_3(problem):
     counts, powers, memories, minimum, num_microbatches, max_stages = problem
@@ -111,7 +111,7 @@ def test_large_clusters_are_grouped_optimally_and_use_every_unit(counts):
     assert [sum(column) for column in zip(*grouping.groups, strict=True)] == list(counts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems())
 def test_the_relaxation_bounds_every_integer_cover(problem):
     counts, _, _, _, _, max_stages = problem

@@ -18,8 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_hetero.core.errors import BatchError, ModelError
 from lightning_hetero.models.attention import check_backend, varlen_attention
-from lightning_hetero.models.packed_ids import num_samples_seen
-from lightning_hetero.models.packing import PackedBatch
+from lightning_hetero.models.packing import PackedBatch, num_samples_seen
 
 __all__ = ["attends_packed", "packed_inputs", "use_packed_attention", "watch_lone_ids"]
 
