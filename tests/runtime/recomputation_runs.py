@@ -8,11 +8,14 @@ from unittest import mock
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.setup.recomputed_call import computed_again_but_products
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 from lightning_hetero.runtime.stage.recomputation import Recomputation
@@ -27,6 +30,7 @@ __all__ = [
     "refused_budget",
     "train_counted",
     "train_watched",
+    "use_collectives_on_products",
 ]
 
 
@@ -154,6 +158,30 @@ def train_counted(rank: int, cases: list[Case]) -> list[Counted]:
             outcome = fit(PackedModule(case), case)
         found.append(Counted(outcome, sum(totals), add.call_count))
     return found
+
+
+def use_collectives_on_products(rank: int) -> tuple[Tensor, str]:
+    """Return a gradient through gathered products, and why products aren't summed in place."""
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    peers = collectives.TPGroup(group=None, degree=2, tp_rank=rank, positions=(0, 1))
+    hidden, weight = torch.full((2, 4), 1.0 + rank, requires_grad=True), torch.eye(4)
+
+    def gathering(hidden: Tensor) -> Tensor:
+        return collectives.gather_shards(hidden @ weight, -1, (4, 4), peers).square()
+
+    def summing(hidden: Tensor) -> Tensor:
+        product = hidden @ weight
+        with torch.no_grad():
+            dist.all_reduce(product)
+        return product.exp()
+
+    computed_again_but_products(gathering, hidden).sum().backward()
+    assert hidden.grad is not None
+    try:
+        computed_again_but_products(summing, hidden)
+    except ModelError as error:
+        return hidden.grad, str(error)
+    return hidden.grad, "not refused"
 
 
 def refused_budget(rank: int, case: Case) -> tuple[str, int]:

@@ -10,7 +10,12 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from tests.processes import ProcessPool
-from tests.runtime.recomputation_runs import refused_budget, train_counted, train_watched
+from tests.runtime.recomputation_runs import (
+    refused_budget,
+    train_counted,
+    train_watched,
+    use_collectives_on_products,
+)
 from tests.runtime.runs import (
     Case,
     Outcome,
@@ -85,6 +90,14 @@ def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
         # Of two sums of each layer and micro-batch, the one behind attention is done again.
         num_passes = 2 * 2 * kept.outcome.batches_seen
         assert selective.num_sums - kept.num_sums == num_passes
+
+
+def test_products_may_be_sent_to_others_but_not_be_changed_by_what_they_send(
+    pool: ProcessPool,
+) -> None:
+    for rank, (gradient, refusal) in enumerate(pool.run(use_collectives_on_products, 2)):
+        assert (gradient == 2 * (1 + rank)).all()
+        assert "changes in place what aten.mm" in refusal
 
 
 def packed(**first: Any) -> Case:
