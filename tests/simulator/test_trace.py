@@ -1,5 +1,6 @@
 import itertools
 import json
+from unittest import mock
 
 import pytest
 
@@ -8,13 +9,17 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
+    TERM_NAMES,
+    MemoryTerms,
     RooflineCost,
+    StageFacts,
     plot_timeline,
     save_trace,
     simulate,
     split_batch,
     trace_events,
 )
+from lightning_hetero.simulator.plot import draw_memory
 
 PLAN = ParallelPlan.even(world_size=4, num_layers=24, num_stages=2)
 
@@ -80,6 +85,22 @@ def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):
             write(tmp_path / "missing" / "x.svg", PLAN, run())
     with pytest.raises(ConfigurationError, match="Can't draw"):
         draw(tmp_path / "x.nothing", PLAN, run())
+
+
+def test_bars_of_memory_are_stacked_by_term_and_end_where_the_device_does():
+    axes, terms = mock.MagicMock(), MemoryTerms(*(n * 2.0**30 for n in range(1, 9)))
+    facts = [[StageFacts(device="A", memory=terms, device_bytes=80 * 2**30)] * 2]
+    draw_memory(axes, {(0, 0): 1.0, (0, 1): 2.0}, facts, 0.5)
+    bars = [call.kwargs["left"] + call.args[1] for call in axes.barh.call_args_list]
+    assert [call.kwargs["label"] for call in axes.barh.call_args_list] == list(TERM_NAMES.values())
+    widths = [*range(1, 9), 4.2]
+    for width, left, (first, second, *both) in zip(
+        widths, itertools.accumulate(widths, initial=0), bars, strict=False
+    ):
+        assert first == second == pytest.approx(left)
+        assert both == pytest.approx([width, width])
+    edges = [call.args for call in axes.plot.call_args_list]
+    assert edges == [([80, 80], [1.0, 1.5]), ([80, 80], [2.0, 2.5])]
 
 
 def test_a_picture_draws_like_pipelines_once_and_says_so(tmp_path):
