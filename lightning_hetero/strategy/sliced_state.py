@@ -181,7 +181,8 @@ class SlicedState:
             self.knows_uses |= self._uses.others_lack
         yield
         if self._uses is not None:
-            self._uses.is_behind_step |= trains
+            if trains:
+                self._uses.is_behind_step = True
             if (is_looked_at or self._uses.tells_sizes) if trains else was_watched:
                 self._uses.start()
 
