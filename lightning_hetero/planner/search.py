@@ -275,7 +275,11 @@ class PlanSearch:
             left -= (self.num_estimated - before) * sum(part)
             if score < worst:
                 rated.append((score, number, part))
-        return [part for _, _, part in sorted(rated)[:_SEARCHED_PARTS]]
+        # Devices that a glance leaves idle make no part another one.
+        smallest: dict[float, tuple[int, ...]] = {}
+        for score, _, part in sorted(rated):
+            smallest.setdefault(score, part)
+        return list(smallest.values())[:_SEARCHED_PARTS]
 
     def _score_at_a_glance(self, counts: Sequence[int], worst: float = float("inf")) -> float:
         """Return the best estimate for some devices dealt evenly; infinite if none fits."""

@@ -128,6 +128,14 @@ def test_with_any_node_more_all_parts_of_a_small_cluster_are_parts(nodes, more):
             50e9,
             id="two degrees without a third type",
         ),
+        pytest.param(
+            [("A100-80GB", 8), ("A10-24GB", 1), ("H800-80GB", 4), ("V100-16GB", 2)],
+            ("A10-24GB", 1),
+            "llama-7b",
+            Workload(sequence_length=8192, global_batch_size=8, sequences_per_microbatch=4),
+            1.25e9,
+            id="parts that idle devices alone tell apart",
+        ),
     ],
 )
 def test_a_node_that_does_not_help_is_left_out(nodes, more, model, workload, bytes_per_s):
