@@ -166,7 +166,7 @@ class ElasticRestart(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Lightning's own handler broadcasts from inside the signal and ends one rank alone.
-        self._sigterm = self._hear_sigterm()
+        self._sigterm = self._hear_sigterm(told=trainer.received_sigterm)
         if self._notices and trainer.local_rank == 0:
             self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
             self._watcher.start()
@@ -360,8 +360,8 @@ class ElasticRestart(Callback):
         if self.in_place and self._sigterm is not None:
             self._sigterm = self._between = self._hear_sigterm()
 
-    def _hear_sigterm(self) -> SigtermNotice:
-        told = self._sigterm is not None and self._sigterm.pending() is not None
+    def _hear_sigterm(self, *, told: bool = False) -> SigtermNotice:
+        told = told or (self._sigterm is not None and self._sigterm.pending() is not None)
         return SigtermNotice(pass_on=False, is_received=told)
 
     def _stop_watching(self) -> None:

@@ -162,6 +162,12 @@ def test_a_sigterm_between_two_fits_is_heeded_by_the_next_and_the_last_leaves_no
     connector = SimpleNamespace(cluster_environment=None)
     trainer: Any = SimpleNamespace(_accelerator_connector=connector, local_rank=0)
     try:
+        for told_before in (True, False):  # In a set-up, whose handler is Lightning's own.
+            trainer.received_sigterm = told_before
+            early = ElasticRestart(in_place=True)
+            early.on_train_start(trainer, module)
+            assert early.is_leaving == told_before
+            early.on_train_end(trainer, module)
         for number in range(3):
             signals = _SignalConnector(trainer)
             signals.register_signal_handlers()
