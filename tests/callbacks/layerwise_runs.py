@@ -58,7 +58,9 @@ class PackedModule(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.num_owned = sum(p.numel() for p in self.parameters())
+        # Hooks are told counts of the whole.
+        with torch._C.DisableTorchFunction():
+            self.num_owned = sum(p.numel() for p in self.parameters())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.num_steps += 1
