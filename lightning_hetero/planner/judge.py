@@ -90,7 +90,7 @@ class Judge:
     def filled(
         self, moved: Candidate | Arrangement, estimator: Estimator, *, below: float
     ) -> Candidate | None:
-        """Return an arrangement with the layers and micro-batches that an estimator gives it.
+        """Return a candidate as it is, an arrangement with what an estimator makes of it.
 
         None if it doesn't fit, or its work alone shows that its score is not below `below`.
         """
@@ -99,7 +99,7 @@ class Judge:
         for bound_s in (estimator.least_work_s, estimator.least_s):
             least_s = bound_s(moved) * (1 - _ESTIMATE_ERROR)
             if self._weigh(least_s, moved) >= below:
-                self.work_done += _ESTIMATE_WORK * sum(len(p.nodes) for p in moved)
+                self.work_done += _BOUND_WORK * sum(len(p.nodes) for p in moved)
                 return None
         estimate = estimator.estimate(moved)
         return Candidate.of(estimate) if estimate else None
