@@ -122,6 +122,9 @@ def test_layers_that_only_an_option_recomputes_are_predicted():
     )
     assert [stage.recomputed_layers for _, _, stage in plan.iter_stages()] == [0, 1, 1]
     assert LayerOptions().add_to(PLAN) == PLAN
+    assert kept.facts.state_layout().selective
+    compiled = start(A100S, layer_options=LayerOptions(compile_layers=True))
+    assert not compiled.facts.state_layout().selective, "a compiler chooses what it keeps"
 
 
 def test_unknown_devices_get_no_figures_but_their_memory():
