@@ -104,6 +104,7 @@ class Steps:
             kwargs: The same, by name.
             of_pipeline: Whether to return only what this rank's pipeline made.
         """
+        self._batches.check_unchanged()
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
         with explain_unknown_rows(self._module):
             _, records = self._engine.run(

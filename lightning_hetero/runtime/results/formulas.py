@@ -6,7 +6,8 @@ logged as `exp(loss)` the loss is joined, and then the function is called once, 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Union
 
 import torch
@@ -99,6 +100,8 @@ class Made:
     formula: Formula
     parts: tuple[Any, ...]
     """Numbers over samples, and constants."""
+    versions: tuple[int, ...]
+    """How often each had been changed in place."""
 
 
 class Formulas:
@@ -129,15 +132,15 @@ class Formulas:
     def of(self, value: Any) -> Made | None:
         """Return how a number is made, None if that isn't known or it is one over samples."""
         found = self._made.get(id(value))
-        if found is not None or not isinstance(value, float):
-            return None if found is None else found[1]
-        for told in self._told:
-            for name, function in _OF_FLOATS.items():
-                if _is_function_of(value, told, function):
-                    part = self._argument(told)
-                    return (
-                        None if part is None else Made(Formula(name, (part.formula,)), part.parts)
-                    )
+        if found is not None:
+            is_current = tuple(map(_version_of, found[1].parts)) == found[1].versions
+            return found[1] if is_current else None
+        if not isinstance(value, float):
+            return None
+        for told, (name, function) in product(self._told, _OF_FLOATS.items()):
+            made = self._argument(told)
+            if made is not None and _is_function_of(value, told, function):
+                return replace(made, formula=Formula(name, (made.formula,)))
         return None
 
     def forget(self) -> None:
@@ -155,19 +158,19 @@ class Formulas:
         elif call.kwargs or len(given) != _NUM_ARGUMENTS.get(name):
             return None
         arguments: list[_Argument] = []
-        parts: tuple[Any, ...] = ()
+        parts, versions = tuple[Any, ...](), tuple[int, ...]()
         for item in given:
             made = self._argument(item)
             if made is not None:
                 arguments.append(made.formula.behind(len(parts)))
-                parts += made.parts
+                parts, versions = parts + made.parts, versions + made.versions
             elif item is None or type(item) in (int, float):
                 arguments.append(item)
             else:
                 return None
         if not 0 < len(parts) <= _MOST or (name in _BY_COUNT and self._may_count(given)):
             return None
-        return Made(Formula(name, tuple(arguments)), parts)
+        return Made(Formula(name, tuple(arguments)), parts, versions)
 
     def _may_count(self, given: Sequence[Any]) -> bool:
         """Whether a number over samples meets one that may be their number in this micro-batch."""
@@ -189,7 +192,11 @@ class Formulas:
         is_single = not isinstance(item, Tensor) or item.numel() == 1
         if known is None or not is_single or known.kind not in (*JOINABLE, Kind.CONSTANT):
             return None
-        return Made(_part(0), (item,))
+        return Made(_part(0), (item,), (_version_of(item),))
+
+
+def _version_of(item: Any) -> int:
+    return item._version if isinstance(item, Tensor) and not item.is_inference() else 0
 
 
 def _part(place: int) -> Formula:

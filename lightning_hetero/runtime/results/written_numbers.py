@@ -30,8 +30,8 @@ Rows = tuple[int, ...] | None
 TOLD: Rows = (-1,)
 """Of a number that a tensor has told by `.item()`."""
 _CONSTANT: Rows = ()
-_SAME = {"float", "int", "tensor", "as_tensor", "round"}
-"""Functions of one number that return it."""
+_SAME, _MAKING = {"float", "int"}, {"tensor", "as_tensor"}
+"""Functions of one number that return it: Python's and torch's."""
 
 
 def may_count(value: object) -> bool:
@@ -202,8 +202,10 @@ class _Reader:
                 return self._read_dim(counted, dim)
             case ast.Call(func=ast.Attribute(attr="item"), args=[]):
                 return TOLD
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[inner, *_]):
-                return self.read(inner) if name in _SAME else None
+            case ast.Call(func=ast.Name(id=name), args=[inner]) if name in _SAME:
+                return self.read(inner)
+            case ast.Call(func=ast.Attribute(attr=name), args=[inner]) if name in _MAKING:
+                return self.read(inner)
         return None
 
     def _read_name(self, name: str) -> Rows:
@@ -263,9 +265,11 @@ class _Reader:
 def _rows_of(value: Any) -> Rows:
     if isinstance(value, Tensor):
         return (value.shape[0],) if value.ndim and not isinstance(value, nn.Parameter) else None
-    is_of_tensors = isinstance(value, list | tuple) and any(isinstance(i, Tensor) for i in value)
-    # Lightning's batches are lists and tuples of columns; other lists may be samples.
-    return (len(value),) if isinstance(value, list) and not is_of_tensors else _CONSTANT
+    if isinstance(value, list) and not any(isinstance(item, Tensor) for item in value):
+        return (len(value),)  # Samples that are no tensors, such as texts.
+    # Lightning's batches are lists, tuples and dicts of columns; what others count nobody knows.
+    is_known = isinstance(value, list | tuple | dict | str | range | nn.Module)
+    return _CONSTANT if is_known else None
 
 
 def _joined(op: ast.operator, left: Rows, right: Rows) -> Rows:

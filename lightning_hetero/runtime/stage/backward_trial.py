@@ -26,6 +26,8 @@ _FACTOR = 2.0**16
 """A power of two, so that nothing is rounded otherwise."""
 _TOLERANCE = 0.02
 """Of sums that devices add up in any order."""
+_MOST_BYTES = 2**28
+"""Of what a function has saved and gets: with more of it memory may not suffice for a trial."""
 _OF_LIBRARIES = ("torch.", "lightning_hetero.")
 _Function = Callable[..., Any]
 
@@ -53,6 +55,9 @@ def _try_function(function: Any, node: Any, gradients: Sequence[Tensor | None]) 
     def run(given: Sequence[Tensor | None]) -> Any:
         return function.backward(_Context(node), *given)
 
+    tensors = tree_leaves((node.saved_tensors, vars(node), gradients))
+    if sum(item.nbytes for item in tensors if isinstance(item, Tensor)) > _MOST_BYTES:
+        return
     _try(run, f"The backward of {function.__qualname__}", gradients)
 
 

@@ -79,6 +79,16 @@ def test_what_may_be_a_number_of_this_microbatchs_samples_is_no_constant(number:
     assert watch.reductions.formulas.of(made) is None
 
 
+def test_a_part_that_has_changed_since_makes_nothing() -> None:
+    def number(loss: Tensor, _: Tensor) -> Tensor:
+        made = loss.exp()
+        loss.mul_(0.5)
+        return made
+
+    made, watch = _watched(number, torch.ones(3, 4))
+    assert watch.reductions.formulas.of(made) is None
+
+
 def test_one_name_stands_for_one_formula() -> None:
     (made, watch), (other, second) = (
         _watched(_CASES[name], torch.ones(3, 4)) for name in ("perplexity", "root")

@@ -1,5 +1,6 @@
 """The call that logs a number says whether it counts rows."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class _Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Identity(), nn.Identity()])
+        self.example = deque([1, 2])
         self.log, self.log_dict = _LIBRARY["log"], _LIBRARY["log_dict"]
 
     def counts(self, batch: Any) -> list[Rows]:
@@ -62,6 +64,8 @@ class _Module(nn.Module):
             self.log("n", self.counted),
             self.log("n", len(x) * len(x)),
             self.log("n", max(len(x), 1)),
+            self.log("n", x.mean().round(decimals=2)),
+            self.log("n", len(self.example)),
         ]
 
     def told(self, x: Any) -> Rows:
@@ -78,7 +82,7 @@ def test_calls_say_what_whole_numbers_count() -> None:
     module, batch = _Module(), (torch.ones(4, 5), torch.ones(4))
     assert module.counts(batch) == [(4,)] * 6
     assert module.constants_step(batch, 1) == [()] * 6
-    assert module.unclear(batch[0], 4) == [None] * 5
+    assert module.unclear(batch[0], 4) == [None] * 7
     assert module.told(batch[0]) == TOLD
     assert module.in_dict(batch[0]) == {"n": (4,), "one": (), "loss": None}
 
