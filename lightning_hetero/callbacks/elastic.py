@@ -66,7 +66,8 @@ class ElasticRestart(Callback):
     new processes may join. Where the run has its store, `LIGHTNING_HETERO_JOIN=host:port` in the
     environment of the same script, started by hand or by a torchrun of its own, makes its processes
     newcomers: they import and build all they can, and are let in between two steps. host:port is
-    `MASTER_ADDR:MASTER_PORT` of the run, which rank 0 prints. The script must call `fit` first.
+    `MASTER_ADDR:MASTER_PORT` of the run, which rank 0 prints. The script must call `fit` first, and
+    fits once with a Trainer.
 
     With it the script begins twice: the process that was started runs it until its
     first `fit` (or `validate`, …), and from then on only keeps a worker, which runs it from top to
