@@ -343,6 +343,10 @@ def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
     with pytest.raises(MemoryError):
         fits.fit(mock.Mock(side_effect=full))
     assert told == ["Stage 0 is out of memory."]
+    # And no step begins with a wait for rank 0, as in Lightning's own loop.
+    with mock.patch.object(dist, "broadcast") as waited:
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert not waited.called
 
 
 def test_in_place_a_trainer_fits_once_and_others_join_the_first_fit_of_a_script() -> None:
