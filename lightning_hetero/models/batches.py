@@ -32,6 +32,7 @@ __all__ = [
     "fingerprint_of",
     "sample_lengths",
     "sample_tokens",
+    "sizes_of",
     "tensors_of",
     "work_of",
 ]
@@ -118,10 +119,22 @@ def _has_fields(leaf: Any) -> bool:
     return holds and hasattr(leaf, "__dict__")
 
 
-def epoch_weight(microbatch: Any) -> int:
+def sizes_of(microbatch: Any) -> tuple[int, int]:
+    """Return the samples of a micro-batch, 0 if they can't be counted, and its tokens.
+
+    Samples count as tokens where it knows of none.
+    """
+    try:
+        samples = count_samples(microbatch)
+    except BatchError:
+        samples = 0
+    return samples, int(getattr(microbatch, "num_tokens", samples))
+
+
+def epoch_weight(microbatch: Any, num_samples: int) -> int:
     """Return how much a micro-batch counts in an epoch's mean: tokens if it knows them."""
     own = getattr(microbatch, "num_target_tokens", None)
-    return int(own) if isinstance(own, int) else count_samples(microbatch)
+    return int(own) if isinstance(own, int) else num_samples
 
 
 def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.slices import Interval, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, Unit
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, wait_for_all
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, Sums, wait_for_all
 from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
@@ -231,7 +231,7 @@ class GatheredUnit(_EvenUnit):
             parts = self.store.owned_parts(spec.name, master)
             owned.append(parts[0] if parts else narrow_rows(master, spec, 0, 0))
         names = [spec.name for spec in self.unit.specs]
-        return owned, [self.weights.shards[name].detach() for name in names]
+        return owned, [self.weights.written(name) for name in names]
 
     @cached_property
     def _shared(self) -> list[Tensor]:
@@ -284,6 +284,11 @@ class ScatteredUnit(_EvenUnit):
     def _is_summed_on_its_way(self) -> bool:
         return self.options.kind is ExchangeKind.REDUCE_SCATTER
 
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank's backwards have made of it."""
+        shards = (self.weights.shards[spec.name] for spec in self.unit.specs)
+        return [shard.grad for shard in shards if shard.grad is not None]
+
     def _gradients(self) -> list[Tensor]:
         specs = self.unit.specs
         return self.way.narrow([self.weights.gradient(spec.name) for spec in specs], specs)
@@ -302,7 +307,7 @@ class ScatteredUnit(_EvenUnit):
         """Wait for the other holders' gradients."""
         self._wait_for_others()
 
-    def sum(self) -> dict[str, Tensor]:
+    def sum(self) -> Sums:
         """Return the sums of what this rank owns, in order of pipeline, then rank."""
         assert self._received is not None
         names = [spec.name for spec in self.unit.specs]
@@ -313,12 +318,9 @@ class ScatteredUnit(_EvenUnit):
         total = (
             self._received.to(dtype) if self._is_summed_on_its_way else self._sum_in_order(dtype)
         )
-        owned = self.way.pieces.unpack_own(total)
-        return {
-            name: item.reshape(master.shape)
-            for name, item, master in zip(names, owned, masters, strict=True)
-            if master.numel()
-        }
+        items = zip(names, self.way.pieces.unpack_own(total), masters, strict=True)
+        owned = {name: i.reshape(master.shape) for name, i, master in items if master.numel()}
+        return Sums.of(owned)
 
     def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
         received, own_index = self._received, self.way.pieces.own_index

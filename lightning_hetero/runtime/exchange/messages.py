@@ -11,9 +11,11 @@ push and for pull. Receive buffers take the same memory while the exchange lasts
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.clock import ComputeClock
@@ -21,6 +23,7 @@ from lightning_hetero.runtime.clock import ComputeClock
 __all__ = [
     "ExchangeOptions",
     "SideStream",
+    "Sums",
     "has_streams",
     "split_works",
     "wait_for_all",
@@ -87,6 +90,19 @@ class ExchangeOptions:
     """Times the waits."""
     side_stream: SideStream
     """Where messages are packed."""
+
+
+class Sums(NamedTuple):
+    """The summed gradients of slices."""
+
+    by_name: dict[str, Tensor]
+    memory: list[Tensor]
+    """Tensors that have all their elements, each once; fewer where many lie in one."""
+
+    @classmethod
+    def of(cls, by_name: dict[str, Tensor]) -> Self:
+        """Return sums that each have memory of their own."""
+        return cls(by_name, [*by_name.values()])
 
 
 def split_works(

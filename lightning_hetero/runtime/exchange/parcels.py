@@ -5,30 +5,31 @@ many the peers are (`all_to_all_single`, which under NCCL sends nothing where a 
 messages tell which peer was late, and on gloo they are quicker among few ranks.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.core.slices import Interval, ParameterSpec
+from lightning_hetero.core.slices import ParameterSpec
 from lightning_hetero.core.transfers import Unit
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, split_works, wait_for_all
-from lightning_hetero.runtime.exchange.parcel_table import Parcel, Parcels, Part
-from lightning_hetero.runtime.exchange.shares import Shares
+from lightning_hetero.runtime.exchange.messages import (
+    ExchangeOptions,
+    split_works,
+    wait_for_all,
+)
+from lightning_hetero.runtime.exchange.parcel_table import Parcels, Part
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["PulledParcels", "PushedParcels"]
+__all__ = ["ParcelUnit", "PulledParcels", "SentPart"]
 
 
 @dataclass
-class _Sent:
+class SentPart:
     """Rows that leave this rank for one or more peers alike."""
 
     peers: list[int]
@@ -49,7 +50,7 @@ class _Splits(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Unit:
+class ParcelUnit:
     """One unit's part in every exchange: what is sent, received and kept."""
 
     unit: Unit
@@ -75,13 +76,13 @@ class _Unit:
     def _spec(self, part: Part) -> ParameterSpec:
         return self.unit.specs[part.index]
 
-    def _exchange(self, sent: Sequence[_Sent]) -> list[Tensor]:
+    def _exchange(self, sent: Sequence[SentPart]) -> list[Tensor]:
         """Post what goes to peers; returns the buffers in which parcels arrive."""
         if self.group is None:
             return self._exchange_messages(sent)
         return self._exchange_together(self.group, sent)
 
-    def _exchange_messages(self, sent: Sequence[_Sent]) -> list[Tensor]:
+    def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
         for item in sent:
             self._kept.append(self._packed(item.rows))
@@ -96,7 +97,9 @@ class _Unit:
             self._receives, self._sends = split_works(operations, works)
         return buffers
 
-    def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[_Sent]) -> list[Tensor]:
+    def _exchange_together(
+        self, group: dist.ProcessGroup, sent: Sequence[SentPart]
+    ) -> list[Tensor]:
         rows = {peer: item.rows for item in sent for peer in item.peers}
         leaving = [row for peer in sorted(rows) for row in rows[peer]]
         given = self._packed(leaving) if leaving else self._empty(0)
@@ -148,13 +151,18 @@ class _Views:
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of what is owned and held here."""
-    sending: list[_Sent]
+    sending: list[SentPart]
     """Peers that need the same rows share one buffer."""
     targets: list[Tensor]
     """Of each part that arrives the rows to fill, in one dim where that is a view."""
 
+    @cached_property
+    def are_lines(self) -> bool:
+        """Whether all of these have one dim."""
+        return all(target.ndim == 1 for target in self.targets)
 
-class PulledParcels(_Unit):
+
+class PulledParcels(ParcelUnit):
     """A unit whose weights come from their owners parcel by parcel."""
 
     _buffers: list[Tensor]
@@ -168,11 +176,11 @@ class PulledParcels(_Unit):
 
     @cached_property
     def _views(self) -> _Views:
-        sending: dict[tuple[Part, ...], _Sent] = {}
+        sending: dict[tuple[Part, ...], SentPart] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
                 rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
-                sending[parcel.parts] = _Sent([], parcel.numel, rows)
+                sending[parcel.parts] = SentPart([], parcel.numel, rows)
             sending[parcel.parts].peers.append(parcel.destination)
         return _Views(
             copies=[
@@ -195,7 +203,7 @@ class PulledParcels(_Unit):
 
     def _of_shard(self, part: Part) -> Tensor:
         spec = self._spec(part)
-        return narrow_rows(self.weights.shards[spec.name].detach(), spec, *part.held)
+        return narrow_rows(self.weights.written(spec.name), spec, *part.held)
 
     def post(self) -> None:
         """Copy what is kept here, and post what travels."""
@@ -215,136 +223,12 @@ class PulledParcels(_Unit):
         arrived = zip(self.parcels.arriving, self._buffers, strict=True)
         parts = [part for parcel, buffer in arrived for part in parcel.split(buffer)]
         targets = self._views.targets
-        pairs = zip(parts, targets, strict=True)
-        parts = [part if to.ndim == 1 else part.view(to.shape) for part, to in pairs]
+        if not self._views.are_lines:
+            pairs = zip(parts, targets, strict=True)
+            parts = [part.view(target.shape) for part, target in pairs]
         if parts:
             torch._foreach_copy_(targets, parts)
         self._buffers = []
-
-
-class PushedParcels(_Unit):
-    """A unit whose gradients go to their owners parcel by parcel."""
-
-    _buffers: dict[int, Tensor]
-    _own: Mapping[int, list[Tensor]] = MappingProxyType({})
-    """The part that stays here of each gradient of which other rows have left, by parameter."""
-
-    @property
-    def leaving(self) -> set[str]:
-        """The parameters whose gradients leave this rank."""
-        return self._names(self.parcels.indices_leaving)
-
-    def post(self) -> None:
-        """Post the gradients that leave, which are final; others may not be here yet."""
-        rows: dict[int, list[Tensor]] = defaultdict(list)
-        self._own = {}
-        for index in self.parcels.indices_leaving:
-            own = self._own[index] = []
-            for owner, piece in self._shares[index].pieces():
-                (own if owner == self.store.global_rank else rows[owner]).append(piece)
-        sent = [
-            _Sent([parcel.destination], parcel.numel, rows[parcel.destination])
-            for parcel in self.parcels.leaving
-        ]
-        sources = [parcel.source for parcel in self.parcels.arriving]
-        self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
-
-    def wait(self) -> None:
-        """Wait for the other holders' gradients."""
-        self._wait_for_arrivals()
-
-    def sum(self) -> dict[str, Tensor]:
-        """Return the sums of what this rank keeps, in order of pipeline, then rank."""
-        if self.parcels.has_whole_slices:
-            return self._sum_whole_slices()
-        totals: dict[str, Tensor] = {}
-        for parcel in self.parcels.summed:
-            for part, piece in zip(parcel.parts, self._pieces(parcel), strict=True):
-                self._add(totals, part, piece)
-        return totals
-
-    @property
-    def _is_kept_twice(self) -> bool:
-        """Whether another rank must get the same sums, bit for bit.
-
-        Then this rank's gradients are rounded as those that travel are, and all are added to zeros,
-        or zero to the first, since 0 + -0 is 0.
-        """
-        return self.unit.kind.has_standbys
-
-    def _sum_whole_slices(self) -> dict[str, Tensor]:
-        """Sum slice by slice, in as few operations as there are holders."""
-        first, *others = self.parcels.summed
-        # Nobody else's in this iteration, so they become the sums themselves if dtypes allow.
-        pieces = zip(self._pieces(first), self._summed, strict=True)
-        totals = [
-            piece if piece.dtype is dtype else piece.to(dtype) for piece, (_, dtype, _) in pieces
-        ]
-        if self._is_kept_twice:
-            totals = list(torch._foreach_add(totals, 0.0))
-        for parcel in others:
-            torch._foreach_add_(totals, [*self._pieces(parcel)])
-        named = zip(self._summed, totals, strict=True)
-        return {name: total.view(shape) for (name, _, shape), total in named}
-
-    @cached_property
-    def _summed(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        """Names of whole slices, and the dtypes and shapes of their sums."""
-        names = [self._spec(part).name for part in self.parcels.summed[0].parts]
-        masters = [self.store.masters[name] for name in names]
-        return [
-            (name, _sum_dtype(master), master.shape)
-            for name, master in zip(names, masters, strict=True)
-        ]
-
-    def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
-        """Return a parcel's gradients, each in one dim; what has arrived is let go."""
-        if parcel.source != self.store.global_rank:
-            return parcel.split(self._buffers.pop(parcel.source))
-        own, self._own = self._own, MappingProxyType({})
-        pieces: list[Tensor] = []
-        for index in self.parcels.indices_kept:
-            pieces += own[index] if index in own else self._rows_kept(index)
-        if self._is_kept_twice:
-            pieces = [piece.to(self.options.dtype) for piece in pieces]
-        return pieces
-
-    def _rows_kept(self, index: int) -> list[Tensor]:
-        shares, rank = self._shares[index].pieces(), self.store.global_rank
-        return [piece for owner, piece in shares if owner == rank]
-
-    @cached_property
-    def _shares(self) -> dict[int, Shares]:
-        """How the gradient of each of this rank's weights falls to its owners, by parameter."""
-        found: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
-        for parcel in (*self.parcels.leaving, *self.parcels.kept):
-            for part in parcel.parts:
-                found[part.index].append((parcel.destination, part.held))
-        specs = self.unit.specs
-        return {
-            index: Shares.of(self.weights.shards[specs[index].name], specs[index], shares)
-            for index, shares in found.items()
-        }
-
-    def _add(self, totals: dict[str, Tensor], part: Part, piece: Tensor) -> None:
-        spec = self._spec(part)
-        if spec.name not in totals:
-            master = self.store.masters[spec.name]
-            dtype = _sum_dtype(master)
-            if part.is_whole_slice and not self._is_kept_twice:
-                # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
-                totals[spec.name] = piece.reshape(master.shape).to(dtype)
-                return
-            totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
-        total = totals[spec.name]
-        rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
-        rows += piece.reshape(rows.shape)
-
-
-def _sum_dtype(master: Tensor) -> torch.dtype:
-    if master.dtype is torch.float32:
-        return torch.float32
-    return torch.promote_types(master.dtype, torch.float32)
 
 
 def _in_line(rows: Tensor) -> Tensor:

@@ -88,8 +88,10 @@ class Pull:
         """Units whose sends may not have left yet."""
         self._seen: list[tuple[int, int]] = []
         """How the slices were when the last pull ended."""
-        self._arrived: dict[str, int] = {}
-        """How often each compute weight had been changed in place when it arrived."""
+        self._versions = _versions_of(weights.shards)
+        """How often each compute weight was changed in place; it never is again."""
+        self._is_marked = False
+        """Whether weights under way may wait by themselves."""
         self._num_started = 0
         self._arrived_bits: dict[str, int] | None = None
         """The compute weights' digests, in an iteration that looks for changes without version."""
@@ -118,7 +120,6 @@ class Pull:
         """
         self._check_unchanged()
         self._weights.take_in()
-        self._arrived = _versions_of(self._weights.shards)
         self._num_started += 1
         if self._stale is not None:
             self._post(self._stale)
@@ -126,7 +127,8 @@ class Pull:
             needed = self._stale or ()
         for index in needed:
             self.wait_unit(index)
-        for index, unit in (self._stale or {}).items():
+        self._is_marked = bool(self._posted)
+        for index, unit in (self._stale or {}).items() if self._posted else ():
             if unit in self._posted:
                 _mark(unit.arriving_weights.values(), partial(self.wait_unit, index))
         if is_looked_at(self._num_started):
@@ -171,9 +173,8 @@ class Pull:
             if pulled.travels:
                 with traced(f"pull.wait {index}"):
                     pulled.wait()
-        weights = pulled.arriving_weights
-        self._arrived |= _versions_of(weights)
-        _unmark(weights.values())
+        if self._is_marked:
+            _unmark(pulled.arriving_weights.values())
 
     def finish(self) -> None:
         """Wait for everything that is left, also for what other ranks fetch from here.
@@ -184,9 +185,10 @@ class Pull:
         if self._posted:
             for index in self._stale or ():
                 self.wait_unit(index)
+        self._is_marked = False
         versions = _versions_of(self._weights.shards)
-        if versions != self._arrived:
-            _refuse_changed_in_step(versions, self._arrived)
+        if versions != self._versions:
+            _refuse_changed_in_step(versions, self._versions)
         if self._arrived_bits is not None:
             bits = digests_of(self._weights.shards)
             if bits != self._arrived_bits:

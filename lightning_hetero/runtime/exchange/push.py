@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import traced
+from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.slices.host_memory import arrive_on_host, wait_for_device
 from lightning_hetero.runtime.slices.weights import ComputeWeights
@@ -98,19 +99,22 @@ class Push:
         while self._waiting and self._waiting[0] in self._ready:
             self._post(self._waiting.pop(0))
 
-    def finish(self) -> dict[str, Tensor]:
+    def finish(self) -> Sums:
         """Post what is left, wait, and return the summed gradient of each slice with rows."""
         self._post_rest()
         with traced("push.wait"):
             for unit in self._units.values():
                 unit.wait()
             self._options.side_stream.join(self._options.side_stream.mark())
-        totals: dict[str, Tensor] = {}
+        totals = Sums({}, [])
         store = self._weights.store
         for unit in self._here.values():
             sums = unit.sum()
-            # Unit by unit, so that the device never holds the sums of all.
-            totals |= sums if store.owned_device == store.device else arrive_on_host(sums)
+            if store.owned_device != store.device:
+                # Unit by unit, so that the device never holds the sums of all.
+                sums = Sums.of(arrive_on_host(sums.by_name))
+            totals.by_name.update(sums.by_name)
+            totals.memory.extend(sums.memory)
             unit.finish()
         if store.owned_device != store.device:
             wait_for_device(store.device)
@@ -121,9 +125,12 @@ class Push:
             self._post(self._waiting.pop(0))
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that this rank's backwards have made."""
-        shards = self._weights.shards.values()
-        return [shard.grad for shard in shards if shard.grad is not None]
+        """Return what this rank's backwards have made, in as few tensors as there are.
+
+        In training only, after the last of them.
+        """
+        self._options.side_stream.join(self._options.side_stream.mark())
+        return [gradient for unit in self._here.values() for gradient in unit.gradients()]
 
     def missing(self) -> list[str]:
         """Return the parameters for which this rank's backward made no gradient."""

@@ -20,9 +20,10 @@ from lightning_hetero.runtime.exchange.even import (
     GatheredUnit,
     ScatteredUnit,
 )
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, Sums
 from lightning_hetero.runtime.exchange.parcel_table import Parcels
-from lightning_hetero.runtime.exchange.parcels import PulledParcels, PushedParcels
+from lightning_hetero.runtime.exchange.parcels import PulledParcels
+from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
 __all__ = ["MOST_BY_MESSAGES", "PulledUnit", "PushedUnit", "Routes", "are_collective"]
@@ -70,6 +71,9 @@ class PushedUnit(Protocol):
     def leaving(self) -> set[str]:
         """The parameters whose gradients leave this rank."""
 
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank's backwards have made of it, in as few tensors as there are."""
+
     def post(self) -> None:
         """Post the gradients, which are final."""
 
@@ -79,7 +83,7 @@ class PushedUnit(Protocol):
     def finish(self) -> None:
         """Wait until what was sent has left."""
 
-    def sum(self) -> dict[str, Tensor]:
+    def sum(self) -> Sums:
         """Return the sums of what this rank owns, in order of pipeline, then rank."""
 
 

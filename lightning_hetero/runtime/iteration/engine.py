@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
-from lightning_hetero.models.batches import AssignedBatch, cut_batch, epoch_weight
+from lightning_hetero.models.batches import AssignedBatch, cut_batch
 from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
+from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
@@ -204,18 +205,18 @@ class Engine:
                     with traced(action), timed:
                         passes.run(action, step)
                         self.buffers.look()
-                results.finish(running.push.gradients(), is_cut=is_cut)
+                results.finish(running.push.gradients, is_cut=is_cut)
                 # Agree: what others must know leaves now, and is read after the push.
-                agreement = self._begin_agreement(key.phase, results, microbatches, passes)
+                agreement = self._begin_agreement(key.phase, results, passes)
                 # Push.
                 with self.clock.waiting():
                     running.pull.finish()
-                    gradients = running.push.finish() if is_training else {}
+                    sums = running.push.finish() if is_training else None
                     running.link.finish()
             with self.clock.waiting():
                 agreed = agreement.finish()
         self.buffers.settle(agreed.reports.buffers, self.plan)
-        loss = self._settle_training(gradients, agreed, batch, key) if is_training else None
+        loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
         self._late.judge(logged, partial(self.logs.check, entries))
         self.logs.replay(entries, logged, agreed.num_samples)
@@ -240,7 +241,6 @@ class Engine:
         self,
         phase: Phase,
         results: StepResults,
-        microbatches: Sequence[Any],
         passes: StagePasses,
     ) -> Agreement:
         """Tell the other ranks what happened here, without waiting for what they tell."""
@@ -248,7 +248,7 @@ class Engine:
         place, running = self.place, self.plans.running
         is_first = place is not None and place.stage_index == place.tp_rank == 0
         header = Header(
-            num_samples=sum(map(epoch_weight, microbatches)) if is_first else 0,
+            num_samples=results.epoch_weight if is_first else 0,
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
             is_leaving=self.is_leaving,
@@ -280,9 +280,7 @@ class Engine:
         """Whether this rank is the first of its tensor-parallel group, which all are alike."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _settle_training(
-        self, gradients: dict[str, Tensor], agreed: Agreed, batch: Any, key: IterationKey
-    ) -> Tensor:
+    def _settle_training(self, sums: Sums, agreed: Agreed, batch: Any, key: IterationKey) -> Tensor:
         """Keep what the optimizer may use of the summed gradients; returns the iteration's loss.
 
         Raises:
@@ -293,10 +291,10 @@ class Engine:
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:
             warnings.warn(GUESSED_LOSS, stacklevel=2)
-        kept = self.plans.running.used_somewhere(gradients, agreed.reports.num_missing)
+        kept = self.plans.running.used_somewhere(sums.by_name, agreed.reports.num_missing)
         scale, is_broken = (n.to(self.store.owned_device) for n in (loss.scale, loss.has_nonfinite))
-        if kept:
-            torch._foreach_mul_(list(kept.values()), scale)
+        if sums.memory:
+            torch._foreach_mul_(sums.memory, scale)
         self.gradients = self.store.as_masters(kept)
         self.gradients_are_finite = True
         # To leave a step out, the host must know before the step.

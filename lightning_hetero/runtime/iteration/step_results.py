@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.core.errors import BatchError, StepError
-from lightning_hetero.models.batches import count_samples
+from lightning_hetero.core.errors import StepError
+from lightning_hetero.models.batches import epoch_weight, sizes_of
 from lightning_hetero.runtime.results.appended_lists import AppendedLists, warn_of_numbers
 from lightning_hetero.runtime.results.iteration_loss import LossSums, has_nonfinite
 from lightning_hetero.runtime.results.log_entries import LogEntry
@@ -73,6 +73,9 @@ class StepResults:
         """The user's."""
         self.is_tried = make_trial is not None
         """Whether losses and their backward passes are tried in this iteration."""
+        self.epoch_weight = 0
+        """Of all micro-batches that have begun."""
+        self._sizes = (0, 0)
         self._logs = logs
         self._device = device
         self._loss_reduction = loss_reduction
@@ -81,10 +84,9 @@ class StepResults:
     def begin(self, microbatch: Any) -> LossWatch:
         """Look at the module before a step; returns what shall watch the step."""
         self.lists.begin()
-        try:
-            num_samples = count_samples(microbatch)
-        except BatchError:
-            num_samples = 0
+        self._sizes = sizes_of(microbatch)
+        num_samples = self._sizes[0]
+        self.epoch_weight += epoch_weight(microbatch, num_samples)
         make, self._make_trial = self._make_trial, None
         trial = None if make is None else make(microbatch, num_samples)
         return LossWatch(_buffers_of(self.module), num_samples, trial)
@@ -112,7 +114,7 @@ class StepResults:
         self._logs.keep_microbatch(weight, watch.reductions)
         rest = output if loss is None else _without_loss(output)
         appended = self.lists.take(after_layers=True)
-        self.records.append(StepRecord.of(rest, appended, microbatch, watch.reductions))
+        self.records.append(StepRecord.of(rest, appended, self._sizes, watch.reductions))
         watch.reductions.forget()
         if loss is None:
             return [], weight
@@ -124,15 +126,15 @@ class StepResults:
         is_known = not isinstance(judged.targets, Tensor) or judged.targets.device.type == "cpu"
         return [] if is_known and not judged.targets > 0 else [loss], weight.float()
 
-    def finish(self, gradients: Iterable[Tensor], *, is_cut: bool) -> None:
+    def finish(self, gradients: Callable[[], Iterable[Tensor]], *, is_cut: bool) -> None:
         """Look at what was made after the iteration's last action.
 
         Args:
-            gradients: What backward passes have made.
+            gradients: Returns what backward passes have made.
             is_cut: Whether the iteration has several micro-batches or ranks.
         """
         if self.is_training:
-            self.losses.has_nonfinite = has_nonfinite(gradients, self._device)
+            self.losses.has_nonfinite = has_nonfinite(gradients(), self._device)
         if is_cut:
             warn_of_numbers(self.lists.counted)
 

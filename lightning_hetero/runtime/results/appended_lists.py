@@ -33,13 +33,17 @@ class AppendedLists:
 
     def begin(self) -> None:
         """Look at the lists before a step."""
-        self._lengths = {path: len(items) for path, items in self._lists().items()}
+        names = self._names()
+        self._lengths = {path: len(items) for path, items in self._lists(names).items()}
         self._at_layers = None
-        self._numbers = dict(self._look_at_numbers())
+        self._numbers = dict(self._look_at_numbers(names))
 
-    def _look_at_numbers(self) -> Iterator[tuple[str, Any]]:
+    def _names(self) -> "_Attributes":
         attributes = self.module.__dict__
-        names = _attributes_of(attributes)
+        return _sorted_out(tuple(attributes), tuple(map(type, attributes.values())))
+
+    def _look_at_numbers(self, names: "_Attributes") -> Iterator[tuple[str, Any]]:
+        attributes = self.module.__dict__
         for name in names.dicts:
             items = attributes[name].items()
             yield from ((f"{name}[{key!r}]", n) for key, n in items if type(n) in (int, float))
@@ -50,8 +54,8 @@ class AppendedLists:
             elif not value.is_inference():
                 yield name, (id(value), value._version, value.numel() == 1)
 
-    def _changed(self) -> Iterator[str]:
-        for name, value in self._look_at_numbers():
+    def _changed(self, names: "_Attributes") -> Iterator[str]:
+        for name, value in self._look_at_numbers(names):
             before = self._numbers.get(name, value)
             # What took a tensor's place is a cache, such as a mask, unless it is one number.
             counts = not isinstance(value, tuple) or value[0] == before[0] or value[2]
@@ -80,7 +84,7 @@ class AppendedLists:
 
     def grown(self) -> dict[Path, int]:
         """Return how many items were appended to each list since."""
-        return self._growth(self._lists())
+        return self._growth(self._lists(self._names()))
 
     def _growth(self, lists: Mapping[Path, list[Any]]) -> dict[Path, int]:
         before, grown = self._lengths, dict[Path, int]()
@@ -96,20 +100,20 @@ class AppendedLists:
         Raises:
             StepError: See `pass_layer`.
         """
-        lists, taken = self._lists(), {}
+        names, taken = self._names(), dict[Path, list[Any]]()
+        lists = self._lists(names)
         grown = self._growth(lists)
         if not after_layers:
             self._check_layers(grown)
-        self.counted.update(self._changed())
+        self.counted.update(self._changed(names))
         for path, number in grown.items():
             taken[path] = lists[path][-number:]
             del lists[path][-number:]
         return taken
 
-    def _lists(self) -> dict[Path, list[Any]]:
+    def _lists(self, names: "_Attributes") -> dict[Path, list[Any]]:
         found: dict[Path, list[Any]] = {}
         attributes = self.module.__dict__
-        names = _attributes_of(attributes)
         for name in names.lists:
             value = found[(name,)] = attributes[name]
             if value and type(value[0]) is list:
@@ -127,10 +131,6 @@ class _Attributes(NamedTuple):
     dicts: tuple[str, ...]
     numbers: tuple[str, ...]
     """Numbers, and tensors."""
-
-
-def _attributes_of(attributes: Mapping[str, Any]) -> _Attributes:
-    return _sorted_out(tuple(attributes), tuple(map(type, attributes.values())))
 
 
 @lru_cache(maxsize=64)

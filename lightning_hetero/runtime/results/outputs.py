@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from lightning_hetero.core.errors import BatchError, StepError
+from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.models.batches import count_samples
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.number_kinds import JOINABLE, Kind, join_values
 from lightning_hetero.runtime.results.reductions import Reductions
@@ -101,7 +100,7 @@ class StepRecord:
         cls,
         output: Any,
         appended: dict[Path, list[Any]],
-        microbatch: Any,
+        sizes: tuple[int, ...],
         reductions: Reductions,
     ) -> "StepRecord":
         """Take what a step returned and appended, with what is known of its numbers."""
@@ -116,11 +115,7 @@ class StepRecord:
         is_nothing = output is None or (isinstance(output, dict) and not output)
         if appended or not is_nothing:
             output, appended = _map(mark, (output, appended))
-        try:
-            samples = count_samples(microbatch)
-        except BatchError:
-            samples = 0
-        return cls(output, appended, (samples, int(getattr(microbatch, "num_tokens", samples))))
+        return cls(output, appended, sizes)
 
     @property
     def is_empty(self) -> bool:

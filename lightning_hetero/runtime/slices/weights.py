@@ -219,6 +219,8 @@ class ComputeWeights:
         """Weights that tensor parallelism has cut; their modules compute with them."""
         self._homes = {name: master.data for name, master in store.masters.items()}
         self._addresses = [home.data_ptr() for home in self._homes.values()]
+        self._gradient_dtype: torch.dtype | None = None
+        """In which gradients are summed."""
         self._replaced: dict[str, Tensor] = {}
         """The memory of slices that lie elsewhere, outside of iterations."""
         self._places = [
@@ -265,6 +267,10 @@ class ComputeWeights:
         local = local_rows(self.intervals[name], start, stop)
         assert local is not None, f"rows {start}-{stop} of {name} are not held here"
         return narrow_rows(self.shards[name].detach(), self.store.specs[name], *local)
+
+    def written(self, name: str) -> Tensor:
+        """Return this rank's shard as a pull writes it: that counts as no change of the weight."""
+        return self.shards[name].data
 
     @contextmanager
     def in_module(self) -> Iterator[None]:
@@ -317,8 +323,11 @@ class ComputeWeights:
         """Forget the gradients of the last iteration; the next one's are summed in `dtype`."""
         for shard in self.shards.values():
             shard.grad = None
-            if shard.requires_grad and shard.grad_dtype != dtype:
-                shard.grad_dtype = dtype
+        if dtype is not self._gradient_dtype:
+            self._gradient_dtype = dtype
+            for shard in self.shards.values():
+                if shard.requires_grad:
+                    shard.grad_dtype = dtype
 
     def release(self) -> None:
         """Give slices that are views of the compute weights memory of their own again."""

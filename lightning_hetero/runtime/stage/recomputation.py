@@ -61,9 +61,9 @@ class Recomputation:
         """
         if not torch.is_grad_enabled():
             return call.run()
-        is_plain = _saving_hooks() is None
-        if self.measured is not None and self.measured.index == call.index and is_plain:
-            return _measure(self.measured, call, layer, hidden)
+        measured = self.measured
+        if measured is not None and measured.index == call.index and _saving_hooks() is None:
+            return _measure(measured, call, layer, hidden)
         is_whole = call.index in self.layers
         if not (is_whole or call.index in self.selective) or _is_checkpointed():
             return call.run()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.models.batches import cut_batch
+from lightning_hetero.models.batches import cut_batch, sizes_of
 from lightning_hetero.runtime.results import outputs
 from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
 from lightning_hetero.runtime.results.targets import LossWatch
@@ -43,7 +43,7 @@ def joined(step: Any, *cuts: int) -> Any:
     for start, stop in pairwise(ends):
         with LossWatch() as watch:
             output = step(ROWS[start:stop])
-        records.append(StepRecord.of(output, {}, ROWS[start:stop], watch.reductions))
+        records.append(StepRecord.of(output, {}, sizes_of(ROWS[start:stop]), watch.reductions))
     return join_outputs(records)
 
 
@@ -52,7 +52,7 @@ def joined(step: Any, *cuts: int) -> Any:
 def test_joining_undoes_cutting(num_samples: int, num_microbatches: int) -> None:
     batch = {"a": torch.arange(num_samples), "b": (torch.rand(num_samples, 2),)}
     parts = cut_batch(batch, num_microbatches)
-    found = join_outputs([StepRecord.of(p, {}, p, LossWatch().reductions) for p in parts])
+    found = join_outputs([StepRecord.of(p, {}, sizes_of(p), LossWatch().reductions) for p in parts])
     assert torch.equal(found["a"], batch["a"])
     assert torch.equal(found["b"][0], batch["b"][0])
 

@@ -1,0 +1,217 @@
+"""Gradients on their way to their owners, and the sums that owners make of them."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.runtime.exchange.messages import Sums
+from lightning_hetero.runtime.exchange.parcel_table import Parcel, Part
+from lightning_hetero.runtime.exchange.parcels import ParcelUnit, SentPart
+from lightning_hetero.runtime.exchange.shares import GradientLine, Shares
+from lightning_hetero.runtime.slices.weights import narrow_rows
+
+if TYPE_CHECKING:
+    from lightning_hetero.core.slices import Interval
+
+__all__ = ["PushedParcels"]
+
+
+class _Slices(NamedTuple):
+    """Slices that are summed as wholes."""
+
+    names: list[str]
+    shapes: list[torch.Size]
+    dtype: torch.dtype
+    """Of their sums."""
+
+
+class PushedParcels(ParcelUnit):
+    """A unit whose gradients go to their owners parcel by parcel."""
+
+    _buffers: dict[int, Tensor]
+    """What has arrived, by source."""
+    _parts: Mapping[int, Tensor] = MappingProxyType({})
+    """What goes through a line, by destination."""
+    _own: Mapping[int, list[Tensor]] = MappingProxyType({})
+    """The part that stays here of each gradient of which other rows have left, by parameter."""
+
+    @property
+    def leaving(self) -> set[str]:
+        """The parameters whose gradients leave this rank."""
+        return self._names(self.parcels.indices_leaving)
+
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank's backwards have made of it, in as few tensors as there are."""
+        if self._line is not None:
+            return [*self._go_through(self._line).values()]
+        return [item.grad for item in self._held.values() if item.grad is not None]
+
+    def post(self) -> None:
+        """Post the gradients that leave, which are final; others may not be here yet."""
+        rows: Mapping[int, list[Tensor]] = {}
+        if self.parcels.leaving and self._line is not None:
+            rows = {peer: [part] for peer, part in self._go_through(self._line).items()}
+        elif self.parcels.leaving:
+            rows = self._share_out()
+        sent = [
+            SentPart([parcel.destination], parcel.numel, rows[parcel.destination])
+            for parcel in self.parcels.leaving
+        ]
+        sources = [parcel.source for parcel in self.parcels.arriving]
+        self._buffers = dict(zip(sources, self._exchange(sent), strict=True))
+
+    def _packed(self, rows: Sequence[Tensor]) -> Tensor:
+        # What has gone through a line is nobody else's.
+        is_packed = self._line is not None and [row.dtype for row in rows] == [self.options.dtype]
+        return rows[0] if is_packed else super()._packed(rows)
+
+    def _share_out(self) -> Mapping[int, list[Tensor]]:
+        """Return what leaves, by owner; the rest of the same gradients is kept."""
+        rows: dict[int, list[Tensor]] = defaultdict(list)
+        self._own = {}
+        for index in self.parcels.indices_leaving:
+            own = self._own[index] = []
+            for owner, piece in self._shares[index].pieces():
+                (own if owner == self.store.global_rank else rows[owner]).append(piece)
+        return rows
+
+    def wait(self) -> None:
+        """Wait for the other holders' gradients."""
+        self._wait_for_arrivals()
+
+    def sum(self) -> Sums:
+        """Return the sums of what this rank keeps, in order of pipeline, then rank."""
+        if self._slices is not None:
+            return self._sum_slices(self._slices)
+        totals: dict[str, Tensor] = {}
+        for parcel in self.parcels.summed:
+            for part, piece in zip(parcel.parts, self._pieces(parcel), strict=True):
+                self._add(totals, part, piece)
+        return Sums.of(totals)
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        super().finish()
+        self._parts = MappingProxyType({})
+
+    @property
+    def _is_kept_twice(self) -> bool:
+        """Whether another rank must get the same sums, bit for bit.
+
+        Then this rank's gradients are rounded as those that travel are, and all are added to zeros,
+        or zero to the first, since 0 + -0 is 0.
+        """
+        return self.unit.kind.has_standbys
+
+    def _sum_slices(self, slices: _Slices) -> Sums:
+        """Sum whole slices, in as few operations as there are holders."""
+        first, *others = self.parcels.summed
+        # Nobody else's in this iteration, so they become the sums themselves if their dtype allows.
+        totals = [item.to(slices.dtype) for item in self._lines(first)]
+        if self._is_kept_twice:
+            totals = list(torch._foreach_add(totals, 0.0))
+        for parcel in others:
+            torch._foreach_add_(totals, [*self._lines(parcel)])
+        pieces = totals if self._line is None else first.split(totals[0])
+        items = zip(slices.names, pieces, slices.shapes, strict=True)
+        return Sums({name: piece.view(shape) for name, piece, shape in items}, totals)
+
+    @cached_property
+    def _slices(self) -> _Slices | None:
+        """What is summed if that are whole slices of the same parameters, in one dtype."""
+        if not self.parcels.has_whole_slices:
+            return None
+        names = [self._spec(part).name for part in self.parcels.summed[0].parts]
+        masters = [self.store.masters[name] for name in names]
+        dtypes = set(map(_sum_dtype, masters))
+        shapes = [master.shape for master in masters]
+        return _Slices(names, shapes, dtypes.pop()) if len(dtypes) == 1 else None
+
+    def _lines(self, parcel: Parcel) -> Sequence[Tensor]:
+        """Return a parcel's gradients: in one tensor if they go through a line, else in pieces."""
+        line = None if self._line is None else self._flat(parcel)
+        return self._pieces(parcel) if line is None else [line]
+
+    def _flat(self, parcel: Parcel) -> Tensor | None:
+        """Return a parcel's gradients in one tensor; None of this rank's own without a line."""
+        if parcel.source != self.store.global_rank:
+            return self._buffers.pop(parcel.source)  # So that it is let go.
+        if self._line is None:
+            return None
+        own = self._go_through(self._line)[parcel.destination]
+        return own.to(self.options.dtype) if self._is_kept_twice else own
+
+    def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
+        """Return a parcel's gradients, each in one dim."""
+        line = self._flat(parcel)
+        if line is not None:
+            return parcel.split(line)
+        own, self._own = self._own, MappingProxyType({})
+        pieces: list[Tensor] = []
+        for index in self.parcels.indices_kept:
+            pieces += own[index] if index in own else self._rows_kept(index)
+        if self._is_kept_twice:
+            pieces = [piece.to(self.options.dtype) for piece in pieces]
+        return pieces
+
+    def _rows_kept(self, index: int) -> list[Tensor]:
+        shares, rank = self._shares[index].pieces(), self.store.global_rank
+        return [piece for owner, piece in shares if owner == rank]
+
+    @cached_property
+    def _held(self) -> dict[int, nn.Parameter]:
+        """The weights whose gradients leave or stay, by parameter."""
+        indices = {*self.parcels.indices_leaving, *self.parcels.indices_kept}
+        return {i: self.weights.shards[self.unit.specs[i].name] for i in sorted(indices)}
+
+    @cached_property
+    def _line(self) -> GradientLine | None:
+        """Through which all gradients go; None if they are large, or some may be late for it."""
+        leaving, kept = set(self.parcels.indices_leaving), set(self.parcels.indices_kept)
+        if not GradientLine.fits(self._held.values()) or (leaving and kept - leaving):
+            return None
+        parcels = (*self.parcels.leaving, *self.parcels.kept)
+        return GradientLine(self._held, self.unit.specs, parcels)
+
+    def _go_through(self, line: GradientLine) -> Mapping[int, Tensor]:
+        """Return what goes to each destination, once gradients are final."""
+        self._parts = self._parts or line.parts()
+        return self._parts
+
+    @cached_property
+    def _shares(self) -> dict[int, Shares]:
+        """How the gradient of each of this rank's weights falls to its owners, by parameter."""
+        found: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
+        for parcel in (*self.parcels.leaving, *self.parcels.kept):
+            for part in parcel.parts:
+                found[part.index].append((parcel.destination, part.held))
+        specs = self.unit.specs
+        return {
+            index: Shares.of(self.weights.shards[specs[index].name], specs[index], shares)
+            for index, shares in found.items()
+        }
+
+    def _add(self, totals: dict[str, Tensor], part: Part, piece: Tensor) -> None:
+        spec = self._spec(part)
+        if spec.name not in totals:
+            master = self.store.masters[spec.name]
+            dtype = _sum_dtype(master)
+            if part.is_whole_slice and not self._is_kept_twice:
+                # Nobody else's in this iteration, so it becomes the sum itself if its dtype allows.
+                totals[spec.name] = piece.reshape(master.shape).to(dtype)
+                return
+            totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
+        total = totals[spec.name]
+        rows = total if part.is_whole_slice else narrow_rows(total, spec, *part.owned)
+        rows += piece.reshape(rows.shape)
+
+
+def _sum_dtype(master: Tensor) -> torch.dtype:
+    if master.dtype is torch.float32:
+        return torch.float32
+    return torch.promote_types(master.dtype, torch.float32)
