@@ -30,7 +30,7 @@ from lightning_hetero.planner import CandidatePlans
 from lightning_hetero.planner.contingency import PlanBasis, Task
 from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.iteration.config import OwnedDevice
-from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
@@ -150,7 +150,7 @@ def find_sizes(trainer: pl.Trainer) -> BatchSizes:
     # Nothing public holds the loader before the first epoch.
     loader = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    with preserved_random_state():
+    with PreservedRandomState():
         return find_batch_sizes([loader, datamodule, trainer.lightning_module])
 
 

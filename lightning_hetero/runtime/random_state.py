@@ -2,8 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "PreservedRandomState",
     "RandomState",
     "TorchState",
-    "preserved_random_state",
     "seed_everything",
     "seed_of",
     "seed_torch",
@@ -103,13 +102,14 @@ class RandomState(NamedTuple):
         random.setstate(self.python)
 
 
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Leave the generators of torch, NumPy and Python as they were found."""
-    python, numpy, of_torch = random.getstate(), np.random.get_state(), TorchState.now()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        of_torch.put_back()
+class PreservedRandomState:
+    """Leaves the generators of torch, NumPy and Python as they were found before this context."""
+
+    def __enter__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._torch = TorchState.now()
+
+    def __exit__(self, *_: object) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        self._torch.put_back()

@@ -6,7 +6,7 @@ are needed here are listed in the docstring of `lightning_hetero.strategy`.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +33,7 @@ from lightning_hetero.strategy.devices import device_of
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
-from lightning_hetero.strategy.steps import Steps, epoch_to_load
+from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained
 
 if TYPE_CHECKING:
     from lightning_hetero.autoplan.out_of_memory import MemoryWatch
@@ -241,12 +241,14 @@ class HookedStrategy(ParallelStrategy):
         assert self._steps is not None
         is_end = self._trainer.is_last_batch or not (self.has_trained or self._slices.knows_uses)
         is_seen = is_end or is_looked_at(self._trainer.fit_loop.batch_idx + 1)
-        with self._iterating(trains=True, is_looked_at=is_seen):
+        self._slices.begin_iteration(trains=True)
+        with self._explained(trains=True):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
-            self.has_trained = True
-            return trained
+        self.has_trained = True
+        self._slices.end_iteration(trains=True, is_looked_at=is_seen)
+        return trained
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,19 +265,15 @@ class HookedStrategy(ParallelStrategy):
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
         assert self._steps is not None
-        with self._iterating(trains=False):
-            return self._steps.evaluate(*args, of_pipeline=of_pipeline)
+        self._slices.begin_iteration(trains=False)
+        with self._explained(trains=False):
+            output = self._steps.evaluate(*args, of_pipeline=of_pipeline)
+        self._slices.end_iteration(trains=False)
+        return output
 
-    @contextmanager
-    def _iterating(self, *, trains: bool, is_looked_at: bool = False) -> Iterator[None]:
-        """Tell the others if this rank fails, and what fills its device if its memory runs out."""
+    def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
-        with (
-            self._slices.in_iteration(trains=trains, is_looked_at=is_looked_at),
-            self._processes.watching(),
-            self.memory.explaining(trains=trains),
-        ):
-            yield
+        return explained(self._processes, self.memory, self._module, trains=trains)
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum where the slices are; ranks reduce on their devices."""
@@ -289,8 +287,10 @@ class HookedStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._slices.optimizer_step():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._slices.refusing_norms:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._slices.note_step()
+        return result
 
     @override
     def on_train_start(self) -> None:

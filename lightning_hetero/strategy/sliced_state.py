@@ -3,8 +3,8 @@
 Files are those that plain Lightning reads, whatever plan cut the parameters.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,7 +42,7 @@ from lightning_hetero.runtime.slices.state import (
     whole_module_state,
 )
 from lightning_hetero.runtime.slices.step_trial import check_steps_alike
-from lightning_hetero.runtime.slices.whole_tensors import check_optimizers, no_norm_of_slices
+from lightning_hetero.runtime.slices.whole_tensors import NoNorms, check_optimizers
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
 if TYPE_CHECKING:
@@ -82,6 +82,10 @@ class SlicedState:
         """Compares slices with their standbys while it trains."""
         self._uses: SliceUses | None = None
         """Watches what hooks make of slices."""
+        self._were_watched = False
+        """Whether it did so before the iteration that runs."""
+        self.refusing_norms: AbstractContextManager[Any] = nullcontext()
+        """For optimizers' steps, whose hooks must not take norms of slices."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, Awaited]] = []
@@ -116,6 +120,7 @@ class SlicedState:
         is_whole = engine.comms.world_size == 2 and engine.store.has_standbys
         others_lack = self._several and not is_whole
         self._uses = SliceUses(engine.store, others_lack=others_lack)
+        self.refusing_norms = NoNorms(engine.store) if self._several else nullcontext()
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
         """Let whole states be loaded, and cut what callbacks have copied."""
@@ -172,18 +177,19 @@ class SlicedState:
 
     # -- what hooks make of slices --------------------------------------------------------------
 
-    @contextmanager
-    def in_iteration(self, *, trains: bool, is_looked_at: bool) -> Iterator[None]:
-        """Leave an iteration alone, and watch uses of slices behind it if that is looked at."""
-        was_watched = self._uses is not None and self._uses.stop()
-        if was_watched and trains and self._uses is not None:
+    def begin_iteration(self, *, trains: bool) -> None:
+        """Leave an iteration alone."""
+        self._were_watched = self._uses is not None and self._uses.stop()
+        if self._were_watched and trains and self._uses is not None:
             # With fewer ranks more is allowed.
             self.knows_uses |= self._uses.others_lack
-        yield
+
+    def end_iteration(self, *, trains: bool, is_looked_at: bool = False) -> None:
+        """Watch uses of slices behind an iteration if that is looked at."""
         if self._uses is not None:
             if trains:
                 self._uses.is_behind_step = True
-            if (is_looked_at or self._uses.tells_sizes) if trains else was_watched:
+            if (is_looked_at or self._uses.tells_sizes) if trains else self._were_watched:
                 self._uses.start()
 
     def watch_uses(self) -> None:
@@ -200,6 +206,7 @@ class SlicedState:
         if self._uses is not None:
             self._uses.stop()
             self._uses = None
+        self.refusing_norms = nullcontext()
 
     # -- weights that the engine must pull again ------------------------------------------------
 
@@ -281,11 +288,8 @@ class SlicedState:
         owned = [store.owned_parts(names[item], grad) for item, grad in gradients.items()]
         return [part for parts in owned for part in parts]
 
-    @contextmanager
-    def optimizer_step(self) -> Iterator[None]:
-        """Let an optimizer change the slices."""
-        with no_norm_of_slices(self._running.store) if self._several else nullcontext():
-            yield
+    def note_step(self) -> None:
+        """Take note that an optimizer has changed the slices."""
         if self._uses is not None:
             self._uses.return_to_hooks()
         self._running.mark_weights_stale(only_trainable=True)

@@ -1,6 +1,7 @@
 """Run an iteration of the engine for each of Lightning's steps, under the plan of its batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import RunningStage
 
+from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.dealer import Dealer
 from lightning_hetero.models.batches import AssignedBatch, fingerprint_of, tensors_of
@@ -17,8 +19,9 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
+from lightning_hetero.strategy.processes import Processes
 
-__all__ = ["Steps", "epoch_to_load"]
+__all__ = ["Steps", "epoch_to_load", "explained"]
 
 _PHASES = {
     RunningStage.TRAINING: Phase.TRAIN,
@@ -82,8 +85,7 @@ class Steps:
             return self._module.training_step(microbatch, *args, **kwargs)
 
         self._batches.check_unchanged()
-        with explain_unknown_rows(self._module):
-            loss, records = self._engine.run(step, batch, self._key(args))
+        loss, records = self._engine.run(step, batch, self._key(args))
         return {"loss": loss, **(self._leave_behind(records) or {})}
 
     def evaluate(
@@ -106,10 +108,9 @@ class Steps:
         """
         self._batches.check_unchanged()
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
-        with explain_unknown_rows(self._module):
-            _, records = self._engine.run(
-                lambda microbatch: step(microbatch, *args, **kwargs), batch, self._key(args)
-            )
+        _, records = self._engine.run(
+            lambda microbatch: step(microbatch, *args, **kwargs), batch, self._key(args)
+        )
         return self._leave_behind(records, of_pipeline=of_pipeline)
 
     def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
@@ -127,6 +128,19 @@ class Steps:
         assert stage is not None
         batch_idx = args[0] if args and isinstance(args[0], int) else 0
         return IterationKey(phase=_PHASES[stage], epoch=trainer.current_epoch, batch_idx=batch_idx)
+
+
+@contextmanager
+def explained(
+    processes: Processes, memory: MemoryWatch, module: pl.LightningModule, *, trains: bool
+) -> Iterator[None]:
+    """Tell the others if this rank fails in an iteration, and why: what fills its device, say."""
+    try:
+        yield
+    except Exception:
+        # Entered here only, for each of them would cost every iteration some microseconds.
+        with processes.watching(), memory.explaining(trains=trains), explain_unknown_rows(module):
+            raise
 
 
 def epoch_to_load(trainer: pl.Trainer) -> int:

@@ -132,7 +132,7 @@ def without_waits() -> Iterator[None]:
             yield
 
     def forget(unit: Any) -> None:
-        unit._sends, unit._kept = [], []
+        unit._sends, unit._kept, unit._parts = [], [], {}
 
     with (
         mock.patch.object(SideStream, "after_compute", beside_compute),

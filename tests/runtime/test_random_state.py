@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
+from lightning_hetero.runtime.random_state import PreservedRandomState, seed_of
 
 
 def test_seeds_depend_on_every_part_and_their_order() -> None:
@@ -22,6 +22,6 @@ def test_generators_are_left_as_they_were_found() -> None:
     expected = draw()
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(4)
-    with preserved_random_state():
+    with PreservedRandomState():
         draw()
     assert draw() == expected

@@ -168,8 +168,8 @@ def test_what_first_steps_are_watched_for_is_known_to_later_generations(
     # What two ranks with standbys may do, because each has all, isn't known of more.
     for others_lack in (False, True):
         slices._uses = mock.Mock(stop=lambda: True, others_lack=others_lack)
-        with slices.in_iteration(trains=True, is_looked_at=False):
-            assert slices.knows_uses is others_lack
+        slices.begin_iteration(trains=True)
+        assert slices.knows_uses is others_lack
     slices.await_recovery()
     engine = begin()
     assert not engine.loss_trials.begin(5)

@@ -8,10 +8,10 @@ Floor: with D equal pipelines of stage bytes S each rank sends S·(D-1)/D and re
 push and for pull. Receive buffers take the same memory while the exchange lasts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ __all__ = [
     "split_works",
     "wait_for_all",
 ]
+
+
+_SAME_STREAM = nullcontext()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -53,15 +56,12 @@ class SideStream:
         if has_streams(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Enqueue here, after everything that the current stream has been given so far."""
+    def after_compute(self) -> AbstractContextManager[Any]:
+        """Enqueue inside this context, after everything that the current stream has been given."""
         if self._stream is None:
-            yield
-            return
+            return _SAME_STREAM
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
         """Return the end of what has been enqueued here so far."""

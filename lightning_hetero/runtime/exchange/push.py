@@ -7,8 +7,7 @@ the result is the same bit for bit on every run. A `torch.profiler` trace shows 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -25,9 +24,9 @@ __all__ = ["Push"]
 class Push:
     """Send gradients to the owners of slices, a unit as soon as its last backward has ended.
 
-    Called by every rank once per training iteration: `start`, the last backward pass inside of
-    `last_backward`, `finish`. Units leave in one global order, descending, whatever the order in
-    which they become ready.
+    Called by every rank once per training iteration: `start`, the last backward pass between
+    `begin_last_backward` and `end_last_backward`, `finish`. Units leave in one global order,
+    descending, whatever the order in which they become ready.
     """
 
     def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
@@ -83,14 +82,13 @@ class Push:
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
-    @contextmanager
-    def last_backward(self) -> Iterator[None]:
-        """Post each unit as soon as its gradients are final, in the backward pass inside."""
+    def begin_last_backward(self) -> None:
+        """Post each unit as soon as its gradients are final, from now on."""
         self._awaited = {unit: set(names) for unit, names in self._counted.items()}
-        try:
-            yield
-        finally:
-            self._awaited = None
+
+    def end_last_backward(self) -> None:
+        """Post the units that are left."""
+        self._awaited = None
         self._post_rest()
 
     def unit_ready(self, unit: int) -> None:

@@ -2,7 +2,7 @@
 
 Every rank gives a row: a few integers (did anything change?) and sums (loss, target tokens, logged
 values). Rows go up a tree and all of them down again (see `ranks.tree`): at any number of ranks a
-rank has at most 18 messages, in about 2 log₈ n steps, and n rows of 8·(13 + 5 per logged value)
+rank has at most 18 messages, in about 2 log₈ n steps, and n rows of 8·(10 + 5 per logged value)
 bytes come in. A row is sent as soon as the rank's schedule ends and read after the push, so it
 costs little wait of its own. Objects travel only when ranks report what they haven't before. On an
 accelerator the sums are gathered there, apart from the integers, so nothing waits for the device.
@@ -29,12 +29,14 @@ from lightning_hetero.runtime.results.number_kinds import Kind
 
 __all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
 
-_NUM_INTEGERS = 8
+_NUM_INTEGERS = 5
 _BITS = {Kind.MEAN: 1, Kind.SUM: 2, Kind.UNKNOWN: 4, Kind.MIXED: 8, Kind.TOGETHER: 16}
 _KINDS = [
     frozenset(kind for kind, bit in _BITS.items() if bits & bit) for bits in range(2 ** len(_BITS))
 ]
 """Kinds by the sum of their bits."""
+_LEAVES, _SEES_GUESTS, _RETURNS = (len(_KINDS) << place for place in range(3))
+"""Bits beside those of kinds."""
 _MAX_KNOWN = 64
 
 
@@ -93,6 +95,13 @@ class Header:
     returns: bool
     """Whether this rank's steps returned, or appended, what other ranks must get."""
 
+    @property
+    def bits(self) -> int:
+        """All that is yes or no, in one number."""
+        kinds = sum(_BITS[kind] for kind in self.loss_kinds)
+        flags = self.is_leaving * _LEAVES | self.sees_guests * _SEES_GUESTS
+        return kinds | flags | self.returns * _RETURNS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
@@ -150,10 +159,7 @@ class Agreement:
             header.num_samples,
             header.pipeline_index,
             header.fingerprint,
-            header.is_leaving,
-            header.sees_guests,
-            sum(_BITS[kind] for kind in header.loss_kinds),
-            header.returns,
+            header.bits,
         ]
         integers = torch.tensor(numbers, dtype=torch.float64)
         sums = sums_of(self._entries)
@@ -173,9 +179,7 @@ class Agreement:
         rows = self._tree.share(self._going_up)
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
-        digests, num_samples, pipelines, fingerprints, is_leaving, guests, kinds, returns = (
-            integers.T
-        )
+        digests, num_samples, pipelines, fingerprints, bits = integers.T
         if pipelines.tobytes() != self._pipelines:
             self._pipelines, self._first_ranks = pipelines.tobytes(), _first_ranks(pipelines)
         _check_fingerprints(pipelines, fingerprints, self._first_ranks)
@@ -184,13 +188,15 @@ class Agreement:
             self._entries = reports.entries
             sums = self._gather(self._sums_of(reports.entries))
         del self._sums_of  # It holds the iteration, and that holds the plan's weights.
+        any_bits = int(np.bitwise_or.reduce(bits))
+        leaving = (bits & _LEAVES).nonzero()[0].tolist() if any_bits & _LEAVES else ()
         return Agreed(
             reports=reports,
             num_samples=int(num_samples.sum()),
-            leaving=frozenset(is_leaving.nonzero()[0].tolist()),
-            has_guests=bool(guests.any()),
-            loss_kinds=_KINDS[int(np.bitwise_or.reduce(kinds))],
-            returns=bool(returns.any()),
+            leaving=frozenset(leaving),
+            has_guests=bool(any_bits & _SEES_GUESTS),
+            loss_kinds=_KINDS[any_bits % len(_KINDS)],
+            returns=bool(any_bits & _RETURNS),
             sums=sums,
         )
 

@@ -38,7 +38,7 @@ from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.runtime.iteration.recomputation_choice import RecomputationChoice
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from lightning_hetero.runtime.iteration.step_results import StepResults
-from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.meeting import check_alike
 from lightning_hetero.runtime.results.iteration_loss import (
@@ -120,6 +120,7 @@ class Engine:
             clock=clock,
             dtype=config.compute_dtype,
             exchange=config.exchange,
+            num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )
         """The plan that runs, made ready."""
@@ -189,10 +190,10 @@ class Engine:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
         with self.clock.iteration():
             with (
-                preserved_random_state(),
+                PreservedRandomState(),
                 self.logs.recording(is_cut=is_cut, is_last=running.link.following is None),
-                running.weights.in_module(),
-                self._calls.allowed(),
+                running.weights,
+                self._calls,
             ):
                 # Pull. What lies outside the layers may be read at once, before or after them.
                 running.pull.start(needed=(-1, self.layout.num_layers))
@@ -373,7 +374,7 @@ class Engine:
     @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Micro-batches of each pipeline in a full iteration."""
-        return self.plan.count_microbatches(self.config.num_microbatches)
+        return self.plans.running.num_microbatches
 
     def reseed(self, seed: int) -> None:
         """Draw the random numbers of another seed from now on; called by every rank alike."""

@@ -1,7 +1,6 @@
 """Run forward and backward passes on one stage: the user's step forward, autograd backward."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,15 +158,15 @@ class StagePasses:
             gradients = [*link.receive_gradient(index)]
         # Within older checkpoints a weight gets its gradient in parts, and none says it's the last.
         is_last = index + 1 == len(self._microbatches) and not held.forward.is_reentrant
-        with (
-            self._running.push.last_backward() if is_last else nullcontext(),
-            self._boundary.backward_of(held.forward),
-        ):
-            if held.outputs:
-                if self._results.is_tried and not self._has_run_backward:
-                    trying_functions(held.outputs)
-                self._has_run_backward = True
-                torch.autograd.backward(held.outputs, gradients)
+        if is_last:
+            self._running.push.begin_last_backward()
+        if held.outputs:
+            if self._results.is_tried and not self._has_run_backward:
+                trying_functions(held.outputs)
+            self._has_run_backward = True
+            self._boundary.run_backward(held.forward, held.outputs, gradients)
+        if is_last:
+            self._running.push.end_last_backward()
         if link.previous is not None:
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]

@@ -43,6 +43,8 @@ class RecomputationChoice:
         """This rank's counts of this iteration, for its report."""
         self._options = options
         self._known: dict[int, LayerBytes] = {}
+        self._last: tuple[StagePlan, Recomputation] | None = None
+        """The stage that ran last, where nothing is decided anew for each iteration."""
 
     def of(
         self, stage: StagePlan | None, microbatches: Sequence[Any], schedule: tuple[Action, ...]
@@ -59,11 +61,14 @@ class RecomputationChoice:
         """
         if stage is None:
             return [Recomputation() for _ in microbatches]
+        if self._last is not None and self._last[0] is stage:
+            return [self._last[1]] * len(microbatches)
         budget = stage.activation_budget_bytes
         if not is_said(stage):
             budget = self._options.activation_budget_bytes
         if budget is None:
-            return [self._fixed(stage)] * len(microbatches)
+            self._last = stage, self._fixed(stage)
+            return [self._last[1]] * len(microbatches)
         tokens = [_count_tokens(microbatch) for microbatch in microbatches]
         window = _Budget(stage, budget, tokens, schedule)
         layer, num_layers = self._known.get(stage.tp_degree), len(stage.layers)

@@ -55,6 +55,8 @@ class RunningPlan:
     link: ActivationLink
     shares_memory: bool
     """Whether slices may be views of the weights, see `ComputeWeights`."""
+    num_microbatches: tuple[int, ...]
+    """Micro-batches of each pipeline in a full iteration."""
     reads: set[str] | None = None
     """Parameters outside the layers that this iteration used; None if that isn't watched."""
     num_in_flight: int = 0
@@ -117,6 +119,7 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
+        num_microbatches: Of pipelines for which a plan names no number.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
@@ -129,9 +132,11 @@ class PlanSwitch:
         clock: ComputeClock,
         dtype: torch.dtype,
         exchange: ExchangeKind,
+        num_microbatches: int,
         tensor_parallel: TensorParallel | None,
     ) -> None:
         self._store = store
+        self._num_microbatches = num_microbatches
         # One for all plans: torch has 32 of them, and then two plans' would be the same by chance.
         self._side_stream = SideStream(store.device)
         self._comms = comms
@@ -322,4 +327,5 @@ class PlanSwitch:
                 clock=self._clock,
             ),
             shares_memory=shares_memory,
+            num_microbatches=plan.count_microbatches(self._num_microbatches),
         )

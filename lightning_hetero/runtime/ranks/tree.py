@@ -80,8 +80,10 @@ class RowsGoingUp:
     def __init__(self, tree: RankTree, row: Tensor) -> None:
         self._tree = tree
         first = tree.subtree.start
-        self._rows = row.new_empty(len(tree.subtree), len(row))
-        self._rows[0] = row
+        self._rows = row[None]
+        if tree.children:
+            self._rows = row.new_empty(len(tree.subtree), len(row))
+            self._rows[0] = row
         self._arriving = [
             dist.irecv(
                 self._rows[child.start - first : child.stop - first], child.start, group=tree.group

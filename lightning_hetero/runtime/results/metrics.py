@@ -94,6 +94,11 @@ class StepMetrics:
                 metric._sync_dist = _Sync(metric, self)  # type: ignore[method-assign]
 
     @property
+    def are_any(self) -> bool:
+        """Whether the module has metrics."""
+        return bool(self._metrics)
+
+    @property
     def _has_ranks(self) -> bool:
         return self.comms.world_size > 1
 

@@ -40,6 +40,8 @@ class _Number:
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to all leaves, also those in dataclasses and mappings of any kind."""
+    if type(tree) is dict and not tree:
+        return tree
 
     def enter(leaf: Any) -> Any:
         if is_dataclass(leaf) and not isinstance(leaf, type | _Number):

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.runtime.callers import calling_frame, takes_written_rows
-from lightning_hetero.runtime.random_state import preserved_random_state, seed_torch
+from lightning_hetero.runtime.random_state import PreservedRandomState, seed_torch
 
 __all__ = ["Call", "Recording", "Value"]
 
@@ -232,7 +232,7 @@ class Recording(TorchFunctionMode):
         calls = self.needed_for(numbers)
         last_use = {number: at for at, call in enumerate(calls) for number in call.takes}
         values = {**self._leaves, 0: source}
-        with torch.no_grad(), preserved_random_state():
+        with torch.no_grad(), PreservedRandomState():
             seed_torch(0)
             for at, call in enumerate(calls):
                 made = self._call(call, values)

@@ -10,7 +10,7 @@ numbers everywhere.
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -114,9 +114,11 @@ class StepLogs:
         self._module.log = self._record  # type: ignore[assignment]
         self._module.all_gather = _refuse_gathering  # type: ignore[assignment]
         try:
-            metrics = self._metrics
-            with metrics.recording(is_cut=is_cut, is_last=is_last) if metrics else nullcontext():
+            if self._metrics is None or not self._metrics.are_any:
                 yield
+            else:
+                with self._metrics.recording(is_cut=is_cut, is_last=is_last):
+                    yield
         finally:
             del self._module.all_gather
             self._module.log = self._log_in_hook  # type: ignore[assignment]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
-from lightning_hetero.runtime.random_state import preserved_random_state, seed_of
+from lightning_hetero.runtime.random_state import PreservedRandomState, seed_of
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.weight_sources import BoxReader, WeightSources
@@ -71,7 +71,7 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
     if unread:
         sources.check_all_used(module, unread)
     drawn: dict[str, Tensor] = {}
-    with preserved_random_state(), torch.no_grad(), _all_on_meta(layout):
+    with PreservedRandomState(), torch.no_grad(), _all_on_meta(layout):
         initializers = _initializers(module)
         for unit in _units(module, layout, unread):
             if any(store.owns(name) for name in unit.parameters):

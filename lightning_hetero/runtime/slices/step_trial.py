@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.owners import list_owners
-from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
@@ -88,7 +88,7 @@ def _try(optimizer: Optimizer, *, is_cut: bool) -> _Verdict:
         else "Use an element-wise optimizer, such as AdamW, or redundancy=0."
     )
     try:
-        with preserved_random_state(), torch.no_grad():
+        with PreservedRandomState(), torch.no_grad():
             digest = try_steps(optimizer, is_cut=is_cut)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

@@ -272,17 +272,15 @@ class ComputeWeights:
         """Return this rank's shard as a pull writes it: that counts as no change of the weight."""
         return self.shards[name].data
 
-    @contextmanager
-    def in_module(self) -> Iterator[None]:
-        """Hold the compute weights in the module's slots for the time of the context."""
+    def __enter__(self) -> None:
+        """Hold the compute weights in the module's slots for the time of this context."""
         for slots, attribute, _, parameter in self._places:
             slots[attribute] = parameter
-        try:
-            yield
-        finally:
-            masters = self.store.masters
-            for slots, attribute, name, _ in self._places:
-                slots[attribute] = masters[name]
+
+    def __exit__(self, *_: object) -> None:
+        masters = self.store.masters
+        for slots, attribute, name, _ in self._places:
+            slots[attribute] = masters[name]
 
     def in_step(self) -> AbstractContextManager[None]:
         """Hide what is cut from the user's step; the modules that compute with it show it."""

@@ -7,8 +7,7 @@ together, such as a line search, wherever they have several owners, and so would
 norm of one rank's slices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from lightning_hetero.core.errors import ConfigurationError, StepError
 from lightning_hetero.core.slices import Slice
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["check_optimizers", "needs_all_parameters", "needs_whole_matrices", "no_norm_of_slices"]
+__all__ = ["NoNorms", "check_optimizers", "needs_all_parameters", "needs_whole_matrices"]
 
 _WHOLE_MATRIX_NAMES = (
     "muon",
@@ -85,15 +84,28 @@ def check_optimizers(
             )
 
 
-@contextmanager
-def no_norm_of_slices(store: SliceStore) -> Iterator[None]:
-    """Refuse `torch.nn.utils.clip_grad_norm_` on a store's gradients inside this context."""
-    # It takes no hook, and its users have imported it long ago: what it calls is replaced.
-    original: Any = vars(clip_grad)["_get_total_norm"]
+class NoNorms:
+    """Refuse `torch.nn.utils.clip_grad_norm_` on a store's gradients inside this context.
 
-    def norm_of(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+    Args:
+        store: The rank's slices.
+    """
+
+    def __init__(self, store: SliceStore) -> None:
+        self._store = store
+        # It takes no hook, and its users have imported it long ago: what it calls is replaced.
+        self._original: Any = vars(clip_grad)["_get_total_norm"]
+
+    def __enter__(self) -> None:
+        vars(clip_grad)["_get_total_norm"] = self._norm_of
+
+    def __exit__(self, *_: object) -> None:
+        vars(clip_grad)["_get_total_norm"] = self._original
+
+    def _norm_of(self, tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        own = {id(master.grad) for master in store.masters.values() if master.grad is not None}
+        masters = self._store.masters.values()
+        own = {id(master.grad) for master in masters if master.grad is not None}
         if any(id(item) in own for item in given):
             raise StepError(
                 "torch.nn.utils.clip_grad_norm_ is called in a hook, where every rank has only its "
@@ -101,10 +113,4 @@ def no_norm_of_slices(store: SliceStore) -> Iterator[None]:
                 "Trainer(gradient_clip_val=...), or self.clip_gradients in "
                 "configure_gradient_clipping: they take the norm over all ranks."
             )
-        return original(given, *args, **kwargs)
-
-    vars(clip_grad)["_get_total_norm"] = norm_of
-    try:
-        yield
-    finally:
-        vars(clip_grad)["_get_total_norm"] = original
+        return self._original(given, *args, **kwargs)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.callers import called_by_library
-from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.random_state import PreservedRandomState
 
 __all__ = ["trying_functions", "trying_hooks"]
 
@@ -131,9 +131,9 @@ def _try(run: Callable[[Any], Any], name: str, gradients: Any) -> None:
         StepError: It isn't larger by as much.
     """
     try:
-        with torch.no_grad(), preserved_random_state():
+        with torch.no_grad(), PreservedRandomState():
             made = _real(run(_copied(gradients)))
-        with torch.no_grad(), preserved_random_state():
+        with torch.no_grad(), PreservedRandomState():
             larger = _real(run(tree_map_only(Tensor, lambda item: item * _FACTOR, gradients)))
     except Exception:
         return  # What can't be called again, whatever the reason, tells nothing.

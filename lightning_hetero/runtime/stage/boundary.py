@@ -116,12 +116,22 @@ class StageBoundary:
         if not current.is_free:
             current.check_finished()
 
-    @contextmanager
-    def backward_of(self, current: MicrobatchPass) -> Iterator[None]:
-        """Compute layers that the user's model checkpoints again as in this forward pass."""
+    def run_backward(
+        self,
+        current: MicrobatchPass,
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Run the backward of a forward pass; layers that the user's model checkpoints run again.
+
+        Args:
+            current: That pass.
+            outputs: What it has made.
+            gradients: Of each.
+        """
         self._again = current
         try:
-            yield
+            torch.autograd.backward(outputs, gradients)
         finally:
             self._again = None
 

@@ -145,7 +145,7 @@ class MicrobatchPass:
         they were, so the seed before this one tells which time that was.
         """
         part = index if index < self.num_layers else _AFTER_LAYERS
-        drawing = torch.initial_seed(), part
+        drawing = torch.default_generator.initial_seed(), part
         if again:
             seed = self._seeds.get(drawing)
             seed_torch(seed_of(*self.seed, part) if seed is None else seed)

@@ -4,8 +4,6 @@ A hook that lets the model write a few words is the usual case. Without this it 
 inside the model, on shapes that mean nothing to anybody.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,8 +18,8 @@ class ModuleCalls:
 
     Args:
         module: The LightningModule.
-        has_slices: Whether its parameters are whole in `allowed` only; if not, calls may be made
-            anywhere.
+        has_slices: Whether its parameters are whole inside this context only; if not, calls may be
+            made anywhere.
     """
 
     def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
@@ -30,14 +28,12 @@ class ModuleCalls:
         watched = (module, *children) if has_slices else ()
         self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
 
-    @contextmanager
-    def allowed(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Let the module be called inside this context."""
         self._are_allowed = True
-        try:
-            yield
-        finally:
-            self._are_allowed = False
+
+    def __exit__(self, *_: object) -> None:
+        self._are_allowed = False
 
     def remove(self) -> None:
         """Let it be called anywhere."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
 
 __all__ = ["describe_call", "rehearse"]
@@ -53,7 +53,7 @@ def rehearse(
         zeros[name] = nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device))
     for name, buffer in layer.named_buffers():
         zeros[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    with preserved_random_state(), torch.enable_grad():
+    with PreservedRandomState(), torch.enable_grad():
         output = torch.func.functional_call(layer, zeros, args, kwargs)
         total = sum(
             item.sum() for item in tree_leaves(output) if isinstance(item, Tensor) and item.grad_fn

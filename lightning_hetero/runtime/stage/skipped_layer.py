@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_hetero.core.errors import HeteroError, ModelError
-from lightning_hetero.runtime.random_state import preserved_random_state
+from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.activations import HiddenForm
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output, is_cache
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
@@ -102,7 +102,7 @@ class SkippedLayer:
             output = self._outputs.get((key, sizes))
         if output is None:
             uncompiled = torch.compiler.set_stance("force_eager")
-            with preserved_random_state(), torch.no_grad(), uncompiled:
+            with PreservedRandomState(), torch.no_grad(), uncompiled:
                 output = self._observe(call, hidden, key)
             if key not in self._restless:
                 has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
