@@ -1,6 +1,7 @@
 """Run forward and backward passes on one stage: the user's step forward, autograd backward."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 

@@ -279,7 +279,7 @@ class ComputeWeights:
 
     def __exit__(self, *_: object) -> None:
         masters = self.store.masters
-        for slots, attribute, name, _ in self._places:
+        for slots, attribute, name, _parameter in self._places:
             slots[attribute] = masters[name]
 
     def in_step(self) -> AbstractContextManager[None]:
