@@ -273,7 +273,7 @@ class HookedStrategy(ParallelStrategy):
 
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
-        return explained(self._processes, self.memory, self._module, trains=trains)
+        return explained(self._processes.watching, self.memory, self._module, trains=trains)
 
     def _sum_over_ranks(self, own: Tensor) -> Tensor:
         """Return the sum where the slices are; ranks reduce on their devices."""

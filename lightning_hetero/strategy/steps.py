@@ -1,7 +1,7 @@
 """Run an iteration of the engine for each of Lightning's steps, under the plan of its batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
-from lightning_hetero.strategy.processes import Processes
 
 __all__ = ["Steps", "epoch_to_load", "explained"]
 
@@ -132,14 +131,25 @@ class Steps:
 
 @contextmanager
 def explained(
-    processes: Processes, memory: MemoryWatch, module: pl.LightningModule, *, trains: bool
+    watching: Callable[[], AbstractContextManager[None]],
+    memory: MemoryWatch,
+    module: pl.LightningModule,
+    *,
+    trains: bool,
 ) -> Iterator[None]:
-    """Tell the others if this rank fails in an iteration, and why: what fills its device, say."""
+    """Tell the others if this rank fails in an iteration, and why.
+
+    Args:
+        watching: See `Processes`.
+        memory: Says what fills the device.
+        module: The user's, whose embeddings may be asked for rows that they don't have.
+        trains: Whether the iteration does.
+    """
     try:
         yield
     except Exception:
         # Entered here only, for each of them would cost every iteration some microseconds.
-        with processes.watching(), memory.explaining(trains=trains), explain_unknown_rows(module):
+        with watching(), memory.explaining(trains=trains), explain_unknown_rows(module):
             raise
 
 
