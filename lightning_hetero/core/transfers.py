@@ -11,7 +11,10 @@ standby of each slice, twice the bytes; a pull takes from the owner what the hol
 itself.
 
 Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
-all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one.
+all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one. Where owners
+aren't the holders (all ranks alike), or TP degrees differ, or blocks are sharded one by one, there
+are no circles: a rank exchanges rows with every rank that keeps or holds any, and its table grows
+with them. Of 80 layers that takes 5 ms at 64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
 """
 
 from collections import Counter, defaultdict

@@ -7,20 +7,27 @@ through them gives those at 1,024 ranks. Rank 0 has two more for each rank, whos
 Not among them is the exchange of a run on CPUs, for which a rank needs one to each rank that holds
 its layers, too; on GPUs that is NCCL's. Rank 0 watches for stragglers by made-up times.
 
-`--only "TP 8"` takes the plans whose name holds that, `--only control` what has no plan.
+Where a unit has no circles a rank's table grows with the ranks; it is computed here by itself.
+
+`--only "TP 8"` takes the plans whose name holds that, `--only control` what has no plan, `--only
+tables` those tables.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from math import log2
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from lightning_hetero.core.slices import Ownership
+from lightning_hetero.core.owners import assign_owners
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.slices import Ownership, ParameterSpec
+from lightning_hetero.core.transfers import TransferTable
 from lightning_hetero.straggler import (
     Observation,
     RankHistory,
@@ -31,7 +38,15 @@ from lightning_hetero.straggler import (
     suspect,
 )
 from tests.benchmarks.harness import Row
-from tests.benchmarks.lone_rank import Case, Figures, measure
+from tests.benchmarks.lone_rank import (
+    NUM_LAYERS,
+    NUM_ROWS,
+    WEIGHTS,
+    WIDTH,
+    Case,
+    Figures,
+    measure,
+)
 from tests.processes import ProcessPool, fork_server
 from tests.runtime.ranks.control_traffic import CountingStore, count_sockets, heartbeats
 
@@ -39,6 +54,7 @@ SIZES = (8, 64, 1024, 4096)
 PROCESSES = (8, 16, 32)
 NUM_WATCHED = 50
 """Iterations."""
+REPEATS = 3
 LIMIT_S = 300
 """For each size of a plan, which takes 5 to 10 s of CPU; one that takes longer is left out."""
 PLANS: dict[str, dict[str, Any]] = {
@@ -52,6 +68,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 def run(only: str = "") -> list[Row]:
     rows = [_store_calls(), *_sockets(), *_watching()] if only in "control traffic" else []
+    rows += _tables() if only in "tables" else []
     for name in [name for name in PLANS if only in name]:
         cases = [Case(world_size=size, **PLANS[name]) for size in SIZES]
         figures = ((case.world_size, _measure(case)) for case in cases if case.has_other_plan)
@@ -108,6 +125,74 @@ def _rows_of(plan: str, figures: dict[int, Figures]) -> list[Row]:
         row("groups in later iterations", "", lambda f: f.num_late_groups, 0.0, is_ratio=False),
         row("live memory", "MB", lambda f: f.live_bytes / 1e6, 1.5, is_ratio=True),
     ]
+
+
+def _tables() -> list[Row]:
+    """Seconds for what one rank sends, gets and keeps, where ranks are no circles."""
+    cases: dict[str, tuple[Callable[[int], ParallelPlan], Ownership, int]] = {
+        "all ranks own alike": (partial(_equal, tp_degree=1), Ownership.EVEN, 1),
+        "TP degrees 8 and 4": (_mixed, Ownership.HOLDERS, 1),
+        "TP 8, three blocks": (partial(_equal, tp_degree=8), Ownership.HOLDERS, 3),
+    }
+    rows = []
+    for name, (plan_of, ownership, blocks) in cases.items():
+        found = {}
+        for size in SIZES[1:]:
+            work = partial(_make_table, plan_of(size), _specs(blocks), size, ownership)
+            found[size] = statistics.median(_cpu_s(work) for _ in range(REPEATS))
+        rows.append(_row_of_sizes(f"table without circles, {name}", "CPU s", found, 0.2))
+    return rows
+
+
+def _make_table(
+    plan: ParallelPlan, specs: Sequence[ParameterSpec], size: int, ownership: Ownership
+) -> None:
+    slices = assign_owners(specs, plan, world_size=size, ownership=ownership)
+    table = TransferTable(specs, slices, plan)
+    for kind in {unit.kind for unit in table.units if 0 in unit.kind.members}:
+        for push in (False, True):
+            assert kind.circles(push=push) is None
+            assert kind.moves(0, push=push)
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
+def _specs(blocks: int) -> list[ParameterSpec]:
+    """As many weights as `lone_rank` has; the first one of a layer has blocks."""
+    shapes = [(blocks * NUM_ROWS, WIDTH)] + [(NUM_ROWS, WIDTH)] * (len(WEIGHTS) - 1)
+    return [
+        ParameterSpec(
+            name=f"{layer}.{index}",
+            shape=shape,
+            layer=layer,
+            tp_dim=0,
+            tp_blocks=1 if index else blocks,
+        )
+        for layer in range(NUM_LAYERS)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def _equal(world_size: int, tp_degree: int) -> ParallelPlan:
+    num_stages = 8 if tp_degree == 1 else 1
+    return ParallelPlan.even(
+        world_size=world_size, num_layers=NUM_LAYERS, num_stages=num_stages, tp_degree=tp_degree
+    )
+
+
+def _mixed(world_size: int) -> ParallelPlan:
+    """Return one pipeline of degree 8 for each two of degree 4."""
+    degrees = (8, 4, 4) * (world_size // 16)
+    firsts = accumulate(degrees, initial=0)
+    stages = [
+        StagePlan(ranks=tuple(range(first, first + degree)), layers=range(NUM_LAYERS))
+        for first, degree in zip(firsts, degrees, strict=False)
+    ]
+    return ParallelPlan(pipelines=tuple(PipelinePlan(stages=(stage,)) for stage in stages))
 
 
 def _store_calls() -> Row:

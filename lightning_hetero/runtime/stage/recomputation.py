@@ -59,9 +59,9 @@ class Recomputation:
             layer: The layer.
             hidden: Which of its arguments is the hidden state, if that is known.
         """
-        if not torch.is_grad_enabled():
-            return call.run()
         measured = self.measured
+        if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():
+            return call.run()
         if measured is not None and measured.index == call.index and _saving_hooks() is None:
             return _measure(measured, call, layer, hidden)
         is_whole = call.index in self.layers
