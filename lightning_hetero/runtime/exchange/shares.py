@@ -19,8 +19,8 @@ from lightning_hetero.runtime.slices.weights import narrow_rows
 
 __all__ = ["GradientLine", "Shares"]
 
-_LINE_NUMEL = 2**12
-"""Elements of a weight, on average, up to which gradients are copied into a line."""
+_LINE_NUMEL = 2**14
+"""Elements of all weights up to which gradients are copied into a line: 16 bytes for each."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class GradientLine:
         """Whether weights are several of one kind, and so small that it pays."""
         numel = sum(weight.numel() for weight in weights)
         are_alike = len({weight.dtype for weight in weights}) == 1
-        return are_alike and len(weights) > 1 and numel <= _LINE_NUMEL * len(weights)
+        return are_alike and len(weights) > 1 and numel <= _LINE_NUMEL
 
     def parts(self) -> dict[int, Tensor]:
         """Return each destination's rows as they lie in its parcel; zeros for no gradient."""
