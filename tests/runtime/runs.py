@@ -353,10 +353,12 @@ class Watch(L.Callback):
             storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
             self.parameter_bytes.append(sum(storages.values()))
             self.held = sorted(shards)
-            self.own_bytes = {
-                name: item.numel() * item.element_size()
-                for name, item in engine.store.masters.items()
-            }
+            # Hooks are told counts of the whole.
+            with torch._C.DisableTorchFunction():
+                self.own_bytes = {
+                    name: item.numel() * item.element_size()
+                    for name, item in engine.store.masters.items()
+                }
             self.peak_in_flight = engine.peak_in_flight
 
 
