@@ -53,6 +53,7 @@ class PushedParcels(ParcelUnit):
 
     def post(self) -> None:
         """Post the gradients that leave, which are final; others may not be here yet."""
+        self._parts = MappingProxyType({})  # An iteration that broke off has left its own.
         rows: Mapping[int, list[Tensor]] = {}
         if self.parcels.leaving and self._line is not None:
             rows = {peer: [part] for peer, part in self._go_through(self._line).items()}
