@@ -28,7 +28,11 @@ from lightning_hetero.runtime.generation.entering import (
 from lightning_hetero.runtime.generation.environment import GenerationEnvironment
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation
-from lightning_hetero.runtime.ranks.communicators import Communicators, reduce_over
+from lightning_hetero.runtime.ranks.communicators import (
+    Communicators,
+    init_process_group,
+    reduce_over,
+)
 from lightning_hetero.runtime.ranks.connections import Connections
 from lightning_hetero.runtime.ranks.failure import AgreedExit, FailureDetector, print_in_one_line
 from lightning_hetero.runtime.ranks.meeting import connect_store, ended_when_late, package_versions
@@ -188,14 +192,11 @@ class Processes:
     def _init_process_group(self, device: torch.device) -> None:
         assert self._environment is not None
         self._backend = self._backend or dist.get_default_backend_for_device(device)
-        dist.init_process_group(
-            self._backend,
-            store=self._connect_store(),
-            rank=self._environment.global_rank(),
-            world_size=self._environment.world_size(),
-            timeout=self._timeout,
-            device_id=None if device.type == "cpu" else device,
-        )
+        store, rank = self._connect_store(), self._environment.global_rank()
+        world_size, timeout = self._environment.world_size(), self._timeout
+        device_id = None if device.type == "cpu" else device
+        options = {"timeout": timeout, "device_id": device_id}
+        init_process_group(self._backend, store, rank, world_size, **options)
 
     # -- failures -------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
@@ -30,6 +32,7 @@ __all__ = [
     "Communicators",
     "GroupTransport",
     "all_gather_single",
+    "init_process_group",
     "reduce_over",
     "reduce_scatter_single",
 ]
@@ -58,6 +61,18 @@ def reduce_over(
     tensor = tensor.clone()
     dist.all_reduce(tensor, op=operation, group=group)
     return tensor / dist.get_world_size(group) if is_mean else tensor
+
+
+def init_process_group(
+    backend: str, store: Store, rank: int, world_size: int, **options: Any
+) -> None:
+    """Make torch's default group, as its function of this name does; collective.
+
+    torch names groups by how many it has made. A meeting that broke off may have counted one on
+    some ranks, which would wait for each other under different names then. So all begin anew.
+    """
+    distributed_c10d._world.group_count = 0
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
 
 
 def all_gather_single(
@@ -117,6 +132,7 @@ class Communicators:
             return cls(global_rank=0, world_size=1)
 
         def group(backend: str | None = None) -> dist.ProcessGroup:
+            connections.check()  # A thread that was left here mustn't count groups of the next run.
             made = dist.new_group(backend=backend, timeout=timeout)
             assert isinstance(made, dist.ProcessGroup)
             return made
@@ -197,6 +213,7 @@ class Communicators:
 
         def make() -> None:
             for ranks in new:
+                self.connections.check()
                 known[ranks] = dist.new_group(list(ranks), timeout=self.timeout)
 
         if new:

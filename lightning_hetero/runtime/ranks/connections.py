@@ -74,8 +74,17 @@ class Connections:
         threading.Thread(target=work, name="new connections", daemon=True).start()
         while not wait([answer], _LOOK_S).done:
             if self._is_hung_up and not wait([answer], _LAST_S).done:
-                raise RuntimeError("gloo: connections were hung up before all ranks had come.")
+                self.check()
         return answer.result()
+
+    def check(self) -> None:
+        """Go on only where they weren't hung up.
+
+        Raises:
+            RuntimeError: They were. It counts as a broken connection.
+        """
+        if self._is_hung_up:
+            raise RuntimeError("gloo: connections were hung up before all ranks had come.")
 
     def share(self, gather: Callable[[list[_Address]], Iterable[Sequence[_Address]]]) -> None:
         """Hear where the others' groups listen; called by every rank once groups are made.
