@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, ModelCheckpoint
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchmetrics import MeanMetric
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, StragglerMonitor
 from lightning_hetero.callbacks import guests
@@ -334,6 +335,27 @@ def test_what_was_given_up_for_a_checkpoint_is_gone(monkeypatch: Any) -> None:
     # Another rank is lost before a step, and those who are left may be at one by then.
     assert not steps.keep(none, none, 2)
     assert steps.state is nothing
+
+
+@pytest.mark.parametrize("is_newcomer", [True, False])
+def test_all_gather_anew_with_whoever_has_trained_no_step_since_it_came(
+    monkeypatch: Any, is_newcomer: Any
+) -> None:
+    module = torch.nn.Module()
+    module.seen = MeanMetric()
+    module.seen.update(3.0)
+    # The generation in which one rank came has trained no step; in the next one nobody is new.
+    trainer: Any = SimpleNamespace(
+        lightning_module=module, strategy=SimpleNamespace(run=SimpleNamespace(knows_all_ranks=True))
+    )
+    steps = live.LiveSteps()
+    steps.state = Newcomer() if is_newcomer else object.__new__(LiveState)
+    monkeypatch.setattr(live, "recover_from_survivors", lambda *_: object())
+    monkeypatch.setattr(live, "_keepers", lambda _: None)
+    monkeypatch.setattr(live, "gather_json", lambda _, own: [own, not own])
+    transport: Any = None
+    steps.go_on(trainer, steps.recover(trainer, [], transport))
+    assert module.seen.update_count == 0
 
 
 def strategy_with(membership: Any) -> Any:

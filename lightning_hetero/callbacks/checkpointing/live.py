@@ -58,6 +58,7 @@ from lightning_hetero.checkpoint.survivors import (
     NothingLive,
     recover_from_survivors,
 )
+from lightning_hetero.checkpoint.transport import gather_json
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
@@ -85,6 +86,8 @@ class Found:
     """None where it begins anew."""
     is_live: bool = False
     """Whether it is what the ranks still had, not a checkpoint."""
+    has_newcomers: bool = False
+    """Whether a rank has trained no step since it came, so that it has gathered nothing."""
     why_not_live: str | None = None
     """Why a checkpoint had to do after the loss of a rank."""
 
@@ -296,14 +299,16 @@ class LiveSteps:
         """
         live = recover_from_survivors(needs, _keepers(trainer), self.state, transport)
         if not isinstance(live, NothingLive):
-            return Found(live, is_live=True)
+            # The generation in which they came may have trained none: then they still are.
+            are_new = gather_json(transport, isinstance(self.state, Newcomer))
+            return Found(live, is_live=True, has_newcomers=any(are_new))
         rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
         self.state = live  # Nobody goes on from what was later than that checkpoint any more.
         return Found(None, why_not_live=live.why)
 
     def go_on(self, trainer: pl.Trainer, found: Found) -> None:
         """Let what this process has besides go with the state that was found and restored."""
-        if found.is_live and run_of(trainer).knows_all_ranks:
+        if found.is_live and not found.has_newcomers:
             assert isinstance(self.state, LiveState)
             assert found.recovered is not None
             ends = self.state.follows is Follows.END
