@@ -93,7 +93,7 @@ class Run:
         self.restarters: list[RestartsRun] = []
         """Who can restart the run without some of its machines."""
         self.knows_all_ranks = False
-        """Whether all were in the generation before: they know its places and what was logged."""
+        """Whether all were in the generation before: they know its places."""
         self.begin_change: Callable[[], None] | None = None
         """Called when an optimizer is about to change the slices, after all that ranks wait for."""
         self.restart_s: float | None = None

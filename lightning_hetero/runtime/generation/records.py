@@ -135,7 +135,8 @@ def tell_gone(store: Store, member: int, reason: str) -> None:
         reason: Why.
     """
     store.compare_set(gone_key(member), "", reason)
-    store.append(_GONE, f"{member} ")  # type: ignore[attr-defined]
+    if member not in who_is_gone(store):  # All who miss it say so; the list is to stay short.
+        store.append(_GONE, f"{member} ")  # type: ignore[attr-defined]
     store.add(NEWS, 1)
 
 

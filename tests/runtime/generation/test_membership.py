@@ -43,6 +43,8 @@ def test_those_who_are_left_agree_on_one_generation_and_keep_their_order() -> No
     assert first[0].world_size == 4
     everyone[0].tell_gone(1, "Its process 7 ended with SIGKILL.")
     assert everyone[2].find_gone() == (1, "Rank 1 is gone: Its process 7 ended with SIGKILL.")
+    everyone[2].tell_gone(1, "It showed no sign of life.")
+    assert store.get("gone") == b"1 "  # However many say so.
     left = [everyone[0], everyone[2], everyone[3]]
     second = form(left)
     assert [item.number for item in second] == [1, 1, 1]
