@@ -55,7 +55,7 @@ class Settings:
     tokens_per_step: int = 1024
     context_length: int = 256
     max_files: int = 60
-    memory_bytes: int = 42 * 2**18
+    memory_bytes: int = 26 * 2**18
     """Of each device: too small for the whole model with a long sample, enough with short ones."""
     first_callback: str = ""
     """Function that makes a callback to stand before all others, as "module:function"."""

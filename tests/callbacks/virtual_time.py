@@ -2,7 +2,8 @@
 
 Every action takes about a millisecond of CPU times the rank's slowdown, sleeping moves the clock
 only, and at the end of a batch all ranks set their clocks to the latest one, as waiting for each
-other does. What the monitor sees is then the same on every machine, noise included.
+other does. What the monitor sees is then the same on every machine, noise included; so is the
+profile from which plans are made.
 """
 
 import os
@@ -19,14 +20,22 @@ import torch.distributed as dist
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import run_metrics
 from lightning_hetero.callbacks.watching import session, step_times
+from lightning_hetero.core.profile import BlockTimes
 from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.runtime import clock
+from lightning_hetero.runtime.setup import profiling
+from lightning_hetero.runtime.setup.model_shard import ModelShard
 from lightning_hetero.straggler import probe
 from lightning_hetero.testing import emulated, faults
 
 _CPU_S = 1e-3
 _READING_S = 1e-6
 _NOISE = 0.02
+
+_LAYER_S = 1e-4
+_TOKEN_S = 4e-6
+_PAIR_S = 2e-8
+_STEP_S_PER_PARAM = 2e-9
 
 
 class VirtualTime(L.Callback):
@@ -115,4 +124,27 @@ class PackedVirtualTime(VirtualTime):
 
 def of_a_process() -> VirtualTime:
     """Let this process live in virtual time until it ends."""
-    return PackedVirtualTime(pytest.MonkeyPatch(), seed=os.getpid(), token_s=2e-5)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(profiling, "_measure_times", _times)
+    patch.setattr(profiling, "_measure_step", lambda *_: _STEP_S_PER_PARAM)
+    return PackedVirtualTime(patch, seed=os.getpid(), token_s=2e-5)
+
+
+def _times(
+    shard: ModelShard, lengths: tuple[int, ...], options: profiling.ProfileOptions
+) -> BlockTimes:
+    """Return what measuring layers finds in this time: a part for each layer, token and pair."""
+
+    def passes(layers: float) -> tuple[float, float]:
+        pairs = sum(length * length for length in lengths)
+        seconds = layers * (_LAYER_S + _TOKEN_S * sum(lengths) + _PAIR_S * pairs)
+        return seconds, 2 * seconds
+
+    sizes = [2**i for i in range(len(shard.model.layers).bit_length())]
+    return BlockTimes(
+        tp_degree=shard.tp_degree,
+        lengths=lengths,
+        blocks={size: passes(size) for size in sizes},
+        embedding=passes(0.1),
+        head=passes(0.1),
+    )
