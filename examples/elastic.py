@@ -46,7 +46,9 @@ class Progress(L.Callback):
 
 def main() -> None:
     """Train until the last step, whatever happens on the way."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument(
         "--out", default="outputs/elastic/remote", help="folder or URL all nodes reach"

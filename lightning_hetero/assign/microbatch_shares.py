@@ -10,59 +10,42 @@ from collections.abc import Sequence
 __all__ = ["deal_microbatches", "share_microbatches"]
 
 
-def deal_microbatches(
-    repeats: Sequence[int], limits: Sequence[int], total: int
-) -> list[list[int]] | None:
+def deal_microbatches(repeats: Sequence[int], total: int) -> list[list[int]] | None:
     """Return equal numbers of micro-batches, one apart at most, for every pipeline of every class.
 
-    None if a pipeline would get none or more than its limit.
+    None if a pipeline would get none.
     """
     num_pipelines = sum(repeats)
     if total < num_pipelines:
         return None
     base, extra = divmod(total, num_pipelines)
     dealt = iter([base + 1] * extra + [base] * (num_pipelines - extra))
-    shares = [[next(dealt) for _ in range(count)] for count in repeats]
-    fits = all(max(share) <= limit for share, limit in zip(shares, limits, strict=True))
-    return shares if fits else None
+    return [[next(dealt) for _ in range(count)] for count in repeats]
 
 
 def share_microbatches(
-    fills_s: Sequence[float],
-    slopes_s: Sequence[float],
-    repeats: Sequence[int],
-    limits: Sequence[int],
-    total: int,
+    fills_s: Sequence[float], slopes_s: Sequence[float], repeats: Sequence[int], total: int
 ) -> list[list[int]] | None:
     """Return the micro-batches of every pipeline of every class, one at least.
 
-    Minimises the longest `fill + slope·K`, exactly: each goes where it ends first. None if the
-    pipelines' limits leave too few or too many.
+    Minimises the longest `fill + slope·K`, exactly: each goes where it ends first. None if there
+    are fewer than pipelines.
 
     Args:
         fills_s: Seconds of each class that don't grow with K.
         slopes_s: Seconds of a micro-batch of each class.
         repeats: Pipelines of each class.
-        limits: Most micro-batches of a pipeline of each class.
         total: Micro-batches to share.
     """
-    most = [min(limit, total) for limit in limits]
-    kinds = list(zip(fills_s, slopes_s, most, repeats, strict=True))
-    if not sum(repeats) <= total <= sum(n * k for _, _, k, n in kinds):
-        return None
-
-    def done(level: float) -> list[int]:
-        return [
-            min(max(int((level - fill) / slope + 1e-12), 1), limit)
-            for fill, slope, limit, _ in kinds
-        ]
-
-    # Up to a level at which fewer than one for each pipeline are left, then one after another.
-    low, high = 0.0, max(fill + slope * (limit + 1) for fill, slope, limit, _ in kinds)
+    kinds = list(zip(fills_s, slopes_s, strict=True))
     counts, left = [1] * len(kinds), total - sum(repeats)
+    if left < 0:
+        return None
+    # Up to a level at which fewer than one for each pipeline are left, then one after another.
+    low, high = 0.0, max(fill + slope * (total + 1) for fill, slope in kinds)
     while left > sum(repeats):
         middle = (low + high) / 2
-        tried = done(middle)
+        tried = [max(int((middle - fill) / slope + 1e-12), 1) for fill, slope in kinds]
         missing = total - sum(n * k for n, k in zip(repeats, tried, strict=True))
         if missing <= 0:
             high = middle
@@ -70,18 +53,15 @@ def share_microbatches(
             low, counts, left = middle, tried, missing
     queue = [
         (fill + slope * (k + 1), index)
-        for index, ((fill, slope, limit, _), k) in enumerate(zip(kinds, counts, strict=True))
-        if k < limit
+        for index, ((fill, slope), k) in enumerate(zip(kinds, counts, strict=True))
     ]
     heapq.heapify(queue)
     last = 0
     while left > 0:
         end_s, last = heapq.heappop(queue)
-        _, slope, limit, num_pipelines = kinds[last]
         counts[last] += 1
-        left -= num_pipelines
-        if counts[last] < limit:
-            heapq.heappush(queue, (end_s + slope, last))
+        left -= repeats[last]
+        heapq.heappush(queue, (end_s + slopes_s[last], last))
     shares = [[k] * n for k, n in zip(counts, repeats, strict=True)]
     # Some pipelines of the class that came last get none of its last round.
     for position in range(-left):

@@ -35,7 +35,7 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat, detect_seats
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.memory_corrections import CorrectionFile
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.simulator import Simulation, StateLayout
 
 __all__ = [

@@ -19,7 +19,7 @@ from lightning_hetero.checkpoint.content import (
     SliceNeed,
 )
 from lightning_hetero.checkpoint.inspection import export_checkpoint, format_bitmap
-from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
+from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.notices import (
     AwsSpotNotice,
     AzureScheduledEvents,
@@ -29,15 +29,9 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
-from lightning_hetero.checkpoint.recovering.inventory import (
-    Inventory,
-    complete_checkpoints,
-    take_inventory,
-)
 from lightning_hetero.checkpoint.recovering.recovery import begin_run, recover
 from lightning_hetero.checkpoint.retry import RetryingStore, RetryPolicy, open_store
 from lightning_hetero.checkpoint.saving.meeting import WriterOptions
-from lightning_hetero.checkpoint.saving.replicas import place_replicas
 from lightning_hetero.checkpoint.saving.writer import CheckpointWriter, SavedCheckpoint
 from lightning_hetero.checkpoint.store import FsspecStore, LocalStore, Store
 from lightning_hetero.checkpoint.tiers import Holder, Source, Tier, TierKind
@@ -52,11 +46,9 @@ __all__ = [
     "FsspecStore",
     "GcpPreemptionNotice",
     "Holder",
-    "Inventory",
     "LocalStore",
     "Notice",
     "NoticeWatcher",
-    "PartManifest",
     "PreemptionNotice",
     "Recovered",
     "RecoveryReport",
@@ -75,13 +67,10 @@ __all__ = [
     "Transport",
     "WriterOptions",
     "begin_run",
-    "complete_checkpoints",
     "export_checkpoint",
     "format_bitmap",
     "open_store",
-    "place_replicas",
     "recover",
-    "take_inventory",
 ]
 
 _MOVED_TO_TESTING = ("FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore")

@@ -12,6 +12,7 @@ from lightning_hetero.cli.output import (
     output_console,
     print_json,
 )
+from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, devices_line
 from lightning_hetero.simulator.owned_exchange import moved_params
@@ -33,6 +34,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
     """Simulate both plans and print what differs."""
     plans = [ParallelPlan.load(path) for path in arguments.plans]
     cost = cost_of(arguments)
+    for plan, path in zip(plans, arguments.plans, strict=True):
+        try:
+            plan.check_num_layers(cost.model.num_layers)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
     facts = [_facts(plan, cost, arguments) for plan in plans]
     if arguments.json:
         print_json({"plans": dict(zip("AB", facts, strict=True))})

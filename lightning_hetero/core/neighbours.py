@@ -25,6 +25,8 @@ class SentPiece:
 
     def bounds(self, num_bytes: int) -> tuple[int, int]:
         """Return [first, last + 1) among a message's bytes; last pieces may be short or empty."""
+        if self.count == 1:
+            return 0, num_bytes
         size = -(-num_bytes // self.count)
         return min(self.index * size, num_bytes), min((self.index + 1) * size, num_bytes)
 

@@ -26,7 +26,14 @@ from lightning_hetero.core.slices import (
     Slice,
 )
 
-__all__ = ["ServedRows", "assign_owners", "find_standbys", "list_owners", "serve_without"]
+__all__ = [
+    "ServedRows",
+    "assign_owners",
+    "cut_among_holders",
+    "find_standbys",
+    "list_owners",
+    "serve_without",
+]
 
 
 def assign_owners(
@@ -87,6 +94,11 @@ def assign_owners(
             known[key] = tuple(_cut(spec.cut_length, _chained(claims, standbys)))
         slices[spec.name] = known[key]
     return _stood_by(slices, standbys)
+
+
+def cut_among_holders(holders: Holders, length: int) -> tuple[Slice, ...]:
+    """Return the slices of a parameter that its holders own, all pipelines alike."""
+    return tuple(_cut(length, _claims_of(holders.holdings, None)))
 
 
 def _claims_of(

@@ -231,21 +231,21 @@ class Lot:
     """Parameters that have the same owners and holders."""
 
     def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
-        self._holders = holders
-        self._slices = slices
+        self.holders = holders
+        self.slices = slices
 
     @cached_property
     def has_standbys(self) -> bool:
         """Whether any row is kept by two ranks."""
-        return any(item.standby is not None for item in self._slices)
+        return any(item.standby is not None for item in self.slices)
 
     @cached_property
-    def _kept(self) -> Sequence[Slice]:
+    def kept(self) -> Sequence[Slice]:
         """The rows that each rank keeps, ascending: those of owners and standbys."""
         if not self.has_standbys:
-            return self._slices
+            return self.slices
         by_keeper = defaultdict(list)
-        for item in self._slices:
+        for item in self.slices:
             for rank in item.keepers:
                 by_keeper[rank].append(item)
         found = [Slice(rank, *rows) for rank, i in by_keeper.items() for rows in kept_rows(i, rank)]
@@ -254,17 +254,17 @@ class Lot:
     @cached_property
     def members(self) -> frozenset[int]:
         """Ranks that hold or keep any rows."""
-        return frozenset(self._holders.by_rank) | {item.owner for item in self._kept}
+        return frozenset(self.holders.by_rank) | {item.owner for item in self.kept}
 
     def circles(self, *, push: bool) -> dict[tuple[int, ...], SharedRows] | None:
         """Return who holds the same rows and owns, in a push keeps, just those among themselves.
 
         None where ranks keep what they don't hold, or in several pieces, or hold overlapping rows.
         """
-        slices = self._kept if push else self._slices
+        slices = self.kept if push else self.slices
         kept = {item.owner: (item.start, item.stop) for item in slices}
         holders: dict[tuple[Interval, ...], list[int]] = defaultdict(list)
-        for item in self._holders.holdings:
+        for item in self.holders.holdings:
             holders[item.pushes].append(item.global_rank)
         bounds = [bound for rows in sorted(chain.from_iterable(holders)) for bound in rows]
         are_apart = bounds == sorted(bounds) and all(map(lt, bounds[::2], bounds[1::2]))
@@ -285,9 +285,9 @@ class Lot:
 
         The owner is in a push whoever keeps the rows, in a pull the holder itself if it does.
         """
-        slices = self._kept if push else self._slices
+        slices = self.kept if push else self.slices
         owned = [item for item in slices if item.owner == rank]
-        for holding in self._holders.holdings:
+        for holding in self.holders.holdings:
             holder = holding.global_rank
             for item in slices if holder == rank else owned:
                 owner = item.owner

@@ -5,16 +5,17 @@ holders to the owners (Hydraulis §5.2; the LNK operators). Both are one table r
 directions. All pieces of one *unit* (a layer, or what lies before or after the layers) travel
 together: in one message for each peer, so with owners among the holders, D pipelines and k layers
 in a stage a rank sends about k·(D-1) messages and one stage's worth of bytes each way; or in one
-collective of a `Circle`, k in all. Small neighbours with the same members are one unit, as DDP has
+collective of a `Circle`, k in all. Small neighbours with the same holders are one unit, as DDP has
 its buckets: a message costs as much as many kilobytes. With redundancy a push goes to owner and
 standby of each slice, twice the bytes; a pull takes from the owner what the holder doesn't keep
 itself.
 
 Units whose parameters have the same owners, holders and sizes of rows are of one `UnitKind`, and
 all arithmetic is done once for each kind: 80 layers on 1,024 equal pipelines are one. Where owners
-aren't the holders (all ranks alike), or TP degrees differ, or blocks are sharded one by one, there
-are no circles: a rank exchanges rows with every rank that keeps or holds any, and its table grows
-with them. Of 80 layers that takes 5 ms at 64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
+aren't the holders (all ranks alike) there are no circles, but with many holders `core.proxies`.
+Where TP degrees differ, or blocks are sharded one by one, or owners have whole parameters, a rank
+exchanges rows with every rank that keeps or holds any, and its table grows with them. Of 80 layers
+that takes 5 ms at 64 ranks, 20 to 50 at 1,024, 90 to 180 at 4,096.
 """
 
 from collections import Counter, defaultdict
@@ -36,6 +37,7 @@ from lightning_hetero.core.slices import (
 )
 
 __all__ = [
+    "MOST_PADDING",
     "Circle",
     "ExchangeKind",
     "Message",
@@ -57,6 +59,9 @@ class ExchangeKind(Choice):
     """One message for each unit and peer."""
     COLLECTIVES = "collectives"
     """One collective for each unit, and gradients summed by their owner in pipeline order."""
+    BY_NODE = "by-node"
+    """COLLECTIVES, and gradients are summed on each node before they leave it, where nodes have
+    several ranks that hold a unit."""
     REDUCE_SCATTER = "reduce-scatter"
     """COLLECTIVES, and the backend sums gradients, in the compute dtype and an order of its own,
     where all ranks of a unit hold it whole."""
@@ -137,19 +142,24 @@ class UnitKind:
     """
 
     def __init__(self, lots: Sequence[Lot], row_numels: Sequence[int]) -> None:
-        self._lots = tuple(lots)
+        self.lots = tuple(lots)
         self.row_numels = tuple(row_numels)
         self._circles: dict[bool, tuple[Circle, ...] | None] = {}
 
     @cached_property
     def members(self) -> tuple[int, ...]:
         """Ranks that hold or keep any of it, ascending."""
-        return tuple(sorted(frozenset().union(*(lot.members for lot in set(self._lots)))))
+        return tuple(sorted(frozenset().union(*(lot.members for lot in set(self.lots)))))
+
+    @cached_property
+    def holders(self) -> frozenset[int]:
+        """Ranks that hold any of it."""
+        return frozenset().union(*(lot.holders.by_rank for lot in set(self.lots)))
 
     @cached_property
     def has_standbys(self) -> bool:
         """Whether any of it is kept by two ranks."""
-        return any(lot.has_standbys for lot in self._lots)
+        return any(lot.has_standbys for lot in self.lots)
 
     def circles(self, *, push: bool) -> tuple[Circle, ...] | None:
         """Return the circles in which it is pulled or pushed; every member is in one of them.
@@ -162,9 +172,9 @@ class UnitKind:
         return self._circles[key]
 
     def _find_circles(self, *, push: bool) -> tuple[Circle, ...] | None:
-        by_lot = {lot: lot.circles(push=push) for lot in set(self._lots)}
-        found = [item for lot in self._lots if (item := by_lot[lot]) is not None]
-        if len(found) < len(self._lots) or any(item.keys() != found[0].keys() for item in found):
+        by_lot = {lot: lot.circles(push=push) for lot in set(self.lots)}
+        found = [item for lot in self.lots if (item := by_lot[lot]) is not None]
+        if len(found) < len(self.lots) or any(item.keys() != found[0].keys() for item in found):
             return None
         circles = tuple(
             Circle(members, *zip(*(item[members] for item in found), strict=True))
@@ -183,8 +193,9 @@ class UnitKind:
     def moves(self, global_rank: int, *, push: bool) -> list[Move]:
         """Return what a rank sends, receives or keeps, by (owner, holder)."""
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        for index, lot in enumerate(self._lots):
-            for owner, holder, start, stop in lot.overlaps(global_rank, push=push):
+        by_lot = {lot: [*lot.overlaps(global_rank, push=push)] for lot in set(self.lots)}
+        for index, lot in enumerate(self.lots):
+            for owner, holder, start, stop in by_lot[lot]:
                 found[owner, holder].append((index, start, stop))
         return [
             Move(holder, owner, tuple(pieces)) if push else Move(owner, holder, tuple(pieces))
@@ -232,17 +243,19 @@ class _Bundle(NamedTuple):
 
     indices: tuple[int, ...]
     specs: tuple[ParameterSpec, ...]
-    members: tuple[int, ...]
+    kind: UnitKind
     numel: int
 
     def is_joined_by(self, following: "_Bundle", most_numel: int) -> bool:
         """Whether what follows travels with it."""
-        return self.numel + following.numel <= most_numel and self.members == following.members
+        is_small = self.numel + following.numel <= most_numel
+        one, other = self.kind, following.kind
+        return is_small and one.members == other.members and one.holders == other.holders
 
     def joined(self, following: "_Bundle") -> "_Bundle":
         """Return both as one."""
         indices, specs = self.indices + following.indices, self.specs + following.specs
-        return _Bundle(indices, specs, self.members, self.numel + following.numel)
+        return _Bundle(indices, specs, self.kind, self.numel + following.numel)
 
 
 class TransferTable:
@@ -256,8 +269,8 @@ class TransferTable:
         specs: The parameters; names are unique.
         slices: Owners of every parameter.
         plan: The plan.
-        merged_numel: Neighbours with the same members that have no more elements than this together
-            are one unit.
+        merged_numel: Neighbours with the same holders and members that have no more elements than
+            this together are one unit.
     """
 
     def __init__(
@@ -297,7 +310,7 @@ class TransferTable:
             if not specs:
                 continue
             numel = sum(spec.numel for spec in specs)
-            bundle = _Bundle((index,), specs, self._kind_of(specs).members, numel)
+            bundle = _Bundle((index,), specs, self._kind_of(specs), numel)
             if bundles and bundles[-1].is_joined_by(bundle, self._merged_numel):
                 bundle = bundles.pop().joined(bundle)
             bundles.append(bundle)

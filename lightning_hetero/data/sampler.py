@@ -22,8 +22,8 @@ from torch.utils.data import Sampler
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates
+from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import EpochOrder, Progress
-from lightning_hetero.data.tickets import TicketDealer
 
 __all__ = ["TwoStageBatchSampler"]
 

@@ -86,10 +86,10 @@ def count_samples(batch: Any) -> int:
         return 0
     if type(batch) not in (list, tuple) and _is_splittable(batch):
         return batch.num_samples
-    tensors = [tensor for tensor in tensors_of(batch) if tensor.ndim]
-    sizes = {tensor.shape[0] for tensor in tensors}
+    tensors = tensors_of(batch)
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim}
     if len(sizes) != 1:
-        found = [tuple(tensor.shape) for tensor in tensors]
+        found = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
         raise BatchError(
             f"A batch of type {type(batch).__name__} can't be cut into micro-batches: its tensors "
             f"have shapes {found}, and dim 0 must be the same number of samples in all. Return "
@@ -100,9 +100,14 @@ def count_samples(batch: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch."""
-    if type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}:
-        return [*batch]  # As most are: pytree takes much longer.
+    if _is_flat(batch):
+        return [*batch]
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _is_flat(batch: Any) -> bool:
+    """Whether it is a list or a tuple of tensors, as most are: pytree takes much longer."""
+    return type(batch) in (list, tuple) and {*map(type, batch)} == {Tensor}
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
@@ -134,7 +139,7 @@ def sizes_of(microbatch: Any) -> tuple[int, int]:
 def epoch_weight(microbatch: Any, num_samples: int) -> int:
     """Return how much a micro-batch counts in an epoch's mean: tokens if it knows them."""
     own = getattr(microbatch, "num_target_tokens", None)
-    return int(own) if isinstance(own, int) else num_samples
+    return num_samples if own is None or not isinstance(own, int) else int(own)
 
 
 def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
@@ -175,6 +180,8 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
             vars(part).update(fields)
         return parts
 
+    if _is_flat(batch):
+        return [type(batch)(part) for part in zip(*map(parts_of, batch), strict=True)]
     leaves, form = tree_flatten(batch, is_leaf=is_column)
     columns = [parts_of(leaf) for leaf in leaves]
     return [form.unflatten([column[i] for column in columns]) for i in range(len(cuts) - 1)]

@@ -27,7 +27,7 @@ _MOST_CHOICES = 400
 
 
 class Scores:
-    """What a search minimises, seconds or their price, and what devices could do at best.
+    """The objective of a search, seconds or their price, and how well devices could do at best.
 
     Args:
         times: Seconds of stages on the cluster.

@@ -68,18 +68,20 @@ class Estimator(PipelineEstimator):
         self._exchanges: dict[tuple[Arrangement, tuple[tuple[int, ...], ...]], ExchangeTable] = {}
         self._keys_of: dict[Arrangement, tuple[PipelineKey, ...]] = {}
         self._members: dict[Arrangement, dict[PipelineKey, list[PipelineNodes]]] = {}
+        self._least_s: dict[Arrangement, float] = {}
 
     def unequal(self) -> "Estimator":
         """Return an estimator with the same caches whose pipelines may run unequal shares."""
         other = copy.copy(self)
         other.equal_microbatches = False
+        other._least_s = {}
         return other
 
     def keeping(self) -> "Estimator":
         """Return an estimator of the same times whose stages recompute nothing."""
         other = copy.copy(self)
         other._recompute = RecomputeTables(self.cost, self.workload, may_recompute=False)
-        other._stage_tables, other._pipelines = {}, {}
+        other._stage_tables, other._pipelines, other._least_s = {}, {}, {}
         return other
 
     def least_s(self, arrangement: Arrangement) -> float:
@@ -87,6 +89,11 @@ class Estimator(PipelineEstimator):
 
         Infinite if a pipeline doesn't fit or there is too little work.
         """
+        if arrangement not in self._least_s:
+            self._least_s[arrangement] = self._find_least_s(arrangement)
+        return self._least_s[arrangement]
+
+    def _find_least_s(self, arrangement: Arrangement) -> float:
         parts = self._parts(arrangement, None)
         if self._is_short_of_memory(parts):
             parts = self._parts(arrangement, 0.0) or parts
@@ -205,11 +212,10 @@ class Estimator(PipelineEstimator):
         waits_s = [_wait_s(part, starts) for part, starts in zip(kinds, pulled_s, strict=True)]
         fills = [self.fill_s(part, usual) + wait for part, wait in zip(kinds, waits_s, strict=True)]
         slopes = [part.slope_s for part in kinds]
-        limits = [part.most_microbatches for part in kinds]
         shares = (
-            deal_microbatches(numbers, limits, total)
+            deal_microbatches(numbers, total)
             if self.equal_microbatches
-            else share_microbatches(fills, slopes, numbers, limits, total)
+            else share_microbatches(fills, slopes, numbers, total)
         )
         if shares is None:
             return None

@@ -7,29 +7,35 @@ least max_s(K·w_s + w_1 + ... + w_{s-1}), whatever is recomputed and whoever ow
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes, to_plan
+from lightning_hetero.planner.equal_nodes import kind_of_arrangement
 from lightning_hetero.planner.estimator import Estimate, Estimator
 from lightning_hetero.planner.memory_fit import settle_memory
 from lightning_hetero.planner.stage_times import PipelineKey
 from lightning_hetero.simulator import Simulation, StageShape, simulate
 from lightning_hetero.simulator.exchange import ExchangeTable, Holders
-from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all
+from lightning_hetero.simulator.propagate_equal import EqualTimes, propagate_all, propagate_equal
 
 __all__ = ["Candidate", "Judge"]
 
 _ESTIMATE_ERROR = 0.02
 """How much shorter an iteration may be than its estimate, as a share."""
-_PLAN_WORK = 40
-"""Actions that a simulated stage counts as beside its own."""
-_BOUND_WORK = 2
-"""Actions that a stage counts as where the candidate is not simulated."""
+# Work of a stage, in about microseconds: of one that is
+_BOUND_WORK = 1
+_RENAMED_WORK = 3
+_RUN_WORK = 12
 _ESTIMATE_WORK = 20
-"""Actions that a stage counts as where the candidate was estimated."""
+_SETTLE_WORK = 60
+"""A stage whose memory is settled; simulated with what was settled it counts as much again."""
+_WORK_OF_A_PLAN = 10
+"""Stages that a plan counts as beside its own."""
+_ROUNDS = 4
+"""Rounds of a stage that are run; later ones are like them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +75,15 @@ class Judge:
         self.estimator = estimator
         self._weigh = weigh
         self._scores: dict[Candidate, float] = {}
+        self._filled: dict[tuple[Arrangement, Estimator], Candidate | None] = {}
+        self._at_least: dict[Hashable, float] = {}
         self._settled: dict[Candidate, tuple[ParallelPlan, Simulation]] = {}
         self._work: dict[tuple[PipelineKey, tuple[int, ...]], tuple[float, ...]] = {}
         self._fits: dict[tuple[PipelineKey, tuple[int, ...], int, int], bool] = {}
         self._equal_times: dict[tuple[PipelineKey, tuple[int, ...], int], EqualTimes] = {}
+        self._alone: dict[tuple[PipelineKey, tuple[StageShape, ...], int], float] = {}
         self.work_done = 0
-        """Actions simulated so far; what budgets count."""
+        """About the microseconds spent so far; what budgets count."""
 
     @property
     def num_simulated(self) -> int:
@@ -87,7 +96,31 @@ class Judge:
         assert found is not None, "the candidate has no finite score"
         return found
 
-    def filled(
+    def better(
+        self, moved: Candidate | Arrangement, estimator: Estimator, *, below: float
+    ) -> Candidate | None:
+        """Return a candidate as it is, an arrangement with what an estimator makes of it.
+
+        None if its score is not below `below`. What was not so good once isn't tried again, even if
+        it uses other nodes of the same kind.
+        """
+        known: Hashable = moved if isinstance(moved, Candidate) else (estimator, moved)
+        if self._at_least.get(known, 0.0) >= below:
+            self._count(_BOUND_WORK, moved.arrangement if isinstance(moved, Candidate) else moved)
+            return None
+        kind = known
+        if not isinstance(moved, Candidate):
+            kind = estimator, kind_of_arrangement(moved, estimator)
+            if self._at_least.get(kind, 0.0) >= below:
+                self._count(_RENAMED_WORK, moved)
+                self._at_least[known] = below
+                return None
+        found = self._fill(moved, estimator, below=below)
+        score = self.score(found, below=below) if found else below
+        self._at_least[known] = self._at_least[kind] = min(score, below)
+        return found if score < below else None
+
+    def _fill(
         self, moved: Candidate | Arrangement, estimator: Estimator, *, below: float
     ) -> Candidate | None:
         """Return a candidate as it is, an arrangement with what an estimator makes of it.
@@ -96,13 +129,18 @@ class Judge:
         """
         if isinstance(moved, Candidate):
             return moved
+        key = moved, estimator
+        if key in self._filled:
+            return self._filled[key]
         for bound_s in (estimator.least_work_s, estimator.least_s):
             least_s = bound_s(moved) * (1 - _ESTIMATE_ERROR)
             if self._weigh(least_s, moved) >= below:
-                self.work_done += _BOUND_WORK * sum(len(p.nodes) for p in moved)
+                self._count(_BOUND_WORK, moved)
                 return None
+        self._count(_ESTIMATE_WORK, moved)
         estimate = estimator.estimate(moved)
-        return Candidate.of(estimate) if estimate else None
+        self._filled[key] = Candidate.of(estimate) if estimate else None
+        return self._filled[key]
 
     def score(self, candidate: Candidate, below: float = float("inf")) -> float:
         """Return what to minimise; infinite if a stage's memory doesn't suffice.
@@ -117,10 +155,10 @@ class Judge:
         least_s = max(least_s, candidate.estimate_s * (1 - _ESTIMATE_ERROR))
         least = self._weigh(least_s, candidate.arrangement)
         if least >= below:
-            per_stage = _ESTIMATE_WORK if candidate.estimate_s else _BOUND_WORK
-            self.work_done += per_stage * sum(map(len, candidate.layers))
+            self._count(_BOUND_WORK, candidate.arrangement)
             return least
-        self.work_done += self.work_of(candidate)
+        self._count(_RUN_WORK, candidate.arrangement)
+        self.work_done += self._num_actions(candidate)
         if self._can_be_run(candidate):
             time_s = self._run_s(candidate)
         else:
@@ -177,19 +215,23 @@ class Judge:
         key = self.estimator.key(pipeline), layers, count
         found = self._equal_times.get(key)
         if found is None:
-            cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
-            pairs = [cost.compute_s(shape, microbatch) for shape in self._shapes(*key[:2])]
-            hops = list(
-                itertools.starmap(self.estimator.hop_s, itertools.pairwise(pipeline.stages))
-            )
-            found = self._equal_times[key] = EqualTimes(
-                forward_s=tuple([forward for forward, _ in pairs]),
-                backward_s=tuple([backward for _, backward in pairs]),
-                forward_message_s=tuple([there for there, _ in hops]),
-                backward_message_s=tuple([back for _, back in hops]),
-                num_microbatches=count,
-            )
+            found = self._equal(pipeline, self._shapes(*key[:2]), count)
+            self._equal_times[key] = found
         return found
+
+    def _equal(
+        self, pipeline: PipelineNodes, shapes: Sequence[StageShape], count: int
+    ) -> EqualTimes:
+        cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
+        pairs = [cost.compute_s(shape, microbatch) for shape in shapes]
+        hops = list(itertools.starmap(self.estimator.hop_s, itertools.pairwise(pipeline.stages)))
+        return EqualTimes(
+            forward_s=tuple([forward for forward, _ in pairs]),
+            backward_s=tuple([backward for _, backward in pairs]),
+            forward_message_s=tuple([there for there, _ in hops]),
+            backward_message_s=tuple([back for _, back in hops]),
+            num_microbatches=count,
+        )
 
     def _fitting(
         self, candidate: Candidate, below: float
@@ -207,6 +249,7 @@ class Judge:
         )
         if self._fits_as_it_is(candidate):
             return plan, self._simulate(plan)
+        self._count(_SETTLE_WORK, candidate.arrangement)
         settled = settle_memory(
             plan,
             estimator.cost,
@@ -214,10 +257,14 @@ class Judge:
             idle_may_own=estimator.idle_may_own,
         )
         best: tuple[ParallelPlan, Simulation] | None = None
-        for again in settled:
-            if self._weigh(self._least_plan_s(again), candidate.arrangement) >= below:
-                continue
-            self.work_done += self.work_of(candidate)
+        least_s = [self._least_plan_s(again, candidate) for again in settled]
+        # The likeliest first: others need no simulation then.
+        for index in sorted(range(len(settled)), key=least_s.__getitem__):
+            again = settled[index]
+            if self._weigh(least_s[index], candidate.arrangement) >= below:
+                break
+            self._count(_SETTLE_WORK, candidate.arrangement)
+            self.work_done += self._num_actions(candidate)
             simulation = self._simulate(again)
             score = self._weigh(simulation.iteration_time_s, candidate.arrangement)
             if score < below and self._fits_in(again, simulation):
@@ -277,16 +324,27 @@ class Judge:
             self._work[key, layers] = found
         return found
 
-    def _least_plan_s(self, plan: ParallelPlan) -> float:
-        """Return the least seconds of a plan, by its work."""
-        cost, microbatch = self.estimator.cost, self.estimator.workload.microbatch
+    def _least_plan_s(self, plan: ParallelPlan, candidate: Candidate) -> float:
+        """Return the seconds of a candidate's plan without exchange and optimizer steps."""
+        rows = zip(candidate.arrangement, plan.pipelines, strict=True)
         return max(
-            _least_s(
-                (sum(cost.compute_s(cost.shape_of(stage), microbatch)) for stage in p.stages),
-                p.num_microbatches or 0,
-            )
-            for p in plan.pipelines
+            self._alone_s(nodes, tuple(map(self.estimator.cost.shape_of, p.stages)), count)
+            for nodes, p in rows
+            if (count := p.num_microbatches)
         )
+
+    def _alone_s(
+        self, pipeline: PipelineNodes, shapes: tuple[StageShape, ...], count: int
+    ) -> float:
+        """Return the seconds of a pipeline that waits for no other."""
+        key = self.estimator.key(pipeline), shapes, count
+        found = self._alone.get(key)
+        if found is None:
+            blocking = self.estimator.cost.layout.blocking_messages
+            times = self._equal(pipeline, shapes, count)
+            line = propagate_equal(times, (0.0,) * len(shapes), blocking=blocking)
+            found = self._alone[key] = max(line.end_s)
+        return found
 
     def _distinct(self, candidate: Candidate) -> set[tuple[PipelineKey, tuple[int, ...], int]]:
         """Return what is different among the pipelines: kinds, layers and micro-batches."""
@@ -299,10 +357,14 @@ class Judge:
             )
         )
 
-    def work_of(self, candidate: Candidate) -> int:
+    def _count(self, per_stage: int, arrangement: Arrangement) -> None:
+        num_stages = sum(len(pipeline.nodes) for pipeline in arrangement)
+        self.work_done += per_stage * (num_stages + _WORK_OF_A_PLAN)
+
+    def _num_actions(self, candidate: Candidate) -> int:
         """Return about how many actions a simulation runs."""
-        actions = sum(2 * len(layers) * count for _, layers, count in self._distinct(candidate))
-        return _PLAN_WORK * sum(map(len, candidate.layers)) + actions
+        sizes = [(len(layers), count) for _, layers, count in self._distinct(candidate)]
+        return sum(size * min(count, _ROUNDS * size) for size, count in sizes)
 
 
 def _least_s(work_s: Iterable[float], num_microbatches: int) -> float:

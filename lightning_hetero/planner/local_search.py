@@ -1,14 +1,16 @@
 """Local search on the simulator: move a layer, a micro-batch or a stage, keep what is faster.
 
-So do pipelines that idle devices get, or whose devices become idle.
+So do pipelines and stages that idle devices get, or whose devices become idle.
 
 Balancing and sharing are exact for their own objectives, but neither sees warm-up, links, gradient
-exchange and memory together; the simulator does. Moves are tried in one fixed order and the first
-that helps is kept, until none helps or the budget is spent.
+exchange and memory together; the simulator does. Moves are tried in a fixed order and the first
+that helps is kept, until none helps or the budget is spent. Where that ends depends on where it
+begins and on the order, so many plans are moved a little, in two orders, and the best of them to
+the end.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from lightning_hetero.planner.arrangement import Arrangement, PipelineNodes
@@ -25,12 +27,12 @@ _Family = Callable[[Candidate, Estimator], Iterator[Candidate | Arrangement]]
 
 _MIN_GAIN = 1e-9
 _IMPROVED = 3
-_IMPROVED_IF_TINY = 16
-"""The same of clusters whose plans are simulated in a fraction of a millisecond."""
-_IMPROVED_IF_CHEAP = 10
-"""Plans that are improved where all of them take no more actions than one of them may."""
-_ACTIONS = 100_000
-_ACTIONS_EQUAL = 50_000
+"""Plans that are improved whatever that takes; others as long as there is work left:"""
+_WORK = 240_000
+_WORK_EQUAL = 160_000
+_WORK_AT_FIRST = 20_000
+"""Of a plan that is then improved further only if it is among the best."""
+_WORK_OF_A_PLAN = 60_000
 _MOST_BUDGETS = 5
 _LONGEST_ADDED = 8
 """Stages of pipelines that idle devices get."""
@@ -42,8 +44,6 @@ def improve_best(
     candidates: Sequence[Candidate],
     judge: Judge,
     estimators: Sequence[Estimator],
-    *,
-    is_tiny: bool,
 ) -> list[Candidate]:
     """Return the candidates and improved ones, best first.
 
@@ -53,27 +53,35 @@ def improve_best(
         candidates: Candidates that fit.
         judge: Scores them.
         estimators: For equal shares, and for unequal ones if they are allowed.
-        is_tiny: Whether the cluster is so small that more may be improved.
     """
     found = list(candidates)
-    most = _IMPROVED_IF_TINY if is_tiny else _IMPROVED
+    begun: set[Candidate] = set()
     for estimator in estimators:
         equal = estimator.equal_microbatches
-        budget = _ACTIONS_EQUAL if equal else _ACTIONS
-        limit = judge.work_done + budget
+        work, start = _WORK_EQUAL if equal else _WORK, judge.work_done
         open_to_it = [item for item in found if not equal or _has_equal_shares(item)]
-        chosen = _worth_improving(open_to_it, judge)[: max(most, _IMPROVED_IF_CHEAP)]
-        for number, candidate in enumerate(chosen):
-            if number < most or judge.work_done < limit:
-                found.append(_improve_on(candidate, judge, estimator, budget))
+        moved: dict[Candidate, None] = {}
+        for candidate in _worth_improving(open_to_it, judge):
+            if len(moved) >= _IMPROVED and judge.work_done > start + work // 2:
+                break
+            if candidate in begun:
+                continue
+            begun.add(candidate)
+            for moves in _ORDERS:
+                moved[_improve_by(moves, candidate, judge, estimator, _WORK_AT_FIRST)] = None
+        for number, candidate in enumerate(sorted(moved, key=judge.score)):
+            if number < _IMPROVED or judge.work_done < start + work:
+                found.append(_improve_on(candidate, judge, estimator))
+        found += moved
     return sorted(dict.fromkeys(found), key=judge.score)
 
 
-def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator, budget: int) -> Candidate:
+def _improve_on(candidate: Candidate, judge: Judge, estimator: Estimator) -> Candidate:
     """Return the candidate improved for as many budgets as gain something."""
     best = candidate
     for _ in range(_MOST_BUDGETS):
-        score, best = judge.score(best), improve(best, judge, estimator, budget=budget)
+        score = judge.score(best)
+        best = improve(best, judge, estimator, budget=_WORK_OF_A_PLAN)
         if judge.score(best) > score * (1 - _WORTH_GOING_ON):
             break
     return best
@@ -100,10 +108,10 @@ def _has_equal_shares(candidate: Candidate) -> bool:
 
 
 def improve(candidate: Candidate, judge: Judge, estimator: Estimator, *, budget: int) -> Candidate:
-    """Return the candidate after all moves that help, within `budget` simulated actions.
+    """Return the candidate after all moves that help, within a budget of work.
 
-    First it gets or loses pipelines, within another budget. The estimator says whether pipelines
-    must run equal shares.
+    First it gets or loses devices, within another budget. The estimator says whether pipelines must
+    run equal shares.
     """
     resized = _improve_by(_RESIZES, candidate, judge, estimator, budget)
     return _improve_by(_MOVES, resized, judge, estimator, budget)
@@ -126,9 +134,9 @@ def _improve_by(
                 if judge.work_done >= limit:
                     return best
                 enough = score * (1 - _MIN_GAIN)
-                found = judge.filled(moved, estimator, below=enough)
-                if found and (moved_score := judge.score(found, below=enough)) < enough:
-                    best, score, improved = found, moved_score, True
+                found = judge.better(moved, estimator, below=enough)
+                if found:
+                    best, score, improved = found, judge.score(found), True
                     break
             if improved:
                 break
@@ -268,21 +276,69 @@ def _drop_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arra
 def _add_pipelines(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
     """Give idle devices of a kind pipelines of their own, with a degree that others have."""
     rows = [pipeline.stages for pipeline in candidate.arrangement]
-    idle = [node.count for node in estimator.cost.cluster.nodes]
-    for node, degree in itertools.chain.from_iterable(rows):
-        idle[node] -= degree
+    idle = _idle(candidate, estimator)
     degrees = {degree for pipeline in candidate.arrangement for degree in pipeline.tp_degrees}
     classes = dict.fromkeys(estimator.classes)
     for kind, degree in itertools.product(classes, sorted(degrees)):
-        units = [
-            (node, degree)
-            for node, count in enumerate(idle)
-            if estimator.classes[node] == kind
-            for _ in range(count // degree)
-        ]
+        units = _units(idle, kind, degree, estimator)
         for length in range(1, min(len(units), _LONGEST_ADDED) + 1):
             starts = range(0, len(units) - length + 1, length)
             yield _arranged([*rows, *(units[start : start + length] for start in starts)])
+
+
+def _add_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Give idle devices of a kind to the pipelines that are alike, or one: a stage at an end."""
+    idle = _idle(candidate, estimator)
+    degrees = {degree for pipeline in candidate.arrangement for degree in pipeline.tp_degrees}
+    for members in _members(candidate, estimator):
+        for kind, degree in itertools.product(dict.fromkeys(estimator.classes), sorted(degrees)):
+            units = _units(idle, kind, degree, estimator)
+            for number in dict.fromkeys([len(members), 1]):
+                for is_first in (True, False) if number <= len(units) else ():
+                    rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                    for member, unit in zip(members[:number], units, strict=False):
+                        rows[member].insert(0 if is_first else len(rows[member]), unit)
+                    yield _arranged(rows)
+
+
+def _drop_stages(candidate: Candidate, estimator: Estimator) -> Iterator[Arrangement]:
+    """Leave the devices of a stage idle in all pipelines that are alike, or one."""
+    for members in _members(candidate, estimator):
+        first = candidate.arrangement[members[0]]
+        stages = [(estimator.classes[node], degree) for node, degree in first.stages]
+        if len(stages) == 1:
+            continue
+        for s in {kind: s for s, kind in enumerate(stages)}.values():
+            for number in dict.fromkeys([len(members), 1]):
+                rows = [list(pipeline.stages) for pipeline in candidate.arrangement]
+                for member in members[:number]:
+                    rows[member].pop(s)
+                yield _arranged(rows)
+
+
+def _idle(candidate: Candidate, estimator: Estimator) -> list[int]:
+    """Return the idle devices of each node."""
+    idle = [node.count for node in estimator.cost.cluster.nodes]
+    for node, degree in itertools.chain.from_iterable(p.stages for p in candidate.arrangement):
+        idle[node] -= degree
+    return idle
+
+
+def _units(
+    idle: Sequence[int], kind: int, degree: int, estimator: Estimator
+) -> list[tuple[int, int]]:
+    """Return the (node, devices) that idle devices of a kind make."""
+    return [
+        (node, degree)
+        for node, count in enumerate(idle)
+        if estimator.classes[node] == kind
+        for _ in range(count // degree)
+    ]
+
+
+def _members(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
+    """Return indices of pipelines of one class, grouped."""
+    return _grouped(estimator.keys(candidate.arrangement))
 
 
 def _arranged(rows: Sequence[Sequence[tuple[int, int]]]) -> Arrangement:
@@ -292,15 +348,19 @@ def _arranged(rows: Sequence[Sequence[tuple[int, int]]]) -> Arrangement:
 
 def _alike(candidate: Candidate, estimator: Estimator) -> list[list[int]]:
     """Return indices of pipelines of one class, layers and micro-batches, grouped."""
-    groups: dict[tuple[object, ...], list[int]] = {}
     keys = estimator.keys(candidate.arrangement)
-    kinds = zip(keys, candidate.layers, candidate.num_microbatches, strict=True)
+    return _grouped(zip(keys, candidate.layers, candidate.num_microbatches, strict=True))
+
+
+def _grouped(kinds: Iterable[Hashable]) -> list[list[int]]:
+    """Return the indices of each kind."""
+    groups: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(index)
     return list(groups.values())
 
 
-_RESIZES = (_add_pipelines, _drop_pipelines)
+_RESIZES = (_add_pipelines, _drop_pipelines, _add_stages, _drop_stages)
 _MOVES = (
     _move_layers,
     _move_layers_together,
@@ -309,3 +369,5 @@ _MOVES = (
     _swap_stages_together,
     _move_stages,
 )
+# The other way: layers are balanced anew where stages have swapped.
+_ORDERS = (_MOVES, (_swap_stages_together, *_MOVES))

@@ -44,15 +44,13 @@ class PipelineEstimate:
     """One pipeline with its layers placed."""
 
     tables: tuple[StageTable, ...]
-    """What any number of layers takes on each stage."""
+    """Seconds and memory of any number of layers on each stage."""
     layers: tuple[int, ...]
     """Layers of each stage."""
     slope_s: float
     """Seconds that one more micro-batch takes."""
     times: EqualTimes
     """Seconds of every action and message of one micro-batch."""
-    most_microbatches: int
-    """Micro-batches beyond which the activations in flight would not fit."""
     is_memory_bound: bool
     """Whether more memory would make it faster."""
     is_recomputing: bool
@@ -79,13 +77,13 @@ class StageRoom(NamedTuple):
     num_ranks: int
     """Ranks of the stage."""
     claimed: float
-    """What each would own if holders shared alike."""
+    """Parameters that each would own if holders shared alike."""
     capacity: float
-    """What each has room to own."""
+    """Parameters that each has room to own."""
 
     @property
     def owned(self) -> float:
-        """What each owns of what it holds."""
+        """Parameters that each owns of those it holds."""
         return max(0.0, min(self.claimed, self.capacity))
 
 
@@ -99,7 +97,7 @@ class PipelineEstimator(StageTimes):
         super().__init__(cost, workload)
         self._pipelines: dict[tuple[PipelineKey, int, float | None], PipelineEstimate | None] = {}
         self._timed: dict[
-            tuple[tuple[StageTable, ...], tuple[int, ...], PipelineKey, int], PipelineEstimate
+            tuple[tuple[StageTable, ...], tuple[int, ...], PipelineKey], PipelineEstimate
         ] = {}
         self._moved: dict[tuple[PipelineEstimate, int], tuple[int, ...]] = {}
         self._hops: dict[tuple[int, int, int, int, bool], tuple[float, float]] = {}
@@ -143,60 +141,34 @@ class PipelineEstimator(StageTimes):
     def _estimate_pipeline(
         self, pipeline: PipelineNodes, num_pipelines: int, owned_params: float | None
     ) -> PipelineEstimate | None:
-        """Balance the layers; if they don't fit, let fewer micro-batches be in flight."""
-        total = self.workload.num_microbatches
-        num_stages = len(pipeline.nodes)
-        if num_stages > self.num_layers:
+        if len(pipeline.nodes) > self.num_layers:
             return None
-        # Long pipelines with few micro-batches are poor anyway: look at short ones only.
-        fewer = range(min(num_stages, total) - 1, 0, -1) if num_stages <= 6 else ()
-        for most in (total, *fewer):
-            found = self._time_pipeline(pipeline, num_pipelines, most, owned_params)
-            if found is not None:
-                return found
-        return None
-
-    def balance(
-        self, pipeline: PipelineNodes, num_pipelines: int, most_microbatches: int
-    ) -> tuple[int, ...] | None:
-        """Return the layers of each stage by Eq. 4, or None if they don't fit.
-
-        Args:
-            pipeline: Its stages by node.
-            num_pipelines: Pipelines among which states are spread.
-            most_microbatches: Most micro-batches in flight.
-        """
-        tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, None)
-        return self.balanced(tables)
-
-    def _time_pipeline(
-        self,
-        pipeline: PipelineNodes,
-        num_pipelines: int,
-        most_microbatches: int,
-        owned_params: float | None,
-    ) -> PipelineEstimate | None:
-        tables = self.stage_tables(pipeline, num_pipelines, most_microbatches, owned_params)
+        tables = tuple(self.stage_tables(pipeline, num_pipelines, owned_params))
         balanced = self.balanced(tables)
         if balanced is None:
             return None
-        found = self._timed_stages(pipeline, tuple(tables), balanced, most_microbatches)
+        found = self._timed_stages(pipeline, tables, balanced)
         slowest_s = max(map(add, found.times.forward_s, found.times.backward_s))
         if found.slope_s < slowest_s * _LINKS_SET_THE_PACE or len(balanced) > _MOST_STAGES_MOVED:
             return found
         key = found, self.usual_share(num_pipelines)
         if key not in self._moved:
             self._moved[key] = self._moved_with_links(*key)
-        return self._timed_stages(pipeline, tuple(tables), self._moved[key], most_microbatches)
+        return self._timed_stages(pipeline, tables, self._moved[key])
+
+    def balance(self, pipeline: PipelineNodes, num_pipelines: int) -> tuple[int, ...] | None:
+        """Return the layers of each stage by Eq. 4, or None if they don't fit.
+
+        Args:
+            pipeline: Its stages by node.
+            num_pipelines: Pipelines among which states are spread.
+        """
+        return self.balanced(self.stage_tables(pipeline, num_pipelines, None))
 
     def _timed_stages(
-        self,
-        pipeline: PipelineNodes,
-        tables: tuple[StageTable, ...],
-        layers: tuple[int, ...],
-        most_microbatches: int,
+        self, pipeline: PipelineNodes, tables: tuple[StageTable, ...], layers: tuple[int, ...]
     ) -> PipelineEstimate:
-        key = tables, layers, self.key(pipeline), most_microbatches
+        key = tables, layers, self.key(pipeline)
         if key not in self._timed:
             hops = [self.hop_s(a, b) for a, b in itertools.pairwise(pipeline.stages)]
             pairs = [table.pair_s(count) for table, count in zip(tables, layers, strict=True)]
@@ -212,7 +184,6 @@ class PipelineEstimator(StageTimes):
                 layers=layers,
                 slope_s=steady_round_s(times, blocking=self.cost.layout.blocking_messages),
                 times=times,
-                most_microbatches=most_microbatches,
                 is_memory_bound=self.is_slowed(tables),
                 is_recomputing=any(t.levels[n] for t, n in zip(tables, layers, strict=True)),
             )
@@ -276,7 +247,7 @@ class PipelineEstimator(StageTimes):
             return [_NO_ROOM] * len(part.layers)
         tokens, rooms, last = sum(self.workload.microbatch), [], len(part.layers)
         for stage, (table, num_layers) in enumerate(zip(part.tables, part.layers, strict=True)):
-            held = min(last - stage, part.most_microbatches)
+            held = min(last - stage, self.workload.num_microbatches)
             key = table, num_layers, num_pipelines, held
             if key not in self._rooms:
                 shape = table.sized(num_layers)

@@ -1,12 +1,12 @@
 """How much a stage must recompute to fit, for every number of layers at once.
 
 Memory is linear in layers (`CostModel`), so a stage of n layers follows from stages of one and two.
-Recomputation has levels: 1 to n, so many layers selectively, for few seconds a byte; n + 1 to 2·n,
-one layer more as a whole each. With K, S and R the bytes of all tokens in flight of a layer that is
-kept, recomputed selectively and as a whole, a stage that is over its device's room by `over` bytes
-takes the level ⌈over / (K - S)⌉, or n + ⌈(over - n·(K - S)) / (S - R)⌉. Where even 2·n doesn't do,
-or states and the buffers of a push alone are too large, n layers don't fit. If nothing is saved
-selectively, S counts as R, and levels 1 to n are so many whole layers.
+Recomputation has levels: 1 to n are that number of layers selectively, for few seconds a byte; n+1
+to 2·n one layer more as a whole each. With K, S and R the bytes of all tokens in flight of a layer
+that is kept, recomputed selectively and as a whole, a stage that is over its device's room by
+`over` bytes takes the level ⌈over / (K - S)⌉, or n + ⌈(over - n·(K - S)) / (S - R)⌉. Where even
+2·n doesn't do, or states and the buffers of a push alone are too large, n layers don't fit. If
+nothing is saved selectively, S counts as R, and levels 1 to n are whole layers.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,9 @@ from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.memory import push_buffer_bytes
 
 __all__ = ["MemoryUse", "RecomputeTables", "StageTable", "at_level"]
+
+_FEW_IN_FLIGHT = 16
+"""Micro-batches that stages of most pipelines hold at once, at most."""
 
 
 def at_level(shape: StageShape, level: int, *, is_selective: bool) -> StageShape:
@@ -93,7 +96,7 @@ class RecomputeTables:
         self._tokens = sum(workload.microbatch)
         self._num_microbatches = workload.num_microbatches
         self._num_layers = cost.model.num_layers
-        self._known: dict[tuple[StageShape, int, float | None], IntArray] = {}
+        self._known: dict[tuple[StageShape, int, float | None, int], IntArray] = {}
         self._tables: dict[tuple[StageShape, bytes], StageTable] = {}
         self._linear: dict[tuple[StageShape, bytes], tuple[FloatArray, FloatArray]] = {}
 
@@ -128,10 +131,12 @@ class RecomputeTables:
     def _least(self, shape: StageShape, use: MemoryUse) -> IntArray:
         """Return `least` of one use, of a stage of a pipeline."""
         num_pipelines, num_in_flight, owned_params = use
-        key = shape, num_pipelines, owned_params
+        # Stages of a pipeline differ in micro-batches in flight; the last one has one.
+        most = min(self._num_layers, self._num_microbatches)
+        if num_in_flight <= _FEW_IN_FLIGHT:
+            most = 1 if shape.has_head else min(most, _FEW_IN_FLIGHT)
+        key = shape, num_pipelines, owned_params, most
         if key not in self._known:
-            # Stages of a pipeline differ in micro-batches in flight; the last one has one.
-            most = 1 if shape.has_head else min(self._num_layers, self._num_microbatches)
             uses = [MemoryUse(num_pipelines, n, owned_params) for n in range(1, most + 1)]
             self._known[key] = self.least(shape, uses)
         row: IntArray = self._known[key][num_in_flight - 1]

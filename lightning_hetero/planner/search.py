@@ -45,7 +45,11 @@ __all__ = ["PlanSearch", "plan"]
 _MAX_ENUMERATED = 12_000
 _MAX_ENUMERATED_DEVICES = 6
 _SIMULATED = 12
-_SIMULATED_ACTIONS = 1_500_000
+_SIMULATED_DEVICES = 600
+"""Devices of all that are simulated on small clusters."""
+_SIMULATED_WORK = 1_500_000  # about microseconds
+_FEW_DEVICES = 64
+"""Up to here an improved plan may be far better than where it began."""
 _SIMULATED_OF_A_PART = 3
 _WORTH_SIMULATING = 1.05
 """An estimate may be so much above the best simulated plan."""
@@ -129,7 +133,6 @@ class PlanSearch:
         self._keeping = {e: keeping if e is equal else keeping.unequal() for e in self.estimators}
         self.scores = Scores(equal, options.objective)
         self.judge = Judge(self.estimator, self._weigh)
-        self.enumerated = False
         self.num_estimated = 0
         self._rough_scores: dict[Arrangement, float] = {}
         self.tp_degrees = valid_tp_degrees(cost, workload, options)
@@ -166,7 +169,7 @@ class PlanSearch:
         if not candidates:
             return None
         self.progress("Improving the best plans", 0.6)
-        ranked = improve_best(candidates, self.judge, self.estimators, is_tiny=self.enumerated)
+        ranked = improve_best(candidates, self.judge, self.estimators)
         self.progress("Bounding", 0.95)
         chosen = []
         for candidate in ranked[: self.options.num_candidates]:
@@ -216,12 +219,12 @@ class PlanSearch:
         if sum(counts) <= _MAX_ENUMERATED_DEVICES:
             every = enumerate_arrangements(self.estimator, counts, self.tp_degrees, _MAX_ENUMERATED)
             if every is not None:
-                self.enumerated = True
-                return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_ACTIONS, below)
+                return self._simulate(every, _SIMULATED_ENUMERATED, _SIMULATED_WORK, below)
         glance = self._score_at_a_glance(counts)
         near = {"likely": min(glance, below), "below": below}
-        found = self._search(counts, _SIMULATED, _SIMULATED_ACTIONS, **near)
-        limit = self.judge.work_done + _SIMULATED_ACTIONS
+        most = max(_SIMULATED, _SIMULATED_DEVICES // sum(counts))
+        found = self._search(counts, most, _SIMULATED_WORK, **near)
+        limit = self.judge.work_done + _SIMULATED_WORK
         self.progress("Leaving devices out", 0.4)
         for part in self._likeliest_parts(counts, min(below, self._best(found)), glance):
             budget = max(0, limit - self.judge.work_done)
@@ -251,7 +254,7 @@ class PlanSearch:
         found = self._simulate(every, most, budget, below)
         mixed = propose_mixed_degrees(self.estimator, counts, self.tp_degrees)
         below = min(below, self._best(found))
-        return found + self._simulate(mixed, _SIMULATED_OF_A_PART, budget, below)
+        return found + self._simulate(mixed, max(most // 2, 3), budget, below)
 
     def _likeliest_parts(
         self, counts: Sequence[int], best: float, glance: float
@@ -298,17 +301,21 @@ class PlanSearch:
         """Return the candidates that fit, best first, after simulating the likeliest.
 
         Equal shares are tried as well, as if they alone were allowed, and so are stages that
-        recompute nothing: whatever a search with less freedom would simulate is simulated here.
+        recompute nothing: whatever a search with less freedom would simulate is simulated here. On
+        many devices, where estimates are exact but for a percent, only what comes near the best.
         """
         self.num_estimated += len(arrangements)
         fitting: list[Candidate] = []
-        for estimator in self.estimators:
+        is_large = len(self.cost.node_of_rank) > _FEW_DEVICES
+        for estimator in reversed(self.estimators) if is_large else self.estimators:
+            if is_large:
+                below = min(below, self._best(fitting))
             found, is_recomputing = self._simulate_by(
                 [estimator], arrangements, most, budget, below
             )
             if is_recomputing:
                 both = [estimator, self._keeping[estimator]]
-                enough = min(below, self._best(found))
+                enough = below if most > _SIMULATED else min(below, self._best(found))
                 found += self._simulate_by(both, arrangements, most, budget, enough)[0]
             fitting += found
         return sorted(dict.fromkeys(fitting), key=self.judge.score)

@@ -133,14 +133,13 @@ class StageTimes:
         self,
         pipeline: PipelineNodes,
         num_pipelines: int,
-        most_microbatches: int,
         owned_params: float | None,
     ) -> list[StageTable]:
         """Return what every number of layers takes on each stage, recomputation included."""
         tables = []
         last = len(pipeline.nodes) - 1
         for stage, (tp_degree, node) in enumerate(zip(*pipeline, strict=True)):
-            in_flight = min(last + 1 - stage, most_microbatches)
+            in_flight = min(last + 1 - stage, self.workload.num_microbatches)
             use = MemoryUse(num_pipelines, in_flight, owned_params)
             key = self.classes[node], tp_degree, stage == 0, stage == last, use
             table = self._stage_tables.get(key)

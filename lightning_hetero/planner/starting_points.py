@@ -42,8 +42,6 @@ _LIKELIEST = 4
 _COMBINED = 12
 """Combinations that are tried."""
 _NEWTON_STEPS = 4
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Stages of pipelines that are tried with the same number for all types."""
 _FEW_NUMBERS = 8
 """Numbers of groups that are tried where a few have to do."""
 _MAX_BOUNDED = 600_000
@@ -227,7 +225,7 @@ def _each_type_alone(
     By a time T, n pipelines of t seconds a micro-batch and f seconds besides finish n·(T - f)/t.
     Types add up, so the best of each is the best of all together. T, when all is finished, is found
     by Newton steps. What is a little behind may leave more memory and exchange less, so more are
-    tried than the best, of each choice of degrees, and pipelines of equal lengths.
+    tried than the best, of each choice of degrees.
     """
     kinds = range(len(types.names))
     every = {tp: [list(_alone(types, tp, kind, rates[tp])) for kind in kinds] for tp in rates}
@@ -237,12 +235,6 @@ def _each_type_alone(
         if options:
             for choice in _best_choices(options, types.estimator.workload.num_microbatches):
                 yield [group for option in choice for group in option.groups(types)]
-        if len(degrees) > 1:
-            continue
-        by_length = [{option.num_stages: option for option in found} for found in rows if found]
-        for length in _LENGTHS:
-            if by_length and all(length in found for found in by_length):
-                yield [group for found in by_length for group in found[length].groups(types)]
 
 
 def _best_choices(
@@ -271,7 +263,6 @@ class _Alone(NamedTuple):
     kind: int
     tp_degree: int
     num_groups: int
-    num_stages: int
     slope_s: float
     fill_s: float
 
@@ -305,7 +296,7 @@ def _alone(
         size = min(rows, key=lambda size: abs(num_units / number - size))
         share = num_units / number / size
         slope_s, fill_s = float(rates.slope_s[rows[size]]), float(rates.fill_s[rows[size]])
-        yield _Alone(kind, tp_degree, number, size, slope_s / share, fill_s)
+        yield _Alone(kind, tp_degree, number, slope_s / share, fill_s)
 
 
 def _every_one(types: DeviceTypes, tp_degrees: Sequence[int]) -> Iterator[list[Group]]:

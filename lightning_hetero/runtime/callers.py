@@ -18,6 +18,8 @@ __all__ = [
 _OWN, _PASSED = "lightning_hetero.", ("torch.", "copy.")
 _LIBRARIES = (_OWN, *_PASSED, "lightning.", "pytorch_lightning.", "torchmetrics.", "functools.")
 _WATCHING = "__torch_function__"
+_WRAPPING = {"handle_torch_function", "__len__"}
+"""Functions of torch between `len(x)` and what watches it."""
 
 
 def calling_frame() -> FrameType | None:
@@ -34,6 +36,8 @@ def calling_frame() -> FrameType | None:
 def is_asked_by_library() -> bool:
     """Whether code of torch, Lightning or this package has called torch itself."""
     frame = _asking_frame()
+    while frame is not None and frame.f_code.co_name in _WRAPPING:
+        frame = frame.f_back
     return frame is None or is_library(frame)
 
 
@@ -48,7 +52,7 @@ def is_library(frame: FrameType) -> bool:
 
 
 def _asking_frame() -> FrameType | None:
-    """Return the frame right behind a mode's `__torch_function__`."""
+    """Return the frame that called a mode's `__torch_function__`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != _WATCHING:
         frame = frame.f_back

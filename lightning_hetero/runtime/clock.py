@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from lightning_hetero.core.actions import ActionKind
 
-__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "MessageTime", "traced"]
+__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "MessageTime", "is_traced", "traced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,21 +152,23 @@ class ComputeClock:
         self, work: _Work, *, peer: int, num_bytes: int, is_exchange: bool = False
     ) -> None:
         """Wait for a message of a peer; counts as waiting. A message's header counts 0 bytes."""
-        self.wait_together([work], [(peer, num_bytes)], is_exchange=is_exchange)
+        self.wait_together((work,), ((peer, num_bytes),), is_exchange=is_exchange)
 
     def wait_together(
         self, works: Sequence[_Work], senders: Sequence[tuple[int, int]], *, is_exchange: bool
     ) -> None:
         """Wait for messages of several (peer, bytes) that can't be waited for one by one."""
+        marks = self._marks
         self._begin_wait()
-        start = self._now()
+        start = marks.wait_start if self._depth == 1 else self._now()
         for work in works:
             work.wait()
         for sender in senders:
             self._delay_message(*sender)
-        common = start, self._now(), is_exchange, len(senders)
-        self._marks.messages += [(*sender, *common) for sender in senders]
         self._end_wait()
+        end = self._now() if self._depth else marks.waits[-1][1]
+        for peer, num_bytes in senders:
+            marks.messages.append((peer, num_bytes, start, end, is_exchange, len(senders)))
 
     def before_send(self) -> None:
         """Called before an action's result leaves the rank: a slower device would have it later."""
@@ -194,7 +196,9 @@ class ComputeClock:
     def _end_action(self) -> None:
         self.before_send()
         self._in_action = False
-        self._marks.end_action(self._now())
+        marks = self._marks
+        waits = range(marks.waits_before, len(marks.waits))
+        marks.actions.append((marks.action, marks.action_start, self._now(), waits))
 
     def _begin_wait(self) -> None:
         self._depth += 1
@@ -234,16 +238,12 @@ class _Marks:
         self.waits_before = 0
         self.waits: list[tuple[Any, Any]] = []
         self.messages: list[tuple[int, int, Any, Any, bool, int]] = []
-        self._actions: list[tuple[tuple[ActionKind, int], Any, Any, range]] = []
-
-    def end_action(self, now: Any) -> None:
-        waits = range(self.waits_before, len(self.waits))
-        self._actions.append((self.action, self.action_start, now, waits))
+        self.actions: list[tuple[tuple[ActionKind, int], Any, Any, range]] = []
 
     def resolve(self) -> IterationTimes:
         waits_s = [_seconds(start, end) for start, end in self.waits]
         actions = []
-        for (kind, index), start, end, waits in self._actions:
+        for (kind, index), start, end, waits in self.actions:
             wait_s = sum(waits_s[waits.start : waits.stop])
             actions.append(ActionTime(kind, index, _seconds(start, end) - wait_s, wait_s))
         messages = tuple(
@@ -263,7 +263,11 @@ def _seconds(start: Any, end: Any) -> float:
 _NOT_TRACED = nullcontext()
 
 
+def is_traced() -> bool:
+    """Whether a profiler looks: a range costs as much as a small kernel, even where none does."""
+    return _profiler_enabled()
+
+
 def traced(name: object) -> AbstractContextManager[object]:
     """Show what runs inside this context as one range of a trace; `name` as it is printed."""
-    # A range costs as much as a small kernel, whether anyone looks or not.
-    return record_function(str(name)) if _profiler_enabled() else _NOT_TRACED
+    return record_function(str(name)) if is_traced() else _NOT_TRACED

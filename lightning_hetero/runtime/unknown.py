@@ -8,25 +8,22 @@ Operations that draw random numbers draw as many as they would on values, becaus
 step is the same on all ranks of a pipeline.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.leaves import tensors_in
 
 __all__ = ["Origin", "Unknown", "check_known", "written_by"]
 
 _KINDS = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _SHAPED_LIKE = {f"aten::{name}" for name in (*_KINDS, "new_zeros", "new_ones", "new_full")}
 """Take no more than the shape of a tensor, so that what they make is known."""
-
-_KNOWN = frozenset((Tensor, int, float, bool, str, type(None)))
-"""Types whose values nobody hides."""
 
 _BY_VALUE = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 _DRAW_BY_VALUE = {f"aten::{name}" for name in _BY_VALUE}
@@ -107,8 +104,11 @@ class Unknown(Tensor):
                 return form
             return Unknown(form, device, first.origin, sealed=sealed)
 
-        forms = _forms_made(func, args, kwargs, first, traits.forms)
-        made = make(forms) if type(forms) is _Form else _each(make, forms)
+        made: Any = _forms_made(func, args, kwargs, first, traits.forms)
+        if type(made) is _Form:
+            made = Unknown(made, device, first.origin, sealed=sealed)
+        else:
+            made = _each(make, made)
         changed = traits.returned
         if changed is None:
             return made
@@ -156,13 +156,7 @@ def check_known(value: Any, user: str) -> None:
     Raises:
         ModelError: It names where the first of them comes from.
     """
-    if type(value) in _KNOWN:
-        return
-    if type(value) in (list, tuple):  # As most are: pytree takes much longer.
-        for item in value:
-            check_known(item, user)
-        return
-    for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
+    for leaf in tensors_in(value):
         if isinstance(leaf, Unknown):
             leaf.refuse(user)
 
@@ -171,7 +165,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     """Return the tensors that an operation changes in place."""
     writes = _traits_of(func).writes
     targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
-    return [item for item in _flat(targets) if isinstance(item, Tensor)]
+    return tensors_in(targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,14 +250,6 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flat(value)
-        else:
-            yield value
-
-
 def _as_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
@@ -306,7 +292,7 @@ class _Traits(NamedTuple):
     returned: tuple[int, str] | None
     """Of the one that it changes and returns."""
     forms: dict[Any, Any]
-    """What it was seen to make of what; see `_forms_made`."""
+    """Forms seen to come out, by those that went in; see `_forms_made`."""
 
 
 @cache
@@ -335,7 +321,7 @@ def _first_unknown(values: Sequence[Any]) -> Unknown:
     for item in values:
         if type(item) is Unknown:
             return item
-    return next(item for item in _flat(values) if isinstance(item, Unknown))
+    return next(item for item in tensors_in(values) if isinstance(item, Unknown))
 
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> None:

@@ -1,11 +1,17 @@
-"""Seconds of messages and of rings over a cluster's links."""
+"""Seconds of messages over a cluster's links, and of collectives: in a ring or pairwise.
 
-from collections.abc import Sequence
+With a `MessageCurve` small messages reach less of a link's rate, as NCCL's do. Counted for n ranks
+and S bytes in all: ring and pairwise move S·(n-1)/n out of each rank and as much in. A ring pays
+n-1 latencies, one after another, and goes over every link of the ring; pairwise pays one, as its
+messages are under way together. NCCL's trees serve all-reduces only, which an exchange has none of.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 from lightning_hetero.core.cluster import Cluster
-from lightning_hetero.simulator.collective_times import ring_s
 
-__all__ = ["ClusterLinks"]
+__all__ = ["ClusterLinks", "pairwise_s", "ring_s"]
 
 
 class ClusterLinks:
@@ -23,6 +29,7 @@ class ClusterLinks:
         self.node_of_rank = [
             index for index, node in enumerate(cluster.nodes) for _ in range(node.count)
         ]
+        self.first_rank_of_node = [0, *accumulate(node.count for node in cluster.nodes)][:-1]
         self.special_links = {
             (low, high): cluster.link_between(low, high)
             for low, high in (sorted(link.nodes) for link in cluster.links)
@@ -67,3 +74,22 @@ class ClusterLinks:
             return max(self.transfer_s(a, b, num_bytes) for a, b in links.values())
 
         return ring_s(len(ranks), num_bytes, message_s)
+
+
+def ring_s(num_ranks: int, num_bytes: float, message_s: Callable[[float], float]) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of these bytes in all.
+
+    An all-reduce is one of each.
+    """
+    return (num_ranks - 1) * message_s(num_bytes / num_ranks)
+
+
+def pairwise_s(messages: Iterable[tuple[int, float, float]]) -> float:
+    """Return the seconds in which a rank sends each other rank its piece.
+
+    Args:
+        messages: (messages of a kind, seconds of each, of which latency).
+    """
+    found = [item for item in messages if item[0]]
+    latency_s = max((latency_s for _, _, latency_s in found), default=0.0)
+    return latency_s + sum(count * (seconds - own_s) for count, seconds, own_s in found)

@@ -42,7 +42,7 @@ _SELECTIVE_SHARE = 0.1
 """Of a layer's forward, what is computed again beside products and attention: a thirtieth of the
 layer's time. Measured are 1 to 4 % on CPUs (`python -m tests.benchmarks selective`)."""
 _TRAFFIC_AGAIN = 0.5
-"""Of a layer's TP traffic: the sum behind attention, not the one that ends the layer."""
+"""Of a layer's TP traffic: the sum after attention, not the one that ends the layer."""
 
 
 class CostModel(ClusterLinks, ABC):

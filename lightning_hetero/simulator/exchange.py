@@ -22,10 +22,14 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind
-from lightning_hetero.simulator.collective_times import pairwise_s, ring_s
+from lightning_hetero.simulator.by_node import push_by_node_s
+from lightning_hetero.simulator.cluster_links import pairwise_s, ring_s
 from lightning_hetero.simulator.cost import CostModel
 
-__all__ = ["ExchangeTable", "Holders", "Segment", "cut_segments"]
+__all__ = ["SUM_BYTES", "ExchangeTable", "Holders", "Segment", "cut_segments"]
+
+SUM_BYTES = 4
+"""Of a gradient's value in a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +203,16 @@ class ExchangeTable:
         per_byte = units / np.array(degrees) / len(nodes) * rate
         self.push_s = (latency + layout.pushed_bytes * per_byte).T.tolist()
         self.pull_s = (latency + layout.weight_bytes * per_byte).T.tolist()
-        if layout.exchange in (ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER):
+        if layout.exchange not in (ExchangeKind.MESSAGES, ExchangeKind.AUTO):
             self.pull_s = [
                 list(map(add, self._ring_s(item, layout.weight_bytes), self._stage_gather_s(item)))
                 for item in self.segments
             ]
         elif self._cost.message_curve is not None:
             self.pull_s = [self._pairwise_s(item, layout.weight_bytes) for item in self.segments]
-        if layout.exchange is ExchangeKind.REDUCE_SCATTER:
+        if layout.exchange is ExchangeKind.BY_NODE and self._are_circles:
+            self.push_s = [self._by_node_s(item, layout.pushed_bytes) for item in self.segments]
+        elif layout.exchange is ExchangeKind.REDUCE_SCATTER:
             self.push_s = [self._ring_s(item, layout.pushed_bytes) for item in self.segments]
         elif self._cost.message_curve is not None:
             self.push_s = [self._pairwise_s(item, layout.pushed_bytes) for item in self.segments]
@@ -234,6 +240,20 @@ class ExchangeTable:
                 )
             )
         return seconds
+
+    @property
+    def _are_circles(self) -> bool:
+        """Whether all stages have one degree, so that ranks with the same part are a circle."""
+        return len({degree for entry in self._holders for degree in entry.tp_degrees}) == 1
+
+    def _by_node_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
+        """Return the seconds of a push that is summed on each node, in fp32."""
+        held = list(zip(self._holders, segment.stages, strict=True))
+        ranks = [row[stage] for entry, stage in held for row in entry.ranks]
+        params = segment.params_per_unit / self._holders[0].tp_degrees[0]
+        width = SUM_BYTES / self._cost.layout.gradient_bytes
+        seconds = push_by_node_s(self._cost, ranks, params * bytes_per_param, width=width)
+        return [seconds] * len(held)
 
     def _ring_s(self, segment: Segment, bytes_per_param: int) -> list[float]:
         """Return the seconds of a ring of a segment's holders, nodes one after another."""

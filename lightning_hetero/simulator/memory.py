@@ -94,7 +94,8 @@ def push_buffer_bytes(
 ) -> _Number:
     """Return the bytes of a push until its last gradient has arrived.
 
-    Those are what a rank sends to owners, and what the other holders of its own slices send.
+    Those are what a rank sends to owners, and what the other holders of its own slices send. By
+    proxies (`core.proxies`) a device has less at a time: buffers are let go unit by unit.
 
     Args:
         held: Parameters that it holds.

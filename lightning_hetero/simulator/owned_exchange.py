@@ -4,6 +4,10 @@ With f_q the share of a unit that rank q owns (`spread_ownership`), a holder of 
 S - own to the owners and each owner receives its f_q of the unit from every pipeline but its own;
 pulls go the same ways back. A unit takes as long as the slower of its holder and its owners. What a
 rank owns of units that it doesn't hold it receives on top of its own stage's.
+
+By proxies (`core.proxies`), with D pipelines, a unit takes as long as if its holders owned it all
+alike, and then as long as a proxy needs to send S / D of sums to owners, or an owner to receive its
+f_q once. Of both, as much stays where it is as if each proxy had some rows of every owner.
 """
 
 from collections.abc import Sequence
@@ -14,8 +18,16 @@ from typing_extensions import override
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.ownership import OwnedUnit, spread_ownership
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.proxies import are_by_proxies
+from lightning_hetero.core.transfers import MOST_PADDING
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.exchange import ExchangeTable, Holders, Segment, cut_segments
+from lightning_hetero.simulator.exchange import (
+    SUM_BYTES,
+    ExchangeTable,
+    Holders,
+    Segment,
+    cut_segments,
+)
 
 __all__ = ["exchange_of", "host_bytes", "moved_params"]
 
@@ -95,17 +107,61 @@ class _OwnedExchange(ExchangeTable):
         self._units = _units(plan, self.segments)
         owned = spread_ownership(self._units, plan.owner_shares)
         self._on_nodes = [_OnNodes(*pair, cost) for pair in zip(self._units, owned, strict=True)]
-        for segment, unit, on_nodes in zip(self.segments, self._units, self._on_nodes, strict=True):
+        pairs_of_units = zip(self._units, owned, strict=True)
+        self._by_proxies = [self._are_by_proxies(*pair) for pair in pairs_of_units]
+        if any(self._by_proxies):
+            super()._fill()
+        alike = list(zip(self.push_s, self.pull_s, strict=True))
+        self.push_s, self.pull_s = [], []
+        layout = cost.layout
+        for index, segment in enumerate(self.segments):
+            unit, on_nodes = self._units[index], self._on_nodes[index]
             params = float(segment.params_per_unit)
             # Ranks of the same nodes that own as much are alike.
             kinds = [on_nodes.kind(ranks) for ranks in unit.holders]
             firsts = dict(zip(kinds, unit.holders, strict=True))
-            found = self._seconds(list(firsts.values()), on_nodes, params)
+            if self._by_proxies[index]:
+                found = [self._proxy_s(ranks, on_nodes, params) for ranks in firsts.values()]
+                push, (push_before, pull_before) = SUM_BYTES * layout.num_keepers, alike[index]
+            else:
+                found = self._seconds(list(firsts.values()), on_nodes, params)
+                push, push_before = layout.pushed_bytes, [0.0] * len(kinds)
+                pull_before = push_before
             known = dict(zip(firsts, found, strict=True))
             pairs = [known[kind] for kind in kinds]
-            push, pull = cost.layout.pushed_bytes, cost.layout.weight_bytes
-            self.push_s.append([late + push * rate for late, rate in pairs])
-            self.pull_s.append([late + pull * rate for late, rate in pairs])
+            self.push_s.append(_after(push_before, pairs, push))
+            self.pull_s.append(_after(pull_before, pairs, layout.weight_bytes))
+
+    def _are_by_proxies(self, unit: OwnedUnit, owned: dict[int, float]) -> bool:
+        """Whether a unit goes by proxies, as far as shares tell.
+
+        Its holders don't own it about alike, they are circles, and no owner meets most proxies: one
+        of a share f meets those of f·D pieces, and of a part of one more.
+        """
+        num_pipelines, most = self._plan.num_pipelines, max(owned.values())
+        holders = {rank for ranks in unit.holders for rank in ranks}
+        are_alike = owned.keys() <= holders and most * len(holders) <= 1 + MOST_PADDING
+        is_spread = 2 * (most * num_pipelines + 1) <= num_pipelines
+        return (
+            is_spread
+            and not are_alike
+            and self._are_circles
+            and are_by_proxies(self._cost.layout.exchange, num_pipelines)
+        )
+
+    def _proxy_s(
+        self, ranks: Sequence[int], on_nodes: "_OnNodes", params: float
+    ) -> tuple[float, float]:
+        """Return latency, and seconds for each byte of a value, between proxies and owners."""
+        node, num_pipelines = self._cost.node_of_rank[ranks[0]], self._plan.num_pipelines
+        per_byte_s, latency_s = self._rates_from(node)
+        own, is_here = on_nodes.owned.get(ranks[0], 0.0), np.arange(len(per_byte_s)) == node
+        shares, holders = on_nodes.shares - own * is_here, on_nodes.holders - is_here
+        owners = on_nodes.owners - (own > 0) * is_here
+        sent_s = params / len(ranks) / num_pipelines * float(shares @ per_byte_s)
+        received_s = params * own / num_pipelines * float(holders @ per_byte_s)
+        late_s = np.where((owners > 0) | (holders > 0), latency_s, 0.0).max()
+        return float(late_s), max(sent_s, received_s)
 
     def push_end_s(
         self,
@@ -129,12 +185,21 @@ class _OwnedExchange(ExchangeTable):
         """Return the seconds in which stages, and idle ranks, receive what they don't hold."""
         found = [[0.0] * pipeline.num_stages for pipeline in self._plan.pipelines]
         seconds: dict[int, float] = {}
-        for unit, on_nodes in zip(self._units, self._on_nodes, strict=True):
+        layout, num_pipelines = self._cost.layout, self._plan.num_pipelines
+        for unit, on_nodes, by_proxies in zip(
+            self._units, self._on_nodes, self._by_proxies, strict=True
+        ):
+            # Proxies of one pipeline's worth of pieces send it once, in sums.
+            size_bytes = (
+                SUM_BYTES * layout.num_keepers / num_pipelines
+                if by_proxies
+                else layout.pushed_bytes
+            )
             holding = {rank for ranks in unit.holders for rank in ranks}
             for rank, share in on_nodes.owned.items():
                 if rank not in holding:
                     per_byte_s, _ = self._rates_from(self._cost.node_of_rank[rank])
-                    size = share * unit.size * self._cost.layout.pushed_bytes
+                    size = share * unit.size * size_bytes
                     more_s = size * float(on_nodes.holders @ per_byte_s)
                     seconds[rank] = seconds.get(rank, 0.0) + more_s
         idle = 0.0
@@ -190,6 +255,14 @@ class _OwnedExchange(ExchangeTable):
                 links[:, other] = 1 / bytes_per_s, latency_s
             self._rates[node] = links[0], links[1]
         return self._rates[node]
+
+
+def _after(
+    before_s: Sequence[float], pairs: Sequence[tuple[float, float]], num_bytes: int
+) -> list[float]:
+    """Return when values of some bytes have come, by (latency, seconds for each byte)."""
+    items = zip(before_s, pairs, strict=True)
+    return [start + late + num_bytes * rate for start, (late, rate) in items]
 
 
 class _OnNodes:

@@ -168,8 +168,8 @@ class _Rounds:
         self.holds_s = self.hops_s if blocking else ((0.0, 0.0),) * self.num_stages
         incoming = ((0.0, *there[:-1]), (*back[1:], 0.0)) if blocking else (nothing, nothing)
         self.seconds = tuple(
-            (forward + before, backward + behind)
-            for forward, backward, before, behind in zip(
+            (forward + before, backward + after)
+            for forward, backward, before, after in zip(
                 times.forward_s, times.backward_s, *incoming, strict=True
             )
         )

@@ -32,9 +32,10 @@ class StateLayout:
     sharded: bool = True
     """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
     are all-reduced around a ring and no weights are pulled."""
-    exchange: ExchangeKind = ExchangeKind.MESSAGES
+    exchange: ExchangeKind = ExchangeKind.AUTO
     """How holders that share ownership exchange. Pulls are a ring's all-gather unless they are
-    messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise."""
+    messages, pushes a ring's reduce-scatter if they are that; everything else goes pairwise, by
+    node what is to be summed there."""
     redundancy: int = 0
     """Standbys of each slice, 0 or 1: they keep and push what owners do, and pull nothing."""
     overlap: bool = True

@@ -20,20 +20,12 @@ from lightning_hetero.straggler.events import (
     FindingEvent,
     GenerationEvent,
     IterationEvent,
-    format_message,
     read_events,
     to_entry,
 )
 from lightning_hetero.straggler.history import Observation, RankHistory, RankReport
-from lightning_hetero.straggler.levels import LevelWatch, RankNote
-from lightning_hetero.straggler.locate import (
-    Finding,
-    FindingKind,
-    Suspect,
-    diagnose_links,
-    find_suspects,
-    ring_rounds,
-)
+from lightning_hetero.straggler.levels import RankNote
+from lightning_hetero.straggler.locate import Finding, FindingKind
 from lightning_hetero.straggler.look import Probes, Suspicion, diagnose, probe_rounds, suspect
 from lightning_hetero.straggler.mitigation import (
     Mitigation,
@@ -42,22 +34,8 @@ from lightning_hetero.straggler.mitigation import (
     find_mitigations,
     restart_mitigation,
 )
-from lightning_hetero.straggler.policy import Decision, DecisionKind, MitigationPolicy, PolicyConfig
-from lightning_hetero.straggler.run_model import (
-    MeasuredRun,
-    PlaceTimes,
-    RunModel,
-    Slowness,
-    balance_microbatches,
-)
-from lightning_hetero.straggler.swap import (
-    SwapConfig,
-    SwapProposal,
-    gradient_links,
-    move_ranks,
-    propose_swap,
-    swap_ranks,
-)
+from lightning_hetero.straggler.policy import Decision, DecisionKind, PolicyConfig
+from lightning_hetero.straggler.run_model import MeasuredRun, PlaceTimes, RunModel, Slowness
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 
 if TYPE_CHECKING:
@@ -81,10 +59,8 @@ __all__ = [
     "GenerationEvent",
     "IterationEvent",
     "IterationTimes",
-    "LevelWatch",
     "MeasuredRun",
     "Mitigation",
-    "MitigationPolicy",
     "Observation",
     "Order",
     "Period",
@@ -99,33 +75,21 @@ __all__ = [
     "RunModel",
     "RunWatch",
     "Slowness",
-    "Suspect",
     "Suspicion",
-    "SwapConfig",
-    "SwapProposal",
     "WatchConfig",
     "WatchedPlans",
-    "balance_microbatches",
     "diagnose",
-    "diagnose_links",
     "find_changes",
     "find_mitigations",
-    "find_suspects",
-    "format_message",
-    "gradient_links",
     "infer_period",
-    "move_ranks",
     "probe_rounds",
-    "propose_swap",
     "read_events",
     "read_flight_recorder",
     "read_profiler_trace",
     "read_times",
     "record",
     "restart_mitigation",
-    "ring_rounds",
     "suspect",
-    "swap_ranks",
     "to_entry",
 ]
 

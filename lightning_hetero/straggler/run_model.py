@@ -61,8 +61,7 @@ def balance_microbatches(
             f"A pipeline's time is {bad[0]} s; times must be positive and finite. Leave a dead "
             "pipeline out."
         )
-    limits = [num_microbatches] * count
-    shares = share_microbatches(fixed[::-1], times_s[::-1], [1] * count, limits, num_microbatches)
+    shares = share_microbatches(fixed[::-1], times_s[::-1], [1] * count, num_microbatches)
     if shares is None:
         raise PlanningError(
             f"{num_microbatches} micro-batches are too few for {count} pipelines. Give more."

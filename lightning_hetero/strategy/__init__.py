@@ -10,6 +10,7 @@ has to be read for them (here, unless another package is named):
 - `Strategy._lightning_module`, `_precision_plugin`: set around what `ParallelStrategy` does with
   them, which would move slices or check the plugin's type,
 - `_optimizers_to_device`: what `Strategy.setup` and `load_optimizer_state_dict` call,
+- `trainer._active_loop`: the counter of the batches that are evaluated or predicted,
 - `Precision._after_closure`: after it nothing but the optimizer's step is left,
 - `LightningOptimizer._optimizer`: whom `optimizer_state` is asked for,
 - `WeightAveraging._average_model` (also `callbacks`), `StochasticWeightAveraging._average_model`:
@@ -24,7 +25,9 @@ has to be read for them (here, unless another package is named):
   `trainer._checkpoint_connector` with `_get_loops_state_dict` and `_loaded_checkpoint`, and
   `_hparams_name` (`callbacks`): what a checkpoint of Lightning holds but for the weights,
 - `_FitLoop`, `_TrainingEpochLoop`, and what `strategy.fit_loop` overrides: a loop that may begin
-  with what follows a step, and waits for nobody before one,
+  with what follows a step,
+- `trainer._signal_connector` with `_sigterm_notifier_fn` and `received_sigterm`, the epoch loop's
+  `_broadcast_sigterm_tensor`: see `strategy.sigterm`,
 - `_ResultMetric`, the epoch loop's `_results`, `_logger_connector._callback_metrics` (`callbacks`):
   what was logged in an epoch, which goes on where a rank is lost in it,
 - `_Loop`, `_BaseProgress`, the epoch loop's `_batches_that_stepped` (`callbacks`): the counters of

@@ -1,12 +1,12 @@
 """Which device a process has, and whether the run can use it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["check_queues", "device_of"]
+__all__ = ["check_queues", "device_of", "leave_failures_to_ranks"]
 
 
 def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
@@ -22,6 +22,15 @@ def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
             "that rank may wait. Unset it, or set it to 8 or more; only Megatron-LM's overlap of "
             "tensor parallelism wants 1."
         )
+
+
+def leave_failures_to_ranks(environment: MutableMapping[str, str]) -> None:
+    """Have NCCL's groups neither abort by themselves nor end the process where a peer is lost.
+
+    By default, and as torchrun sets it, torch does one or both. Ranks that go on in place abort
+    their groups themselves, once they know what their devices have trained (`step_end`).
+    """
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
 def device_of(devices: list[torch.device], local_rank: int) -> torch.device:

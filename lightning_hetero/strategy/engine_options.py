@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_hetero.autoplan.exchange_choice import with_exchange
 from lightning_hetero.autoplan.facts import Emulation, RunFacts, find_data, find_sizes
 from lightning_hetero.autoplan.owner_shares import check_room_for_states, find_standbys_of_run
 from lightning_hetero.core.errors import ConfigurationError
@@ -58,10 +59,11 @@ class EngineOptions:
                 f"redundancy is {self.redundancy}; it must be 0, or 1 for a standby of each slice. "
                 "To survive the loss of both, save with LayerwiseCheckpoint(replicas=2)."
             )
-        if self.redundancy and self.config.exchange is ExchangeKind.REDUCE_SCATTER:
+        own_orders = ExchangeKind.REDUCE_SCATTER, ExchangeKind.BY_NODE
+        if self.redundancy and self.config.exchange in own_orders:
             raise ConfigurationError(
-                'exchange="reduce-scatter" sums in an order of its own for each rank, so a slice '
-                'and its standby would differ. Use exchange="collectives", or redundancy=0.'
+                f'exchange="{self.config.exchange}" sums in an order of its own for each rank, so '
+                'a slice and its standby would differ. Use exchange="collectives", or redundancy=0.'
             )
 
     def gather_facts(
@@ -117,6 +119,7 @@ class EngineOptions:
                 sequence_parallel=self.sequence_parallel,
             )
             layout = tensor_parallel.layout
+        config = with_exchange(config, facts, plans, layout.specs)
         check_room_for_states(facts, plans, config, layout.specs)
         return Engine(
             facts.module,

@@ -2,7 +2,7 @@
 
 A validation, the end of an epoch or of training follows a step, and a rank may be lost in it.
 Resumed from that step's state Lightning's own loop leaves it out: it begins the next epoch, or is
-done. And where ranks outlive others, who was told to go is known from each iteration.
+done.
 """
 
 from typing import Any
@@ -16,17 +16,6 @@ from typing_extensions import override
 __all__ = ["FitLoop"]
 
 
-class _EpochLoop(_TrainingEpochLoop):
-    """A loop in which no rank waits for rank 0 before a step."""
-
-    @override
-    def _broadcast_sigterm_tensor(self) -> None:
-        """Ask nobody: `ElasticRestart` hears of a SIGTERM, and tells all with an iteration's row.
-
-        Lightning's own broadcast lets each step begin once rank 0 has come to it.
-        """
-
-
 class FitLoop(_FitLoop):
     """A loop that goes on from a state of the last step's end.
 
@@ -38,7 +27,7 @@ class FitLoop(_FitLoop):
 
     def __init__(self, trainer: Any, epochs: tuple[Any, Any], steps: tuple[Any, Any]) -> None:
         super().__init__(trainer, *epochs)
-        self.epoch_loop = _EpochLoop(trainer, *steps)
+        self.epoch_loop = _TrainingEpochLoop(trainer, *steps)
         self.begins_at_end = False
         """Whether the epoch or training ends after the step whose state was loaded: a validation
         that is due, hooks and schedulers come first, even where all steps are trained."""

@@ -20,9 +20,9 @@ A newcomer comes here with its first fit, as all do, and its processes meet thos
 that lets it in. An error before that generation has trained a step is blamed on the newcomers: the
 others go on without them.
 
-Under NCCL by construction, not by trial: operations are aborted before anything waits for them,
-each generation makes communicators of its own, and an error that poisons a process (CUDA's) is its
-own, so it ends that process alone.
+Under NCCL by construction, not by trial: ranks alone abort operations, before anything waits for
+them, and a step that a device hadn't ended by then is none (`runtime.ranks.step_end`). Generations
+share no communicators, and an error that poisons a process (CUDA's) ends that process alone.
 
 A retry inside of the iteration was weighed: it would spare the set-up, but loaders, optimizers,
 loops and callbacks know ranks and shares, and each would need a second way to change them. What
@@ -61,6 +61,7 @@ from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
+from lightning_hetero.strategy.devices import leave_failures_to_ranks
 from lightning_hetero.strategy.fit_loop import FitLoop
 from lightning_hetero.strategy.run import OutlivesRanks
 
@@ -260,6 +261,7 @@ class _Generations:
         self._newcomers: tuple[int, ...] = ()
         """Members that weren't in the generation before this one."""
         self._processes.outlive_ranks(silence)
+        leave_failures_to_ranks(os.environ)
 
     def fit(self, work: Callable[[], Any]) -> Any:
         """Fit until training has ended, whoever comes, leaves or is lost on the way."""
@@ -271,26 +273,26 @@ class _Generations:
         if self._processes.joins:
             self._strategy.await_recovery()
             self._strategy.has_begun_training = True
-        while True:
-            try:
-                result = work()
-            except GenerationChange as change:
-                end = _End(reason=str(change), leaving=change.leaving)
-            except Exception as error:
-                reason = self._reason_to_go_on(error)
-                if reason is None:
-                    self._processes.leave_members(error)
-                    raise
-                end = _End(reason=reason)
-            except BaseException as error:
-                if not isinstance(error, AgreedExit):
-                    self._processes.leave_members(error)
-                raise
-            else:
-                self._processes.end_generations()
-                return result
-            # Outside of `except`, so that nothing of the old generation is held by its error.
-            self._begin_next(end, before)
+        try:
+            while True:
+                try:
+                    result = work()
+                except GenerationChange as change:
+                    end = _End(reason=str(change), leaving=change.leaving)
+                except Exception as error:
+                    reason = self._reason_to_go_on(error)
+                    if reason is None:
+                        raise
+                    end = _End(reason=reason)
+                else:
+                    self._processes.end_generations()
+                    return result
+                # Outside of `except`, so that nothing of the old generation is held by its error.
+                self._begin_next(end, before)
+        except BaseException as error:
+            if not isinstance(error, AgreedExit):
+                self._processes.leave_members(error)
+            raise
 
     def _reason_to_go_on(self, error: Exception) -> str | None:
         """Return why another generation may do better, None if none would; says so."""
@@ -320,10 +322,11 @@ class _Generations:
         if end.leaving is None:
             goes_on_live = self._end_fit(ended)
             old, new = processes.form_generation(calls_guests=not goes_on_live)
-        elif processes.comms.global_rank in end.leaving:
-            processes.see_others_off()
-            raise AgreedExit(0)
         else:
+            processes.comms.step_end.wait()  # Or the generation's end would cut it short.
+            if processes.comms.global_rank in end.leaving:
+                processes.see_others_off()
+                raise AgreedExit(0)
             old, new = processes.form_generation(end.leaving)
             self._end_fit(ended)
         self._strategy.cluster_environment = processes.enter_generation(new)

@@ -45,7 +45,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
-from lightning_hetero.runtime.stage.layer_wrapping import ActivationCheckpointing, LayerOptions
+from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.strategy.engine_options import EngineOptions
 from lightning_hetero.strategy.generations import launcher_of, size_that_stays
 from lightning_hetero.strategy.hooks import HookedStrategy
@@ -106,10 +106,10 @@ class HeteroStrategy(HookedStrategy):
         owned_device: Where masters and optimizer state live: on the "device", on the host ("cpu"),
             where the optimizer then steps (`AdamW(fused=True)` is fastest there), or "auto", as the
             plan's `host_owners` say.
-        exchange: How weights and gradients travel between ranks: by "messages" between two ranks,
-            by "collectives" of all that hold a layer (gradients are summed in the pipelines' order
-            either way), or by collectives with "reduce-scatter", which sums in the compute dtype
-            and an order of its own. "auto" takes collectives, on gloo only above 8 ranks.
+        exchange: How weights and gradients travel: by "messages" or "collectives" of all that hold
+            a layer (gradients are summed in the pipelines' order), "by-node" (on each node first),
+            or by "reduce-scatter" (in the compute dtype and an order of its own). "auto" takes
+            collectives, by node where links make that faster; messages on gloo up to 8 ranks.
         tp_plan: How tensor parallelism shards modules, name pattern to style (see
             `runtime.tensor_parallel.styles`); None takes the module's own plan. One given here also
             allows a later plan with tensor parallelism where the first has none.
@@ -167,7 +167,7 @@ class HeteroStrategy(HookedStrategy):
         standby_check_steps: int = 100,
         owned_device: OwnedDevice | Literal["auto", "device", "cpu"] = OwnedDevice.AUTO,
         exchange: ExchangeKind
-        | Literal["auto", "messages", "collectives", "reduce-scatter"] = ExchangeKind.AUTO,
+        | Literal["auto", "messages", "collectives", "by-node", "reduce-scatter"] = "auto",
         tp_plan: Mapping[str, str] | None = None,
         sequence_parallel: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",

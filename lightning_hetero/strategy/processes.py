@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -193,10 +194,9 @@ class Processes:
         assert self._environment is not None
         self._backend = self._backend or dist.get_default_backend_for_device(device)
         store, rank = self._connect_store(), self._environment.global_rank()
-        world_size, timeout = self._environment.world_size(), self._timeout
         device_id = None if device.type == "cpu" else device
-        options = {"timeout": timeout, "device_id": device_id}
-        init_process_group(self._backend, store, rank, world_size, **options)
+        options = {"timeout": self._timeout, "device_id": device_id}
+        init_process_group(self._backend, store, rank, self._environment.world_size(), **options)
 
     # -- failures -------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Processes:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends, unless all have agreed to."""
-        if isinstance(error, AgreedExit):
+        if isinstance(error, AgreedExit | SIGTERMException):
             self.stop_watching()
         elif self._detector is not None:
             self._detector.report(error)

@@ -93,7 +93,7 @@ class SlicedState:
         self.awaits_recovery = False
         """Whether the values of the slices aren't there yet."""
         self.knows_uses = False
-        """Whether uses of slices were watched behind an iteration, in any generation."""
+        """Whether uses of slices were watched after an iteration, in any generation."""
         self._knows_loss = False
         """Whether an earlier generation has tried the loss; see `LossTrials`."""
 
@@ -185,10 +185,10 @@ class SlicedState:
             self.knows_uses |= self._uses.others_lack
 
     def end_iteration(self, *, trains: bool, is_looked_at: bool = False) -> None:
-        """Watch uses of slices behind an iteration if that is looked at."""
+        """Watch uses of slices after an iteration if that is looked at."""
         if self._uses is not None:
             if trains:
-                self._uses.is_behind_step = True
+                self._uses.is_after_step = True
             if (is_looked_at or self._uses.tells_sizes) if trains else self._were_watched:
                 self._uses.start()
 

@@ -19,6 +19,7 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.appended_lists import extend_lists
 from lightning_hetero.runtime.results.batch_watch import BatchWatch
 from lightning_hetero.runtime.results.outputs import Records, join_outputs
+from lightning_hetero.strategy.sigterm import heed_sigterm, note_sigterm
 
 __all__ = ["Steps", "epoch_to_load", "explained"]
 
@@ -45,6 +46,7 @@ class Steps:
         self._engine = engine
         self._dealer = dealer
         self._batches = BatchWatch()
+        note_sigterm(module.trainer, engine)
 
     def to_device(
         self,
@@ -83,8 +85,7 @@ class Steps:
         def step(microbatch: Any) -> Any:
             return self._module.training_step(microbatch, *args, **kwargs)
 
-        self._batches.check_unchanged()
-        loss, records = self._engine.run(step, batch, self._key(args))
+        loss, records = self._run(step, batch)
         return {"loss": loss, **(self._leave_behind(records) or {})}
 
     def evaluate(
@@ -105,12 +106,15 @@ class Steps:
             kwargs: The same, by name.
             of_pipeline: Whether to return only what this rank's pipeline made.
         """
-        self._batches.check_unchanged()
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
-        _, records = self._engine.run(
-            lambda microbatch: step(microbatch, *args, **kwargs), batch, self._key(args)
-        )
+        _, records = self._run(lambda microbatch: step(microbatch, *args, **kwargs), batch)
         return self._leave_behind(records, of_pipeline=of_pipeline)
+
+    def _run(self, step: Callable[[Any], Any], batch: Any) -> tuple[torch.Tensor | None, Records]:
+        self._batches.check_unchanged()
+        made = self._engine.run(step, batch, self._key())
+        heed_sigterm(self._module.trainer, self._engine)
+        return made
 
     def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
         """Extend the module's lists as the whole step would have; return what it would have."""
@@ -121,11 +125,13 @@ class Steps:
             everything = [] if place is None else records.get(place.pipeline_index, [])
         return join_outputs(everything)
 
-    def _key(self, args: tuple[Any, ...]) -> IterationKey:
+    def _key(self) -> IterationKey:
         trainer = self._module.trainer
         stage = trainer.state.stage
         assert stage is not None
-        batch_idx = args[0] if args and isinstance(args[0], int) else 0
+        # Not what the step is told, which need not take `batch_idx`.
+        loop: Any = trainer.fit_loop.epoch_loop if trainer.training else trainer._active_loop
+        batch_idx = loop.batch_progress.current.ready - 1
         return IterationKey(phase=_PHASES[stage], epoch=trainer.current_epoch, batch_idx=batch_idx)
 
 

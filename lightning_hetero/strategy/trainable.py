@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ModelPruning
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.stage.layer_wrapping import is_compiled
+from lightning_hetero.runtime.stage.recomputation import is_compiled
 
 __all__ = ["check_parameter_hooks", "check_trainable", "facts_of_fit"]
 

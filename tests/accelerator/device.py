@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
@@ -224,7 +224,7 @@ class _Module(backend_registration._DummyBackendModule if IS_SUPPORTED else obje
         pass
 
 
-_libraries: list[torch.library.Library] = []
+_libraries: list[library.Library] = []
 
 
 def install() -> None:
@@ -234,7 +234,7 @@ def install() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     dist.Backend.default_device_backend_map[NAME] = "gloo"
     dist.Backend.backend_capability["gloo"].append(NAME)
-    everything, aten, c10d = (torch.library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
+    everything, aten, c10d = (library.Library(name, "IMPL") for name in ("_", "aten", "c10d"))
     _libraries.extend((everything, aten, c10d))
     everything.fallback(_compute, "PrivateUse1")
     ops = torch.ops.aten

@@ -93,12 +93,10 @@ class _Look(L.Callback):
         self.weights: dict[str, list[float]] = {}
         self.owned_on: frozenset[str] = frozenset()
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        device.waits.clear()
-
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         if trainer.global_step > STEADY:
-            self.waits.update(device.waits)
+            self.waits.update(device.waits)  # Also what comes before a batch, such as Lightning's.
+        device.waits.clear()
         self.losses.append(outputs["loss"])
         strategy: Any = trainer.strategy
         strategy.change_plan(self._plans[trainer.global_step // 2 % len(self._plans)])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.pack import partitions
-from lightning_hetero.planner import Scheme, work_lower_bound_s
+from lightning_hetero.planner.proposing.proposal import Scheme
+from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
 from tests.assign.cases import costs
 from tests.assign.plan_bound import plan_lower_bound_s
 from tests.benchmarks.assignment_cases import time_1f1b_s

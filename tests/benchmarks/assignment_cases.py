@@ -23,7 +23,7 @@ from lightning_hetero.assign import (
 )
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
-from lightning_hetero.planner import Scheme, draw_iteration
+from lightning_hetero.planner.proposing.proposal import Scheme, draw_iteration
 from tests.assign.model_memory import ModelMemory, max_len
 from tests.assign.plan_bound import plan_lower_bound_s
 

@@ -21,7 +21,7 @@ import numpy as np
 from lightning_hetero.assign import assign_iteration, dispatch
 from lightning_hetero.assign.iteration import pack_dispatch
 from lightning_hetero.assign.pipeline_cost import PipelineCost
-from lightning_hetero.planner import propose
+from lightning_hetero.planner.proposing.proposal import propose
 from tests.assign.exact import dispatch_exact, fine_bound_s
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,

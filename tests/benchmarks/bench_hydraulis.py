@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.assign import PipelineCost, assign_iteration, dispatch
-from lightning_hetero.planner import Scheme, propose
+from lightning_hetero.planner.proposing.proposal import Scheme, propose
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     Assign,

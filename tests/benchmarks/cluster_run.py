@@ -24,14 +24,13 @@ from lightning_hetero.straggler import (
     BocdDetector,
     DecisionKind,
     Mitigation,
-    MitigationPolicy,
     PolicyConfig,
     PossibleMitigation,
-    balance_microbatches,
-    find_suspects,
-    propose_swap,
-    swap_ranks,
 )
+from lightning_hetero.straggler.locate import find_suspects
+from lightning_hetero.straggler.policy import MitigationPolicy
+from lightning_hetero.straggler.run_model import balance_microbatches
+from lightning_hetero.straggler.swap import propose_swap, swap_ranks
 
 NUM_NODES, TP, NUM_PIPELINES, NUM_STAGES = 32, 8, 16, 2
 NUM_MICROBATCHES = 16 * NUM_PIPELINES

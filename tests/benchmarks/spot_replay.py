@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.callbacks.run_log import read_log
-from lightning_hetero.checkpoint import Holder, Source, TierKind, place_replicas
+from lightning_hetero.checkpoint import Holder, Source, TierKind
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest
 from lightning_hetero.checkpoint.recovering.fetching import Fetch, FileRange, assign_sources
+from lightning_hetero.checkpoint.saving.replicas import place_replicas
 from tests.benchmarks.harness import Row
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared/data/spot-traces"

@@ -45,7 +45,8 @@ class Record(Callback):
     """Writes down each step, and stays before one until the test lets training go on."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / f"worker-{os.getpid()}.jsonl"
+        # Line by line: a worker may be killed.
+        self._file = (folder / f"worker-{os.getpid()}.jsonl").open("a", buffering=1)
         self._limit = folder / "limit"
         self._dies = folder / "dies-in-set-up"
         self._rows: list[int] = []
@@ -54,8 +55,7 @@ class Record(Callback):
         """What it heard of the last generation."""
 
     def write(self, **entry: Any) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps({"at_s": time.time(), **entry}) + "\n")
+        self._file.write(json.dumps({"at_s": time.time(), **entry}) + "\n")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._num_fits += 1
@@ -97,6 +97,7 @@ def trainer_of(
     heartbeat_s: float = 30.0,
     in_place: bool = True,
     num_nodes: int = 1,
+    accelerator: str = "cpu",
     **more: Any,
 ) -> Any:
     """Return a Trainer as a script would make it."""
@@ -106,7 +107,11 @@ def trainer_of(
         folder / "remote", every_n_train_steps=every, local_dir=folder / "disk"
     )
     strategy = HeteroStrategy(num_stages=1, timeout=timedelta(minutes=2), **more)
-    options = {**quiet(max_steps=num_steps), "enable_checkpointing": True}
+    options = {
+        **quiet(max_steps=num_steps),
+        "enable_checkpointing": True,
+        "accelerator": accelerator,
+    }
     silence = timedelta(seconds=heartbeat_s)
     elastic = ElasticRestart(in_place=in_place, heartbeat_timeout=silence)
     callbacks = [checkpoint, elastic, RunLog(folder / "events.jsonl")]
@@ -140,7 +145,7 @@ def loader(batch_size: int, num_rows: int = NUM_ROWS) -> StatefulDataLoader[Any]
     return StatefulDataLoader(TokenRows(num_rows), batch_size=batch_size)
 
 
-def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
+def undisturbed(num_ranks: int, num_steps: int, accelerator: str = "cpu") -> list[float]:
     """Return the losses of plain Lightning, on one device that gets all ranks' samples."""
     losses: list[float] = []
 
@@ -149,7 +154,8 @@ def undisturbed(num_ranks: int, num_steps: int) -> list[float]:
             losses.append(float(outputs["loss"]))
 
     L.seed_everything(3, verbose=False)
-    trainer = L.Trainer(**quiet(max_steps=num_steps, callbacks=[Losses()]))
+    options = {**quiet(max_steps=num_steps, callbacks=[Losses()]), "accelerator": accelerator}
+    trainer = L.Trainer(devices=1, **options)
     trainer.fit(_toy(), loader(BATCH * num_ranks))
     return losses
 

@@ -22,6 +22,7 @@ from lightning_hetero.callbacks.checkpointing.training_state import dump_metadat
 from lightning_hetero.checkpoint.survivors import Follows, LiveState, Newcomer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.runtime.random_state import RandomState
+from lightning_hetero.runtime.ranks.step_end import StepEnd
 from lightning_hetero.straggler import PolicyConfig
 from lightning_hetero.strategy.generations import _Generations
 from lightning_hetero.strategy.processes import Processes
@@ -181,7 +182,7 @@ def test_averages_and_what_hooks_save_are_of_the_same_step(lose: Any) -> None:
     assert any("average" in key for key in saves.weights)
 
 
-def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any) -> None:
+def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any, monkeypatch: Any) -> None:
     class Changes(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step == 2:
@@ -193,6 +194,10 @@ def test_nothing_is_kept_of_a_step_that_is_under_way(lose: Any) -> None:
     assert "in the middle of an optimizer's step" in state.why
     state, _ = lose("on_train_batch_start", 2, Changes())
     assert "weights or buffers have changed" in state.why
+    # As an abort leaves it where the device still waited for another rank.
+    monkeypatch.setattr(StepEnd, "__init__", lambda self: setattr(self, "is_reached", False))
+    state, _ = lose("on_train_batch_start", 2)
+    assert "its device hadn't come to the end of the step" in state.why
 
 
 def test_nothing_is_kept_while_hooks_of_an_epochs_end_run(lose: Any) -> None:

@@ -89,6 +89,7 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(
     assert "S2 was undone" in undone
 
 
+@pytest.mark.slow
 def test_a_data_module_gives_a_slow_rank_less_and_leaves_a_slow_link_until_they_recover(
     pool: ProcessPool, tmp_path: Path
 ) -> None:

@@ -57,3 +57,9 @@ def test_bad_input_is_one_line_and_exit_code_2(words, files, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_of_two_plans_the_one_that_does_not_fit_is_named(words, capsys):
+    ParallelPlan.even(world_size=8, num_layers=4, num_stages=2).save("small.json")
+    assert main(["compare", "a.json", "small.json", *words]) == 2
+    assert "small.json: The plan covers 4 layers" in capsys.readouterr().err

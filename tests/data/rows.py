@@ -12,8 +12,8 @@ from lightning_hetero.assign import PipelineCost
 from lightning_hetero.assign.iteration import AssignmentRequest
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore
 from lightning_hetero.data.candidates import Candidates
+from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import Drawn, IterationSource
-from lightning_hetero.data.tickets import TicketDealer
 
 VOCABULARY = 23
 

@@ -15,8 +15,8 @@ from lightning_hetero.core.process import answering
 from lightning_hetero.core.process.answering import AnsweringProcess
 from lightning_hetero.data.ahead import AheadOptions, AheadPlanner, AssignmentStore, Producer
 from lightning_hetero.data.candidates import Candidates
+from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder
-from lightning_hetero.data.tickets import TicketDealer
 from tests.data.rows import dealers, lengths_of, request
 
 PATIENT = AheadOptions(num_producers=1, patience_s=200.0)

@@ -7,6 +7,7 @@ from lightning_hetero.planner import Workload
 from lightning_hetero.planner.arrangement import PipelineNodes
 from lightning_hetero.planner.estimator import Estimator
 from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.memory_fit import settle_memory
 from lightning_hetero.simulator import RooflineCost
 from tests.planner.every_plan import splits, tiny_model
 
@@ -47,3 +48,46 @@ def test_scores_below_the_bar_are_exact_and_others_are_not_below_it(memory_share
             found = judge.score(candidate, below=bar)
             assert found == score if score < bar else found >= bar
             assert judge.score(candidate) == score
+
+
+def test_what_was_not_better_is_not_judged_again_under_other_names_of_equal_nodes():
+    nodes = tuple([Node(device="A100-80GB", count=1)] * 4)
+    workload = Workload(sequence_length=2048, global_batch_size=6)
+    estimator = Estimator(
+        RooflineCost(Cluster(nodes=nodes), tiny_model(4)), workload, equal_microbatches=False
+    )
+    judge = Judge(estimator, lambda seconds, _arrangement: seconds)
+    # Two pipelines on nodes of their own, the same on others, and two that share them.
+    first, same, shared = (
+        tuple(PipelineNodes((1, 1), row) for row in rows)
+        for rows in (((0, 1), (2, 3)), ((3, 1), (0, 2)), ((0, 1), (0, 1)))
+    )
+    score = judge.score(judge.better(first, estimator, below=float("inf")))
+    assert judge.better(first, estimator, below=score) is None
+    simulated = judge.num_simulated
+    estimate, estimated = estimator.estimate, []
+    estimator.estimate = lambda arrangement: estimated.append(arrangement) or estimate(arrangement)
+    assert judge.better(same, estimator, below=score) is None
+    assert not estimated
+    assert judge.num_simulated == simulated
+    assert judge.better(same, estimator, below=score * 1.01) is not None
+    judge.better(shared, estimator, below=float("inf"))
+    assert estimated == [same, shared]
+
+
+def test_memory_that_did_not_make_a_plan_better_is_not_settled_again(monkeypatch):
+    candidate = Candidate(
+        arrangement=(ONE, OTHER), layers=((2, 2), (2, 2)), num_microbatches=(3, 3)
+    )
+    score = new_judge(0.1).score(candidate)
+    judge, settled = new_judge(0.1), []
+    module = "lightning_hetero.planner.judge.settle_memory"
+
+    def counted(*args, **options):
+        settled.append(args)
+        return settle_memory(*args, **options)
+
+    monkeypatch.setattr(module, counted)
+    for below in (score, score * 0.999, score * 1.001):
+        assert (judge.better(candidate, judge.estimator, below=below) is None) == (below <= score)
+    assert len(settled) == 2

@@ -179,6 +179,27 @@ def test_plans_without_recomputation_are_tried_where_the_likeliest_recompute():
     assert slower <= TOLERANCE
 
 
+def test_moving_far_from_where_the_likeliest_plan_begins_leads_to_what_a_part_finds():
+    # The best plan begins 20 % above the likeliest one, or leaves other devices idle than it.
+    batch = {"sequence_length": 512, "sequences_per_microbatch": 4}
+    unlike = Task(
+        nodes=(*[("H800-80GB", 1)] * 3, ("A10-24GB", 4)),
+        model="bert-large",
+        workload=Workload(**batch, global_batch_size=64),
+        bytes_per_s=1.25e9,
+    )
+    memory_bound = Task(
+        nodes=(("RTX-2080", 8), ("RTX-4090", 4)),
+        model="gpt-neo-2.7b",
+        workload=Workload(**batch, global_batch_size=8),
+        bytes_per_s=50e9,
+    )
+    for task, law in ((unlike, "a node"), (memory_bound, "recomputation")):
+        slower = slower_by(task, law)
+        assert slower is not None
+        assert slower <= TOLERANCE
+
+
 def test_whatever_is_proposed_with_one_degree_is_proposed_with_several():
     # So many devices that groupings aren't enumerated.
     nodes = [Node(device=name, count=8) for name in DEVICES for _ in range(2)]

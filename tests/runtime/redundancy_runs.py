@@ -1,5 +1,6 @@
 """Runs with redundancy that tests look into; in the processes of the pool."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +16,8 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.autoplan.facts import Emulation
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.exchange import even
+from lightning_hetero.runtime.exchange.messages import Sums
+from lightning_hetero.runtime.exchange.push import Push
 from tests.runtime.runs import MODULES, SEED, Case, RowsModule
 from tests.toy import quiet
 
@@ -106,6 +109,32 @@ def train_redundant(
         name: value.float().numpy() for name, value in strategy.whole_state_dict().items()
     }
     return kept
+
+
+def times_of_a_slow_push(
+    rank: int, case: Case, nodes: tuple[str, ...]
+) -> tuple[list[float], list[float]]:
+    """Return when this rank has each step's gradients, and begins that step; rank 1 is late."""
+    pushed, stepped = list[float](), list[float]()
+    finish, deposit = Push.finish, HeteroStrategy._deposit_gradients
+
+    def finish_late(push: Push) -> Sums:
+        sums = finish(push)
+        if rank == 1:
+            time.sleep(0.3)
+        pushed.append(time.monotonic())
+        return sums
+
+    def deposit_noted(strategy: HeteroStrategy) -> None:
+        stepped.append(time.monotonic())
+        deposit(strategy)
+
+    with (
+        mock.patch.object(Push, "finish", finish_late),
+        mock.patch.object(HeteroStrategy, "_deposit_gradients", deposit_noted),
+    ):
+        train_redundant(rank, case, nodes)
+    return pushed, stepped
 
 
 class Norms(torch.optim.SGD):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
 from tests.processes import ProcessPool
+from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import COPIES, STAGES, Rows, TinyModule, fit_each, same
 from tests.toy import quiet
 
@@ -302,6 +303,42 @@ def test_hooks_that_would_differ_between_ranks_are_refused(
 ) -> None:
     for (message,) in pool.run(fit_each, 2, [make], COPIES):
         assert told in message
+
+
+CUT_LAYERS = {"tp_plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}}
+
+
+class CutLayers(TinyModule):
+    """Its second matrices are cut by columns, and as wide in a slice as they are high."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)) for _ in range(3))
+        self.model.layers = nn.ModuleList(layers)
+
+
+class NormsOfColumns(CutLayers):
+    dim = 0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for layer in self.model.layers:
+            grad = layer[2].weight.grad
+            grad.div_(grad.norm(dim=self.dim, keepdim=True) + 0.5)
+            grad[:2] *= grad.shape[1] / 10
+
+
+class NormsOfRows(NormsOfColumns):
+    dim = 1
+
+
+def test_what_hooks_do_along_columns_is_right_or_refused_where_they_are_cut(
+    pool: ProcessPool,
+) -> None:
+    plan = plan_of(pipeline(stage([0, 1], 0, 3)))
+    (expected,) = pool.run(fit_each, 1, [NormsOfColumns], None)[0]
+    for found, message in pool.run(fit_each, 2, [NormsOfColumns, NormsOfRows], plan, CUT_LAYERS):
+        same(found, expected)
+        assert "norm is called on parameter model.layers.0.2.weight" in message
 
 
 class Validated(TinyModule):

@@ -49,7 +49,7 @@ def test_a_plan_trains_a_hugging_face_model_as_one_device_does(
         padded=inside,
         num_rows=12 if inside else 24,  # Three iterations.
     )
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     assert len(set(expected.losses)) == len(expected.losses) > 2, "the oracle doesn't train"
     for outcome in pool.run(train, 3, case):
         assert_same(outcome, expected, TOLERANCE)

@@ -52,7 +52,7 @@ def assert_same_weights(found: dict[str, Any], expected: dict[str, Any]) -> None
 
 
 def check(pool: ProcessPool, case: Case) -> list[Outcome]:
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     assert len(set(expected.losses)) == len(expected.losses) > 0, "the oracle doesn't train"
     outcomes = pool.run(train, case.world_size, case)
     for outcome in outcomes:

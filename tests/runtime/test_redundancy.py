@@ -14,6 +14,7 @@ from tests.runtime.redundancy_runs import (
     RunsLater,
     change_a_standby,
     fit_refused,
+    times_of_a_slow_push,
     train_redundant,
 )
 from tests.runtime.runs import Case, pipeline, plan_of, stage, train
@@ -79,7 +80,7 @@ CASES: dict[str, tuple[Case, str, Disturb | None]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_copies_are_equal_bit_for_bit_and_train_as_one_device(pool: ProcessPool, name: str) -> None:
     case, nodes, disturb = CASES[name]
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     found: list[Kept] = pool.run(train_redundant, case.world_size, case, nodes, disturb)
     is_exact = case.precision == "32-true"
     for kept in found:
@@ -97,6 +98,16 @@ def test_copies_are_equal_bit_for_bit_and_train_as_one_device(pool: ProcessPool,
     assert any(key != "weight" for _, key, _, _ in owned), "no state of the optimizer was compared"
     for rank, standby in enumerate(found[0].standbys):
         assert nodes[rank] != nodes[standby] or len(set(nodes)) == 1
+
+
+@pytest.mark.parametrize("exchange", ["messages", "collectives"])
+def test_nobody_steps_before_all_have_their_gradients(pool: ProcessPool, exchange: str) -> None:
+    """Else a rank that is lost meanwhile leaves the others at different steps."""
+    case = Case(plan=THREE, world_size=3, num_rows=18, options=(("exchange", exchange),))
+    found = pool.run(times_of_a_slow_push, 3, case, "abc")
+    pushed, stepped = (np.array(times) for times in zip(*found, strict=True))
+    assert pushed.shape[1] > 1
+    assert (stepped.min(axis=0) >= pushed.max(axis=0)).all()
 
 
 def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool) -> None:
@@ -151,6 +162,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"redundancy": 1, "exchange": "reduce-scatter"},
         'Use exchange="collectives"',
     ),
+    "sums on nodes": ({"redundancy": 1, "exchange": "by-node"}, 'exchange="by-node" sums in an'),
     "a device there isn't": (
         {"owned_device": "disk"},
         "owned_device is 'disk'; it must be one of 'auto', 'device', 'cpu'",

@@ -49,7 +49,7 @@ def assert_same(found: HuggingFaceOutcome, expected: HuggingFaceOutcome, toleran
 
 def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> None:
     case = replace(case, num_rows=NUM_STEPS * case.batch_size * len(case.plan["pipelines"]))
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     assert len(set(expected.losses)) == len(expected.losses) == NUM_STEPS, (
         "the oracle doesn't train"
     )

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from dataclasses import replace
 from math import log2
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +15,11 @@ from lightning_hetero.core.errors import ClusterError
 from lightning_hetero.core.message_curve import MessageCurve
 from lightning_hetero.core.owners import assign_owners
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.proxies import ProxyTable
 from lightning_hetero.core.slices import Ownership, ParameterSpec
 from lightning_hetero.core.transfers import ExchangeKind, TransferTable
-from lightning_hetero.simulator import RooflineCost, StateLayout
-from lightning_hetero.simulator.collective_times import ring_s
+from lightning_hetero.simulator import RooflineCost, StateLayout, owned_exchange
+from lightning_hetero.simulator.cluster_links import ring_s
 from lightning_hetero.simulator.exchange import ExchangeTable
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
@@ -145,3 +148,43 @@ def test_the_simulated_seconds_are_those_of_the_bytes_that_the_runtimes_table_co
     num_bytes = sent / specs[0].numel * per_layer * 2
     index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
     assert table.push_s[index][3] == pytest.approx(num_bytes / 1e9)
+
+
+def test_by_proxies_the_seconds_are_those_of_both_legs_of_the_runtimes_tables():
+    num_ranks, rows, rate = 16, 4096, 1e9
+    shares = (1.0, 3.0) * (num_ranks // 2)
+    plan = replace(
+        ParallelPlan.even(world_size=num_ranks, num_layers=MODEL.num_layers), owner_shares=shares
+    )
+    cluster = Cluster(
+        nodes=(Node(device="A100-40GB", count=1),) * num_ranks,
+        inter_node_bytes_per_s=rate,
+        inter_node_latency_s=0.0,
+    )
+    cost = RooflineCost(cluster, MODEL)
+    table: Any = owned_exchange.exchange_of(plan, [[i] for i in range(num_ranks)], cost)
+    (per_layer,) = {s.params_per_unit for s in table.segments if s.is_layers}
+    index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
+    spec = ParameterSpec(name="layer", shape=(rows, 4), layer=0)
+    # Who has room owns what others have none for, which isn't as much of each unit.
+    own = [table._on_nodes[index].owned[rank] for rank in range(num_ranks)]
+    slices = assign_owners(
+        [spec], plan, world_size=num_ranks, ownership=Ownership.MEMORY, weights=own
+    )
+    units = TransferTable([spec], slices, plan).units
+    (run,) = ProxyTable().runs(units, lambda _: True)
+    assert run.rows is not None
+    for rank in (0, 1):
+        share = per_layer / spec.numel / rate
+        among = sum(
+            run.units[0].kind.numel(move)
+            for move in run.units[0].kind.moves(rank, push=True)
+            if move.source == rank != move.destination
+        )
+        moves = run.rows.kind.moves(rank, push=True)
+        sent = sum(run.rows.kind.numel(move) for move in moves if move.source == rank)
+        received = sum(run.rows.kind.numel(move) for move in moves if move.destination == rank)
+        # Some stays here: on average, as much as if each proxy had some rows of every owner.
+        most = max(sent * (1 - own[rank]), received * (1 - 1 / num_ranks))
+        assert table.push_s[index][rank] == pytest.approx(share * (among * 2 + most * 4), rel=2e-3)
+        assert table.pull_s[index][rank] == pytest.approx(share * (among * 2 + most * 2), rel=2e-3)

@@ -2,13 +2,8 @@
 
 from dataclasses import dataclass
 
-from lightning_hetero.straggler import (
-    DecisionKind,
-    Mitigation,
-    MitigationPolicy,
-    PolicyConfig,
-    PossibleMitigation,
-)
+from lightning_hetero.straggler import DecisionKind, Mitigation, PolicyConfig, PossibleMitigation
+from lightning_hetero.straggler.policy import MitigationPolicy
 
 STEPS = (Mitigation.REBALANCE, Mitigation.SWAP, Mitigation.RESTART)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.straggler import balance_microbatches
+from lightning_hetero.straggler.run_model import balance_microbatches
 
 TIMES = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4)
 

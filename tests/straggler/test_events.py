@@ -22,9 +22,9 @@ from lightning_hetero.straggler import (
     FindingEvent,
     IterationEvent,
     PossibleMitigation,
-    format_message,
     read_events,
 )
+from lightning_hetero.straggler.events import format_message
 from tests.straggler.sample_events import ACTION, CHANGE, EVENTS, FOUND, ITERATIONS
 
 

@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler import (
-    FindingKind,
-    diagnose_links,
-    find_suspects,
-    ring_rounds,
-)
+from lightning_hetero.straggler import FindingKind
+from lightning_hetero.straggler.locate import diagnose_links, find_suspects, ring_rounds
 
 RANKS = st.lists(st.integers(0, 500), unique=True, max_size=60)
 

@@ -5,13 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.straggler import (
-    DecisionKind,
-    Mitigation,
-    MitigationPolicy,
-    PolicyConfig,
-    PossibleMitigation,
-)
+from lightning_hetero.straggler import DecisionKind, Mitigation, PolicyConfig, PossibleMitigation
+from lightning_hetero.straggler.policy import MitigationPolicy
 from tests.straggler.ski_rental import RandomFault, hindsight_s, online_s
 
 STEPS = (Mitigation.REBALANCE, Mitigation.SWAP, Mitigation.RESTART)

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.straggler import FindingKind, diagnose_links, ring_rounds
+from lightning_hetero.straggler import FindingKind
 from lightning_hetero.straggler import probe as probe_module
+from lightning_hetero.straggler.locate import diagnose_links, ring_rounds
 from lightning_hetero.straggler.probe import probe_device, probe_devices, probe_links
 
 NUM_BYTES = 4096

@@ -19,8 +19,8 @@ from lightning_hetero.straggler import (
     WatchedPlans,
     find_mitigations,
     restart_mitigation,
-    swap_ranks,
 )
+from lightning_hetero.straggler.swap import swap_ranks
 
 NUM_LAYERS, ROWS = 4, 1000
 SPECS = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.straggler import SwapConfig, gradient_links, propose_swap, swap_ranks
+from lightning_hetero.straggler.swap import SwapConfig, gradient_links, propose_swap, swap_ranks
 
 
 def predictor(slow_ranks, slow_links, *, sync_s=0.3, send_s=0.05, factor=6.0):

@@ -39,7 +39,7 @@ def test_bf16_propagation_gives_the_gradient_of_fp32(pool: ProcessPool, model: s
         precision="bf16-mixed",
         config=(("initializer_range", 0.02),),
     )
-    expected = pool.run(train_hugging_face, 1, case.on_single_device(), 1)[0]
+    expected = pool.run_alone(train_hugging_face, case.on_single_device(), 1)
     wanted = update(expected)
     assert np.linalg.norm(wanted) > 0
     for outcome in pool.run(train_hugging_face, 4, case, 1):
@@ -55,7 +55,7 @@ def test_the_reference_model_trains_in_bf16_as_in_fp32(pool: ProcessPool, precis
     case = Case(
         plan=THREE_STAGES, world_size=3, model="packed", num_layers=4, num_rows=24, batch_size=3
     )
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     for outcome in pool.run(train, 3, replace(case, precision=precision)):
         np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
 

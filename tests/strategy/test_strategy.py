@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.processes import ProcessPool
@@ -254,6 +255,38 @@ def test_a_checkpoint_saved_after_fit_is_whole_and_resumes(
     for plan, world_size, batch_size in [(TWO_STAGES, 2, 6), (None, 1, 6)]:
         for result in run(pool, world_size, plan, world_size, batch_size, resume=path):
             assert_continued(result, whole, 4)
+
+
+class DrawsUncounted(ToyModule):
+    """Its steps draw random numbers, and take no `batch_idx`."""
+
+    def __init__(self) -> None:
+        super().__init__(ToyOptions())
+        self.drawn: dict[str, list[float]] = {"train": [], "validate": []}
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.drawn["train"].append(float(torch.rand(())))
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.drawn["validate"].append(float(torch.rand(())))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_that_take_no_number_of_their_batch_draw_other_numbers_in_each() -> None:
+    drawn = []
+    for module in (DrawsUncounted(), DrawsUncounted()):
+        L.seed_everything(3, verbose=False)
+        strategy = HeteroStrategy(ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, 3)))))
+        options = quiet(max_epochs=2, num_sanity_val_steps=0)
+        trainer = L.Trainer(**options, strategy=strategy, devices=1)
+        trainer.fit(module, loader(12, 4), loader(8, 4))
+        drawn.append(module.drawn)
+    assert drawn[0] == drawn[1]
+    assert {key: len(set(numbers)) for key, numbers in drawn[0].items()} == {
+        "train": 6,
+        "validate": 4,
+    }
 
 
 @pytest.mark.filterwarnings("ignore")

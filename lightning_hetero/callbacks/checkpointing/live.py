@@ -75,6 +75,7 @@ _IN_EVALUATION = NothingLive(
 _NO_STEP = NothingLive("it had trained no step in this process")
 _NO_COPIES = NothingLive("the run has no redundancy")
 _PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
+_CUT_SHORT = NothingLive("its device hadn't come to the end of the step when it was cut off")
 _BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
 
 
@@ -128,7 +129,7 @@ class LiveSteps:
         self._ended: _Noted | None = None
         """The last step of an epoch whose end is under way."""
         self._before_evaluation: Gathered | None = None
-        """What the module had gathered before the validation that is under way."""
+        """Gathered by the module before the validation that is under way."""
         self._before_first_step: Gathered | None = None
         """The same before the first step that is trained from `state` on."""
         self._means: Any = None
@@ -195,6 +196,7 @@ class LiveSteps:
         # All have ended a step since the last recovery.
         self.state, self._means, self._before_first_step = _NO_STEP, None, None
         engine = strategy.engine
+        engine.comms.step_end.note(engine.device)
         if not engine.store.has_standbys:
             self._noted = _NO_COPIES
         elif not engine.buffers.are_shared:
@@ -267,6 +269,9 @@ class LiveSteps:
     def _kept(
         self, trainer: pl.Trainer, noted: _Noted, start: CheckpointId, generation: int
     ) -> LiveState | NothingLive:
+        strategy = run_of(trainer).strategy
+        if strategy is not None and not strategy.engine.comms.step_end.is_reached:
+            return _CUT_SHORT
         if self._versions() != noted.versions:
             return NothingLive("weights or buffers have changed since the end of its last step")
         owned = OwnedState(trainer)
@@ -343,12 +348,10 @@ class LiveSteps:
 
     def _versions(self) -> int:
         """Return a number that is another one after any change of what has to stay."""
-        total = 0
-        for tensors, name in self._watched:
-            tensor = tensors[name]
-            # Another tensor has another id, one that evaluation has made no version.
-            total += id(tensor) + (0 if tensor.is_inference() else tensor._version)
-        return total
+        tensors = [registered[name] for registered, name in self._watched]
+        # Another tensor has another id, one that evaluation has made no version.
+        versions: list[int] = [item._version for item in tensors if not item.is_inference()]
+        return sum(map(id, tensors)) + sum(versions)
 
 
 def find_saved(

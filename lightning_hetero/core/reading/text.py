@@ -115,6 +115,10 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
 
 
+_DEEPEST = 100
+"""Brackets within brackets. PyYAML's time grows with the square of it, up to seconds."""
+
+
 class _Loader(yaml.SafeLoader):
     """A SafeLoader that refuses keys which stand twice, and leaves dates alone."""
 
@@ -122,6 +126,11 @@ class _Loader(yaml.SafeLoader):
         first: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:timestamp"]
         for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        if self.flow_level >= _DEEPEST:
+            raise RecursionError
+        super().fetch_flow_collection_start(token)
 
     def construct_mapping(self, node: yaml.MappingNode, *deep: Any, **more: Any) -> dict[Any, Any]:
         seen: set[Hashable] = set()

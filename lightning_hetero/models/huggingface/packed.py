@@ -201,7 +201,7 @@ def _refuse_lone_ids(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _first_position(model: nn.Module) -> int:
-    """Return the number of a sample's first position, which RoBERTa and its like put behind 0."""
+    """Return the number of a sample's first position, which RoBERTa and its like put after 0."""
     for name, item in model.named_modules():
         is_position = name.endswith("position_embeddings") and isinstance(item, nn.Embedding)
         if is_position and item.padding_idx is not None:

@@ -155,7 +155,7 @@ class _CandidateSearch:
         self._balance_for(typical_length(lengths))
 
     def _balance_for(self, length: int) -> None:
-        """Balance layers for micro-batches of one sample of so many tokens."""
+        """Balance layers for micro-batches of one sample of `length` tokens."""
         work = Workload(sequence_length=length, global_batch_size=_MAX_STAGES)
         self.estimator = Estimator(self.cost, work, equal_microbatches=False)
 
@@ -253,7 +253,7 @@ class _CandidateSearch:
         pipelines = map_groups(groups, cluster, counts, MappingOrder.STAGES_TOGETHER)
         if pipelines is None:
             return None
-        layers = [self.estimator.balance(item, len(groups), _MAX_STAGES) for item in pipelines]
+        layers = [self.estimator.balance(item, len(groups)) for item in pipelines]
         if None in layers:
             return None
         plan = to_plan(pipelines, [row for row in layers if row], [None] * len(groups), cluster)

@@ -117,7 +117,7 @@ class SequenceRoom:
         )
 
     def ranks_without(self, tokens: int) -> list[int]:
-        """Return the ranks of stages that don't hold micro-batches of so many tokens."""
+        """Return the ranks of stages that don't hold micro-batches of that many tokens."""
         stages = zip(self.pipeline.stages, self._stages, strict=True)
         return [rank for plan, stage in stages if not stage.holds(tokens) for rank in plan.ranks]
 

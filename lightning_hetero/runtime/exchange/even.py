@@ -13,7 +13,7 @@ not 1,023.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Self
 
 import torch
@@ -27,14 +27,14 @@ from lightning_hetero.runtime.ranks.communicators import all_gather_single, redu
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
+__all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit", "added_in_turn", "added_up"]
 
 _MOST_TIMED = 16
 """Ranks of a circle up to which waits for it are kept by peer: a search for a slow link probes no
 more at once."""
 _ADDED_IN_TURN = 64
-"""Up to this number of pipelines are summed one after another, as messages are. More are summed by
-one operation, whose order follows from their number."""
+"""Up to this number of pipelines, or of nodes, are summed one after another, as messages are. More
+are summed by one operation, whose order follows from their number."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class GatheredUnit(_EvenUnit):
         """Slices and compute weights, whose places never change."""
         owned = []
         for spec in self.unit.specs:
-            master = self.store.masters[spec.name].detach()
+            master = self.weights.home(spec.name)
             parts = self.store.owned_parts(spec.name, master)
             owned.append(parts[0] if parts else narrow_rows(master, spec, 0, 0))
         names = [spec.name for spec in self.unit.specs]
@@ -249,6 +249,10 @@ class GatheredUnit(_EvenUnit):
         given = self.way.pieces.pack_own(self._views[0], self.options.dtype)
         if given.device != self.store.device:
             given = end_to_end([given], given.dtype, self.store.device)
+        self._gather(given)
+
+    def _gather(self, given: Tensor) -> None:
+        """Post the all-gather of every member's row of the rectangle."""
         self._given = given
         received = self._received = self._empty(len(self.way.pieces.members) * given.numel())
         self._work = all_gather_single(received, given, self.group, async_op=True)
@@ -309,18 +313,17 @@ class ScatteredUnit(_EvenUnit):
 
     def sum(self) -> Sums:
         """Return the sums of what this rank owns, in order of pipeline, then rank."""
-        assert self._received is not None
         names = [spec.name for spec in self.unit.specs]
         masters = [self.store.masters[name] for name in names]
-        dtype = torch.float32
-        for master in masters:
-            dtype = torch.promote_types(dtype, master.dtype)
-        total = (
-            self._received.to(dtype) if self._is_summed_on_its_way else self._sum_in_order(dtype)
-        )
-        items = zip(names, self.way.pieces.unpack_own(total), masters, strict=True)
+        items = zip(names, self.way.pieces.unpack_own(self._sum_up()), masters, strict=True)
         owned = {name: i.reshape(master.shape) for name, i, master in items if master.numel()}
         return Sums.of(owned)
+
+    def _sum_up(self) -> Tensor:
+        """Return the sum of this rank's row of the rectangle."""
+        assert self._received is not None
+        dtype = self._sum_dtype
+        return self._received.to(dtype) if self._is_summed_on_its_way else self._sum_in_order(dtype)
 
     def _sum_in_order(self, dtype: torch.dtype) -> Tensor:
         received, own_index = self._received, self.way.pieces.own_index
@@ -335,12 +338,14 @@ class ScatteredUnit(_EvenUnit):
         if len(received) > _ADDED_IN_TURN:
             received[own_index] = 0
             return torch.sum(received, 0, dtype=dtype) + own
-        total: Tensor | None = None
-        for index in self._order:
-            row = own if index == own_index else received[index]
-            total = row.to(dtype, copy=True) if total is None else total.add_(row)
-        assert total is not None
-        return total
+        rows = [own if index == own_index else received[index] for index in self._order]
+        return added_in_turn(rows, dtype)
+
+    @cached_property
+    def _sum_dtype(self) -> torch.dtype:
+        """The dtype of sums: at least fp32, and the masters' if that is wider."""
+        masters = (self.store.masters[spec.name].dtype for spec in self.unit.specs)
+        return reduce(torch.promote_types, masters, torch.float32)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -349,6 +354,24 @@ class ScatteredUnit(_EvenUnit):
         positions = {rank: index for index, rank in enumerate(self.way.pieces.members)}
         order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
         return [positions[i.global_rank] for i in order if i.global_rank in positions]
+
+
+def added_in_turn(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the sum of tensors in their order, as a tensor of its own."""
+    total = tensors[0].to(dtype, copy=True)
+    for item in tensors[1:]:
+        total.add_(item)
+    return total
+
+
+def added_up(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of rows in their order; of very many by one operation, as a tensor of its own.
+
+    The same bits on every run.
+    """
+    if len(rows) > _ADDED_IN_TURN:
+        return torch.sum(rows, 0, dtype=dtype)
+    return added_in_turn(list(rows), dtype)
 
 
 def _sum_by_pairs(rows: Tensor) -> Tensor:

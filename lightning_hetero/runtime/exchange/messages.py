@@ -84,6 +84,8 @@ class ExchangeOptions:
     and what they exchange goes by messages."""
     kind: ExchangeKind
     """How units travel."""
+    node_of_rank: Sequence[int]
+    """By global rank; read where gradients are summed by node."""
     dtype: torch.dtype
     """Dtype of what travels, in which stages compute."""
     clock: ComputeClock

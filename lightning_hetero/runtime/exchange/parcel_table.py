@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_hetero.core.slices import Interval
-from lightning_hetero.core.transfers import TransferTable, Unit
+from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.slices.weights import SliceStore, local_rows
 
 __all__ = ["Parcel", "Parcels", "Part"]
@@ -50,15 +50,15 @@ class Parcels:
 
     Args:
         unit: A unit of the kind.
-        table: The plan's.
         store: The rank's slices.
         push: Whether gradients go to owners, or weights to holders.
     """
 
-    def __init__(self, unit: Unit, table: TransferTable, store: SliceStore, *, push: bool) -> None:
+    def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
         rank = store.global_rank
         names = [spec.name for spec in unit.specs]
-        holdings = [table.holding(name, rank) for name in names]
+        by_rank = [lot.holders.by_rank for lot in unit.kind.lots]
+        holdings = [found.get(rank) for found in by_rank]
         held_rows = [() if item is None else item.intervals for item in holdings]
         kept_rows = [store.kept[name] for name in names]
         found = []
@@ -72,10 +72,8 @@ class Parcels:
                 numel = (stop - start) * unit.kind.row_numels[index]
                 is_whole = kept_rows[index] == ((start, stop),)
                 parts.append(Part(index, numel, held, owned, is_whole))
-            holding = table.holding(names[move.pieces[0][0]], holder)
-            assert holding is not None
             sizes = tuple(part.numel for part in parts)
-            index = holding.pipeline_index
+            index = by_rank[move.pieces[0][0]][holder].pipeline_index
             parcel = Parcel(source, destination, index, tuple(parts), sizes, sum(sizes))
             found.append(parcel)
         self.leaving = tuple(p for p in found if p.source == rank != p.destination)

@@ -84,14 +84,15 @@ class ParcelUnit:
 
     def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
+        # Receives first: what a gloo peer waits for is sent at once, not after a round trip.
+        for parcel in self.parcels.arriving:
+            buffers.append(self._empty(parcel.numel))
+            operations.append(dist.P2POp(dist.irecv, buffers[-1], parcel.source, group))
         for item in sent:
             self._kept.append(self._packed(item.rows))
             operations += [
                 dist.P2POp(dist.isend, self._kept[-1], peer, group) for peer in item.peers
             ]
-        for parcel in self.parcels.arriving:
-            buffers.append(self._empty(parcel.numel))
-            operations.append(dist.P2POp(dist.irecv, buffers[-1], parcel.source, group))
         if operations:
             works = dist.batch_isend_irecv(operations)
             self._receives, self._sends = split_works(operations, works)
@@ -199,7 +200,7 @@ class PulledParcels(ParcelUnit):
 
     def _of_slice(self, part: Part) -> Tensor:
         spec = self._spec(part)
-        return narrow_rows(self.store.masters[spec.name].detach(), spec, *part.owned)
+        return narrow_rows(self.weights.home(spec.name), spec, *part.owned)
 
     def _of_shard(self, part: Part) -> Tensor:
         spec = self._spec(part)

@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
-from lightning_hetero.runtime.exchange.unseen_changes import digests_of
-from lightning_hetero.runtime.slices.digests import is_looked_at
+from lightning_hetero.runtime.exchange.messages import has_streams
+from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes, TwoLegged
+from lightning_hetero.runtime.leaves import tree_leaves
+from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
@@ -99,10 +99,8 @@ class Pull:
         """Digests of slices that aren't trained, after such an iteration."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
-        found = ((unit.indices, routes.pulled(unit, self._weights)) for unit in units)
-        return {
-            index: pulled for indices, pulled in found if pulled is not None for index in indices
-        }
+        found = routes.pulls(units, self._weights)
+        return {index: pulled for unit, pulled in found for index in unit.indices}
 
     def mark_stale(self, *, only_trainable: bool = False) -> None:
         """Say that slices have changed, or only those of trainable parameters."""
@@ -125,8 +123,7 @@ class Pull:
             self._post(self._stale)
         if is_looked_at(self._num_started):
             needed = self._stale or ()
-        for index in needed:
-            self.wait_unit(index)
+        self.wait_units(needed)
         self._is_marked = bool(self._posted)
         for index, unit in (self._stale or {}).items() if self._posted else ():
             if unit in self._posted:
@@ -135,14 +132,22 @@ class Pull:
             self._arrived_bits = digests_of(self._weights.shards)
 
     def _post(self, stale: Mapping[int, PulledUnit]) -> None:
-        with self._options.side_stream.after_compute():
+        stream, first_legs = self._options.side_stream, list[tuple[int, TwoLegged]]()
+        with stream.after_compute():
             for index, unit in stale.items():
                 if unit in self._posted:
                     continue
                 with traced(f"pull.post {index}"):
                     unit.post()
+                    if isinstance(unit, TwoLegged):
+                        first_legs.append((index, unit))
+                        if has_streams(self._store.device):  # Else the host would wait.
+                            _go_on(first_legs)
                 self._moved.append(unit)
-                self._posted[unit] = self._options.side_stream.mark()
+                self._posted[unit] = stream.mark()
+        if first_legs:
+            with self._options.clock.waiting():
+                _go_on(first_legs)
 
     def _check_unchanged(self) -> None:
         """Refuse weights that were changed where no pull is due: others would have old ones."""
@@ -163,6 +168,11 @@ class Pull:
         masters = self._store.masters.items()
         return {name: master for name, master in masters if not master.requires_grad}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any weights may not be here yet."""
+        return bool(self._posted)
+
     def wait_unit(self, index: int) -> None:
         """Wait until a layer's weights are here; returns at once if they are already."""
         pulled = None if self._stale is None else self._stale.get(index)
@@ -175,6 +185,11 @@ class Pull:
                     pulled.wait()
         if self._is_marked:
             _unmark(pulled.arriving_weights.values())
+
+    def wait_units(self, indices: Iterable[int]) -> None:
+        """Wait for the weights of several units."""
+        for index in indices:
+            self.wait_unit(index)
 
     def finish(self) -> None:
         """Wait for everything that is left, also for what other ranks fetch from here.
@@ -207,6 +222,14 @@ class Pull:
         masters = self._store.masters.values()
         pairs = zip(map(_version_of, masters), map(Tensor.data_ptr, masters), strict=True)
         return list(pairs)
+
+
+def _go_on(first_legs: list[tuple[int, TwoLegged]]) -> None:
+    """Post second legs; all ranks have one order of all legs."""
+    for index, unit in first_legs:
+        with traced(f"pull.post {index}"):
+            unit.go_on()
+    first_legs.clear()
 
 
 _version_of = attrgetter("_version")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import Sums
-from lightning_hetero.runtime.exchange.routes import Routes
+from lightning_hetero.runtime.exchange.messages import Sums, has_streams
+from lightning_hetero.runtime.exchange.routes import Routes, TwoLegged
 from lightning_hetero.runtime.slices.host_memory import arrive_on_host, wait_for_device
 from lightning_hetero.runtime.slices.weights import ComputeWeights
 
@@ -32,11 +32,8 @@ class Push:
     def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
         self._weights = weights
         self._options = routes.options
-        units = {
-            unit.index: routes.pushed(unit, weights)
-            for unit in reversed(routes.table.trainable_units)
-        }
-        self._here = {index: unit for index, unit in units.items() if unit is not None}
+        pushes = routes.pushes(routes.table.trainable_units, weights)
+        self._here = {unit.index: pushed for unit, pushed in pushes}
         """Units of which this rank holds or owns anything."""
         self._units = {index: unit for index, unit in self._here.items() if unit.travels}
         self._sent_by_unit = {index: unit.leaving for index, unit in self._units.items()}
@@ -44,6 +41,8 @@ class Push:
         # What leaves last is ready when the pass ends: to count its gradients would tell no more.
         self._counted = dict([*self._sent_by_unit.items()][:-1])
         """The same of those that may leave within the last backward pass."""
+        self._first_legs: list[TwoLegged] = []
+        """Units that are posted, and whose second leg isn't."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._awaited: dict[int, set[str]] | None = None
@@ -79,6 +78,7 @@ class Push:
 
     def start(self) -> None:
         """Begin an iteration's push; units of which this rank sends nothing are ready."""
+        self._first_legs.clear()
         self._waiting = list(self._units)
         self._ready = {unit for unit, names in self._sent_by_unit.items() if not names}
 
@@ -98,8 +98,12 @@ class Push:
             self._post(self._waiting.pop(0))
 
     def finish(self) -> Sums:
-        """Post what is left, wait, and return the summed gradient of each slice with rows."""
+        """Post what is left, wait, and return the summed gradient of each slice with rows.
+
+        They are there when this returns, but on an accelerator without standbys: on its stream.
+        """
         self._post_rest()
+        self._go_on()
         with traced("push.wait"):
             for unit in self._units.values():
                 unit.wait()
@@ -114,7 +118,7 @@ class Push:
             totals.by_name.update(sums.by_name)
             totals.memory.extend(sums.memory)
             unit.finish()
-        if store.owned_device != store.device:
+        if store.owned_device != store.device or store.has_standbys:
             wait_for_device(store.device)
         return totals
 
@@ -139,5 +143,16 @@ class Push:
         )
 
     def _post(self, unit: int) -> None:
+        posted = self._units[unit]
         with traced(f"push.post {unit}"), self._options.side_stream.after_compute():
-            self._units[unit].post()
+            posted.post()
+        if isinstance(posted, TwoLegged):
+            self._first_legs.append(posted)
+            if has_streams(self._weights.store.device):  # Else the host would wait.
+                self._go_on()
+
+    def _go_on(self) -> None:
+        """Post second legs; all ranks have one order of all legs."""
+        while self._first_legs:
+            with self._options.side_stream.after_compute():
+                self._first_legs.pop(0).go_on()

@@ -34,9 +34,9 @@ class PushedParcels(ParcelUnit):
     """A unit whose gradients go to their owners parcel by parcel."""
 
     _buffers: dict[int, Tensor]
-    """What has arrived, by source."""
+    """Bytes that have arrived, by source."""
     _parts: Mapping[int, Tensor] = MappingProxyType({})
-    """What goes through a line, by destination."""
+    """Parts that go through a line, by destination."""
     _own: Mapping[int, list[Tensor]] = MappingProxyType({})
     """The part that stays here of each gradient of which other rows have left, by parameter."""
 
@@ -124,7 +124,7 @@ class PushedParcels(ParcelUnit):
 
     @cached_property
     def _slices(self) -> _Slices | None:
-        """What is summed if that are whole slices of the same parameters, in one dtype."""
+        """Slices that are summed, if they are whole, of the same parameters and in one dtype."""
         if not self.parcels.has_whole_slices:
             return None
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]

@@ -103,8 +103,8 @@ class GradientLine:
         """Of each destination's rows in the line."""
 
     @staticmethod
-    def fits(weights: Collection[nn.Parameter]) -> bool:
-        """Whether weights are several of one kind, and so small that it pays."""
+    def fits(weights: Collection[Tensor]) -> bool:
+        """Whether weights, or gradients, are several of one kind, and so small that it pays."""
         numel = sum(weight.numel() for weight in weights)
         are_alike = len({weight.dtype for weight in weights}) == 1
         return are_alike and len(weights) > 1 and numel <= _LINE_NUMEL

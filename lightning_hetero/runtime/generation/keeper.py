@@ -280,7 +280,7 @@ class Keeper:
 
 
 def _import_slowly() -> None:
-    """Import torch behind the workers, which import it, too, and have more to do."""
+    """Import torch after the workers, which import it, too, and have more to do."""
     os.nice(10)  # On Linux this thread's alone.
     import torch.distributed  # noqa: F401
 

@@ -6,6 +6,11 @@ rank has at most 18 messages, in about 2 log₈ n steps, and n rows of 8·(10 + 
 bytes come in. A row is sent as soon as the rank's schedule ends and read after the push, so it
 costs little wait of its own. Objects travel only when ranks report what they haven't before. On an
 accelerator the sums are gathered there, apart from the integers, so nothing waits for the device.
+
+Where rows have standbys, so that a lost rank needn't cost a step, a row is sent after the push, for
+which an accelerator is waited for. Then whoever has all rows knows that all have their gradients: a
+rank that is lost before it has sent its row keeps all from the step, one that is lost later nobody,
+unless it should have handed rows down.
 """
 
 import zlib

@@ -13,7 +13,7 @@ from lightning_hetero.core.slices import Ownership, ParameterSpec, Slice
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.results.targets import LossReduction
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.stage.recomputation import LayerOptions
 
 __all__ = ["EngineConfig", "IterationKey", "OwnedDevice", "Phase"]
 
@@ -70,6 +70,8 @@ class EngineConfig:
     owned_device: OwnedDevice = OwnedDevice.AUTO
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How weights and gradients travel between owners and holders."""
+    node_of_rank: tuple[int, ...] = ()
+    """The node of each rank, where gradients may be summed by node."""
     compute_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype | None = None
     """Dtype of master slices; None keeps the parameters' own."""

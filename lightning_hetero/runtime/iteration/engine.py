@@ -16,10 +16,10 @@ Design: optimization apart from propagation (Hydraulis §5), on asymmetric pipel
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.owners import list_owners
 from lightning_hetero.core.plan import ParallelPlan, RankPlace
 from lightning_hetero.models.batches import AssignedBatch, cut_batch
-from lightning_hetero.runtime.clock import ComputeClock, traced
+from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.embedding_rows import EmbeddingRows
 from lightning_hetero.runtime.exchange.messages import Sums
 from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
@@ -107,7 +107,7 @@ class Engine:
             group=None if tensor_parallel is None else tensor_parallel.stage,
         )
         self.logs = StepLogs(module, device, StepMetrics(module, communicators, self._speaks))
-        self._agreements: dict[Phase, Agreement] = {}
+        self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.local_buffers)
         self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
@@ -120,6 +120,7 @@ class Engine:
             clock=clock,
             dtype=config.compute_dtype,
             exchange=config.exchange,
+            node_of_rank=config.node_of_rank,
             num_microbatches=config.num_microbatches,
             tensor_parallel=tensor_parallel,
         )
@@ -135,7 +136,7 @@ class Engine:
         self.is_leaving = False
         """Whether this rank's machine is about to be taken away; told to all in each iteration."""
         self.leaving: frozenset[int] = frozenset()
-        """The ranks that said so in the last training iteration; the same on every rank."""
+        """The ranks that said so in the last iteration; the same on every rank."""
         self.sees_guests = False
         """Whether this rank knows of processes that wait to be let in; told like `is_leaving`."""
         self.has_guests = False
@@ -173,9 +174,9 @@ class Engine:
             self.device,
             loss_reduction=self.config.loss_reduction,
             is_training=is_training,
+            ends_early=running.link.following is not None,
             make_trial=partial(LossTrial, is_cut=len(microbatches) > 1) if is_tried else None,
         )
-        seed = (self.config.seed, key.phase, key.epoch, key.batch_idx)
         schedule = running.schedule(len(microbatches), is_training=is_training)
         passes = StagePasses(
             running,
@@ -184,7 +185,7 @@ class Engine:
             microbatches,
             self._recomputation.of(running.stage, microbatches, schedule),
             first_index=first_index,
-            seed=seed,
+            seed=(self.config.seed, key.phase, key.epoch, key.batch_idx),
         )
         if is_training:
             running.weights.clear_gradients(self.config.gradient_dtype(len(microbatches)))
@@ -195,34 +196,31 @@ class Engine:
                 running.weights,
                 self._calls,
             ):
-                # Pull. What lies outside the layers may be read at once, before or after them.
-                running.pull.start(needed=(-1, self.layout.num_layers))
+                # Pull.
+                running.start_pull(self._calls)
                 # Forward and backward; a unit's push begins in its last backward pass.
                 if is_training:
                     running.push.start()
-                for action, upcoming in zip_longest(schedule, schedule[1:]):
-                    passes.expect_gradient(action, upcoming)
-                    timed = self.clock.action(action.kind, action.microbatch_index)
-                    with traced(action), timed:
-                        passes.run(action, step)
-                        self.buffers.look()
+                passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients, is_cut=is_cut)
-                # Agree: what others must know leaves now, and is read after the push.
-                agreement = self._begin_agreement(key.phase, results, passes)
+                # Agree: what others must know leaves now, and is read after the push. With standbys
+                # it leaves after that: all have their gradients then, and all step or none.
+                begin = partial(self._begin_agreement, key.phase, results, passes)
+                agreement = None if is_training and self.store.has_standbys else begin()
                 # Push.
                 with self.clock.waiting():
-                    running.pull.finish()
-                    sums = running.push.finish() if is_training else None
-                    running.link.finish()
+                    sums = running.finish_exchange(is_training=is_training)
+                agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
+        self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         self.buffers.settle(agreed.reports.buffers, self.plan)
         loss = None if sums is None else self._settle_training(sums, agreed, batch, key)
         entries, logged = agreed.reports.entries, agreed.sums[:, NUM_TOTALS:]
         self._late.judge(logged, partial(self.logs.check, entries))
         self.logs.replay(entries, logged, agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
-        del running, passes  # They hold the plan's weights, and another plan may come next.
+        del running, passes, begin  # They hold the plan's weights, and another plan may come next.
         self.plans.learn_roles(agreed.reports.reads, key.phase, key.epoch)
         self._recomputation.learn(agreed.reports.measured)
         return loss, records_of(
@@ -239,10 +237,7 @@ class Engine:
         return cut_batch(batch, counts[index]), sum(counts[:index])
 
     def _begin_agreement(
-        self,
-        phase: Phase,
-        results: StepResults,
-        passes: StagePasses,
+        self, phase: Phase, results: StepResults, passes: StagePasses
     ) -> Agreement:
         """Tell the other ranks what happened here, without waiting for what they tell."""
         self.settle()  # This iteration is enqueued, so the device has work meanwhile.
@@ -271,8 +266,6 @@ class Engine:
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
             return row if self._speaks() else without_sums(row)
 
-        if phase not in self._agreements:
-            self._agreements[phase] = Agreement(self.comms, self.device)
         agreement = self._agreements[phase]
         agreement.begin(report, header, sums_of)
         return agreement
@@ -287,7 +280,6 @@ class Engine:
         Raises:
             StepError: Losses don't go together, or gradients aren't finite.
         """
-        self.leaving, self.has_guests = agreed.leaving, agreed.has_guests
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
         loss = IterationLoss.of(agreed.sums, agreed.loss_kinds, is_cut=is_cut)
         if loss.is_guessed and is_cut and self.comms.global_rank == 0:

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.core.actions import Action, ActionKind
+from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.stage.backward_trial import trying_functions, trying_hooks
@@ -33,7 +35,7 @@ class _InFlight:
 
 
 class StagePasses:
-    """The passes of one iteration's micro-batches on one rank, one call of `run` for each.
+    """The passes of one iteration's micro-batches on one rank.
 
     Args:
         running: The plan that runs.
@@ -59,6 +61,7 @@ class StagePasses:
         self.peak_in_flight = 0
         """Most micro-batches whose activations were held at once."""
         self._running = running
+        self._layers, self._num_layers = running.layers, running.plan.num_layers
         self._boundary = boundary
         self._results = results
         self._microbatches = microbatches
@@ -68,18 +71,37 @@ class StagePasses:
         self._in_flight: dict[int, _InFlight] = {}
         self._has_run_backward = False
 
-    def run(self, action: Action, step: Callable[[Any], Any]) -> None:
-        """Run one action of the schedule.
+    def run(
+        self,
+        schedule: Sequence[Action],
+        step: Callable[[Any], Any],
+        *,
+        clock: ComputeClock,
+        look: Callable[[], None],
+    ) -> None:
+        """Run the actions of the schedule; `look` is called after each.
 
         Raises:
             StepError, ModelError: The step or the model does what a stage can't.
         """
+        are_traced = is_traced()
+        for action, upcoming in zip_longest(schedule, schedule[1:]):
+            self._expect_gradient(action, upcoming)
+            with clock.action(action.kind, action.microbatch_index):
+                if are_traced:
+                    with traced(action):
+                        self._run_action(action, step)
+                else:
+                    self._run_action(action, step)
+                look()
+
+    def _run_action(self, action: Action, step: Callable[[Any], Any]) -> None:
         if action.kind is ActionKind.FORWARD:
             self._forward(step, action.microbatch_index)
         else:
             self._backward(action.microbatch_index)
 
-    def expect_gradient(self, action: Action, upcoming: Action | None) -> None:
+    def _expect_gradient(self, action: Action, upcoming: Action | None) -> None:
         """Begin to receive the gradient that the next action needs, while this one computes.
 
         Only when this action is a forward pass: after a backward pass, the order on the
@@ -108,23 +130,21 @@ class StagePasses:
         return tuple(self._running.push.missing())
 
     def _forward(self, step: Callable[[Any], Any], index: int) -> None:
-        microbatch, link = self._microbatches[index], self._running.link
+        microbatch, running, link = self._microbatches[index], self._running, self._running.link
         watch = self._results.begin(microbatch)
         forward = MicrobatchPass(
-            layers=self._running.layers,
-            num_layers=self._running.plan.num_layers,
+            layers=self._layers,
+            num_layers=self._num_layers,
             seed=(*self._seed, self._first_index + index),
             receive=None if link.previous is None else link.receive_activation,
-            wait_unit=self._running.pull.wait_unit,
+            wait_unit=running.pull.wait_unit if running.pull.is_under_way else None,
             loss_watch=watch,
             recomputation=self._recomputations[index],
-            reads=self._running.read_watch(),
+            reads=running.read_watch(),
             lists=self._results.lists,
         )
-        tried = trying_hooks(self._results.module) if self._results.is_tried else nullcontext()
         try:
-            with self._running.weights.in_step(), self._boundary.forward_of(forward), tried:
-                output = step(microbatch)
+            output = self._run_step(forward, step, microbatch)
         except StageEnd as end:
             self._results.drop()
             link.send_activation(end.handed_on)
@@ -135,6 +155,17 @@ class StagePasses:
         losses, gradient = self._results.keep(output, microbatch, watch)
         self._hold(index, forward, losses, gradient)
 
+    def _run_step(
+        self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
+    ) -> Any:
+        hiding, results = self._running.weights.in_step(), self._results
+        if hiding is None and not results.is_tried:
+            with self._boundary.forward_of(forward):
+                return step(microbatch)
+        tried = trying_hooks(results.module) if results.is_tried else nullcontext()
+        with hiding or nullcontext(), self._boundary.forward_of(forward), tried:
+            return step(microbatch)
+
     def _hold(
         self,
         index: int,
@@ -143,12 +174,17 @@ class StagePasses:
         gradient: Tensor | None = None,
     ) -> None:
         if self._results.is_training:
-            received = () if forward.received is None else forward.received.tensors
+            received = [] if forward.received is None else forward.received.tensors
             forward.last_hidden = None  # What autograd doesn't need isn't kept.
-            held = _InFlight(forward, _learned(received), _learned(outputs), gradient)
-            self._in_flight[index] = held
-            self._running.num_in_flight = len(self._in_flight)
-            self.peak_in_flight = max(self.peak_in_flight, len(self._in_flight))
+            self._in_flight[index] = _InFlight(
+                forward,
+                [tensor for tensor in received if tensor.requires_grad],
+                [tensor for tensor in outputs if tensor.requires_grad],
+                gradient,
+            )
+            self._running.num_in_flight = count = len(self._in_flight)
+            if count > self.peak_in_flight:
+                self.peak_in_flight = count
 
     def _backward(self, index: int) -> None:
         held, link = self._in_flight.pop(index), self._running.link
@@ -172,7 +208,3 @@ class StagePasses:
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]
             )
-
-
-def _learned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.requires_grad]

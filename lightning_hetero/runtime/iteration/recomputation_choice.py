@@ -17,8 +17,12 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
 from lightning_hetero.models.batches import count_samples, sample_lengths
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions, is_said
-from lightning_hetero.runtime.stage.recomputation import MeasuredLayer, Recomputation
+from lightning_hetero.runtime.stage.recomputation import (
+    LayerOptions,
+    MeasuredLayer,
+    Recomputation,
+    is_said,
+)
 
 __all__ = ["MeasuredBytes", "RecomputationChoice"]
 

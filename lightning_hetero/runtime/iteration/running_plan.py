@@ -8,6 +8,7 @@ iteration to the next.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,21 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.neighbours import find_neighbour
 from lightning_hetero.core.plan import ParallelPlan, RankPlace, StagePlan
 from lightning_hetero.core.slices import OuterRole
-from lightning_hetero.core.transfers import ExchangeKind, TransferTable
+from lightning_hetero.core.transfers import ExchangeKind, TransferTable, UnitKind
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream
+from lightning_hetero.runtime.exchange.groups import (
+    are_collective,
+    groups_on_nodes,
+    groups_wanted,
+)
+from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStream, Sums
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
-from lightning_hetero.runtime.exchange.routes import Routes, are_collective
+from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.activations import ActivationLink
+from lightning_hetero.runtime.stage.module_calls import ModuleCalls
 from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatch
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
@@ -83,6 +90,23 @@ class RunningPlan:
             stage_index=index, num_stages=num_stages, num_microbatches=num_microbatches
         )
 
+    def start_pull(self, calls: ModuleCalls) -> None:
+        """Post all weights; those outside the layers are awaited when the module is called.
+
+        Whoever reads one earlier waits for it there. What tensor parallelism has cut is awaited at
+        once: it is hidden from steps, so it can't say that it is under way.
+        """
+        outer = -1, self.plan.num_layers
+        are_seen = calls.before_first(partial(self.pull.wait_units, outer))
+        self.pull.start(needed=() if are_seen and not self.weights.has_cut else outer)
+
+    def finish_exchange(self, *, is_training: bool) -> Sums | None:
+        """Wait for all that travels; return the summed gradients of the slices in training."""
+        self.pull.finish()
+        sums = self.push.finish() if is_training else None
+        self.link.finish()
+        return sums
+
     def used_somewhere(
         self, gradients: dict[str, Tensor], num_missing: Mapping[str, int]
     ) -> dict[str, Tensor]:
@@ -119,6 +143,7 @@ class PlanSwitch:
         clock: Times the waits.
         dtype: Dtype of the compute weights.
         exchange: How weights and gradients travel.
+        node_of_rank: By global rank, if they may travel by node.
         num_microbatches: Of pipelines for which a plan names no number.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
@@ -132,6 +157,7 @@ class PlanSwitch:
         clock: ComputeClock,
         dtype: torch.dtype,
         exchange: ExchangeKind,
+        node_of_rank: Sequence[int],
         num_microbatches: int,
         tensor_parallel: TensorParallel | None,
     ) -> None:
@@ -146,6 +172,7 @@ class PlanSwitch:
             group=comms.exchange,
             group_of=self._group_of,
             kind=exchange,
+            node_of_rank=node_of_rank,
             dtype=dtype,
             clock=clock,
             side_stream=self._side_stream,
@@ -171,17 +198,27 @@ class PlanSwitch:
                 self._comms.tensor_parallel_group(plan)
             outer = [spec for spec in self._specs if spec.layer is None]
             # What is outside the layers is held at both ends, and at one end once that is known.
-            tables = [self._routes_of(plan).table]
+            routes = self._routes_of(plan)
+            tables = [routes.table]
             for role in OuterRole:
                 at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
                 tables.append(TransferTable(at_end, self._store.slices, plan))
             for table in tables:
                 for unit in table.units:
-                    for members in unit.kind.groups:
-                        numels[members] += sum(spec.numel for spec in unit.specs)
+                    groups = groups_wanted(unit.kind, self._options.kind, routes.proxies)
+                    for ranks in groups | self._groups_on_nodes(unit.kind):
+                        numels[ranks] += sum(spec.numel for spec in unit.specs)
         # The heaviest first, in one order on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
+
+    def _groups_on_nodes(self, kind: UnitKind) -> set[tuple[int, ...]]:
+        """Return the ranks that sum gradients of a kind of units together, node by node."""
+        if self._options.kind is not ExchangeKind.BY_NODE:
+            return set()
+        nodes = self._options.node_of_rank
+        circles = kind.circles(push=True) or ()
+        return {ranks for item in circles for ranks in groups_on_nodes(item.members, nodes)}
 
     def _are_collective(self, members: tuple[int, ...]) -> bool:
         if self._comms.exchange is None:

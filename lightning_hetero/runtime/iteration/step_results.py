@@ -50,11 +50,12 @@ class StepResults:
         device: Where losses are summed.
         loss_reduction: What the user says that losses are; None finds out.
         is_training: Whether steps return losses.
+        ends_early: Whether the rank's stage ends steps before they make anything.
         make_trial: Makes the trial of the first of them, if that is tried, of its micro-batch and
             number of samples.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an iteration's steps may make
         self,
         module: nn.Module,
         logs: StepLogs,
@@ -62,19 +63,23 @@ class StepResults:
         *,
         loss_reduction: LossReduction | None,
         is_training: bool,
+        ends_early: bool = False,
         make_trial: Callable[[Any, int], LossTrial] | None = None,
     ) -> None:
         self.is_training = is_training
         self.records: list[StepRecord] = []
         """Left behind by the steps of a last stage, one a micro-batch."""
         self.losses = LossSums(device)
-        self.lists = AppendedLists(module)
+        self.lists = AppendedLists(module, looks_at_parts=make_trial is not None)
         self.module = module
         """The user's."""
         self.is_tried = make_trial is not None
         """Whether losses and their backward passes are tried in this iteration."""
         self.epoch_weight = 0
         """Of all micro-batches that have begun."""
+        self._ends_early = ends_early
+        self._idle_watch = LossWatch()
+        """For steps that end before there is anything to watch."""
         self._sizes = (0, 0)
         self._logs = logs
         self._device = device
@@ -89,6 +94,8 @@ class StepResults:
         self.epoch_weight += epoch_weight(microbatch, num_samples)
         make, self._make_trial = self._make_trial, None
         trial = None if make is None else make(microbatch, num_samples)
+        if self._ends_early:
+            return self._idle_watch
         return LossWatch(_buffers_of(self.module), num_samples, trial)
 
     def drop(self) -> None:

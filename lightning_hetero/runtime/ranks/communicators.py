@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hetero.core.errors import HeteroError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.connections import Connections
+from lightning_hetero.runtime.ranks.step_end import StepEnd
 
 __all__ = [
     "MAX_EXCHANGE_GROUPS",
@@ -111,6 +112,8 @@ class Communicators:
     """How long an operation may wait, also in groups made later."""
     connections: Connections = field(default_factory=Connections, repr=False, compare=False)
     """The connections that the groups have opened."""
+    step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
+    """Whether the last step had ended on the device before an abort."""
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -160,6 +163,7 @@ class Communicators:
 
         NCCL's kernels would wait for it until NCCL's own timeout, also in a teardown.
         """
+        self.step_end.cut()
         made = (self.forward, self.backward, self.exchange, self.values, self.control)
         later = (*self._groups.values(), *self._exchange_groups.values())
         for group in (*made, *later, dist.group.WORLD):

@@ -9,14 +9,21 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.held_values import HeldValues
 from lightning_hetero.runtime.results.outputs import Path, StepRecord, Unjoined, join
 
 __all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
+
+
+_FIRST, _VERSION = itemgetter(slice(1)), attrgetter("_version")
+_OF_LIBRARIES = ("torch.", "torchmetrics.", "lightning")
 
 
 @dataclass
@@ -24,6 +31,10 @@ class AppendedLists:
     """Items that steps append to lists of the module: attributes, or lists in them or in dicts."""
 
     module: nn.Module
+    looks_at_parts: bool = False
+    """Whether numbers of its submodules are looked at, too, which takes longer."""
+    _seen: "_Seen | None" = None
+    """All that is looked at, while it is as `begin` has found it."""
     _lengths: dict[Path, int] = field(default_factory=dict)
     _at_layers: dict[Path, int] | None = None
     """Lists that had grown when the stage's first layer was reached."""
@@ -33,10 +44,21 @@ class AppendedLists:
 
     def begin(self) -> None:
         """Look at the lists before a step."""
-        names = self._names()
-        self._lengths = {path: len(items) for path, items in self._lists(names).items()}
         self._at_layers = None
+        if self._seen is not None and self._seen.is_still():
+            return
+        names = self._names()
+        lists = self._lists(names)
+        self._lengths = {path: len(items) for path, items in lists.items()}
         self._numbers = dict(self._look_at_numbers(names))
+        attributes = self.module.__dict__
+        if not self.looks_at_parts:
+            numbers = [attributes[name] for name in names.numbers]
+            self._seen = _Seen(
+                [attributes, *(attributes[name] for name in names.dicts)],
+                [*lists.values()],
+                [i for i in numbers if isinstance(i, Tensor) and not i.is_inference()],
+            )
 
     def _names(self) -> "_Attributes":
         attributes = self.module.__dict__
@@ -53,6 +75,10 @@ class AppendedLists:
                 yield name, value
             elif not value.is_inference():
                 yield name, (id(value), value._version, value.numel() == 1)
+        for path, part in self.module.named_modules() if self.looks_at_parts else ():
+            if path and not type(part).__module__.startswith(_OF_LIBRARIES):
+                items = vars(part).items()
+                yield from ((f"{path}.{key}", n) for key, n in items if type(n) in (int, float))
 
     def _changed(self, names: "_Attributes") -> Iterator[str]:
         for name, value in self._look_at_numbers(names):
@@ -62,19 +88,21 @@ class AppendedLists:
             if counts and value != before:
                 yield name
 
-    def pass_layer(self, index: int, layers: range) -> None:
-        """Look at the lists before a layer of a stage, and after the model's last one.
+    def reach_layers(self) -> None:
+        """Look at the lists before the first layer of a stage."""
+        self._at_layers = self.grown()
+
+    def leave_layers(self) -> None:
+        """Look at them after the model's last layer.
 
         Raises:
             StepError: Something in the layers appends to them, which other stages don't see.
         """
-        if self._at_layers is None:
-            self._at_layers = self.grown()
-        elif index == layers.stop:
-            self._check_layers(self.grown())
+        if self._at_layers is not None:
+            self._check_layers(self._at_layers, self.grown())
 
-    def _check_layers(self, grown: Mapping[Path, int]) -> None:
-        if self._at_layers is not None and grown != self._at_layers:
+    def _check_layers(self, before: Mapping[Path, int], grown: Mapping[Path, int]) -> None:
+        if grown != before:
             names = sorted(str(path[0]) for path in grown)
             raise StepError(
                 f"Something in the layers appends to {', '.join(names)} of the module, and other "
@@ -84,6 +112,8 @@ class AppendedLists:
 
     def grown(self) -> dict[Path, int]:
         """Return how many items were appended to each list since."""
+        if self._seen is not None and self._seen.is_still():
+            return {}
         return self._growth(self._lists(self._names()))
 
     def _growth(self, lists: Mapping[Path, list[Any]]) -> dict[Path, int]:
@@ -98,14 +128,18 @@ class AppendedLists:
         """Take out what was appended since, and return it; `after_layers` if the step went on.
 
         Raises:
-            StepError: See `pass_layer`.
+            StepError: See `leave_layers`.
         """
-        names, taken = self._names(), dict[Path, list[Any]]()
+        taken = dict[Path, list[Any]]()
+        if not self._at_layers and self._seen is not None and self._seen.is_still():
+            return taken
+        names = self._names()
         lists = self._lists(names)
         grown = self._growth(lists)
-        if not after_layers:
-            self._check_layers(grown)
+        if not after_layers and self._at_layers is not None:
+            self._check_layers(self._at_layers, grown)
         self.counted.update(self._changed(names))
+        self._seen = None  # What has been replaced is held by nobody.
         for path, number in grown.items():
             taken[path] = lists[path][-number:]
             del lists[path][-number:]
@@ -117,11 +151,45 @@ class AppendedLists:
         for name in names.lists:
             value = found[(name,)] = attributes[name]
             if value and type(value[0]) is list:
-                found |= {(name, index): item for index, item in enumerate(value)}
+                inner = enumerate(value)
+                found |= {(name, index): item for index, item in inner if type(item) is list}
         for name in names.dicts:
             items = attributes[name].items()
             found |= {(name, key): item for key, item in items if type(item) is list}
         return found
+
+
+class _Seen(HeldValues):
+    """The attributes of a module at one time, and what of them changes in place.
+
+    Args:
+        attributes: Those of the module, and dicts among them.
+        lists: All lists.
+        tensors: Those that count changes in place.
+    """
+
+    def __init__(
+        self,
+        attributes: Sequence[dict[Any, Any]],
+        lists: Sequence[list[Any]],
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self._lists, self._tensors = lists, tensors
+        # A list's items may be lists, and the first one shows it.
+        nested = [items for items in lists if items and type(items[0]) is list]
+        super().__init__([*(item.values() for item in attributes), *nested])
+        self._counts = [*map(len, lists), *map(_VERSION, tensors)]
+        self._held = [*map(_FIRST, lists)]  # So that no other object gets its id.
+        self._firsts = [id(item) for first in self._held for item in first]
+
+    def is_still(self) -> bool:
+        """Whether all are as they were."""
+        # Lists as long as before have as many first items.
+        return (
+            [*map(len, self._lists), *map(_VERSION, self._tensors)] == self._counts
+            and [*map(id, chain.from_iterable(map(_FIRST, self._lists)))] == self._firsts
+            and self.are_same()
+        )
 
 
 class _Attributes(NamedTuple):
@@ -142,7 +210,7 @@ def _sorted_out(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Attributes:
         lists=tuple(name for name, kind in items if kind is list),
         dicts=tuple(name for name, kind in public if issubclass(kind, dict)),
         numbers=tuple(
-            name for name, kind in public if kind in (int, float) or issubclass(kind, Tensor)
+            name for name, kind in items if kind in (int, float) or issubclass(kind, Tensor)
         ),
     )
 
@@ -152,8 +220,9 @@ def warn_of_numbers(names: Collection[str]) -> None:
     if names:
         warnings.warn(
             f"A step changes {', '.join(sorted(names))} of the module. It does so in each "
-            "micro-batch, on the ranks that run this part of it, so what hooks read there isn't "
-            "what one device has. Log it, return it, or append it to a list of the module.",
+            "micro-batch, on the ranks that run this part of it, so what steps and hooks read "
+            "there isn't what one device has. Take self.global_step or batch_idx to count steps; "
+            "log it, return it, or append it to a list of the module.",
             stacklevel=2,
         )
 

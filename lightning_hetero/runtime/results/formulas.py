@@ -42,7 +42,7 @@ _OF_FLOATS: dict[str, Callable[[float], float]] = {
     "log2": math.log2,
     "log10": math.log10,
 }
-"""What Python computes without torch's knowing it."""
+"""Functions that Python computes without torch's knowing it."""
 _LIMITS = {"clamp", "clip"}
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     **{name: getattr(torch, name) for name in _OF_ONE},
@@ -85,11 +85,11 @@ class Formula:
             return 1
         return sum(item.num_parts for item in self.arguments if isinstance(item, Formula))
 
-    def behind(self, num_parts: int) -> "Formula":
+    def after(self, num_parts: int) -> "Formula":
         """Return the same of parts that come after others."""
         if self.function == "part":
             return _part(int(self.arguments[0]) + num_parts)  # type: ignore[arg-type]
-        moved = (i.behind(num_parts) if isinstance(i, Formula) else i for i in self.arguments)
+        moved = (i.after(num_parts) if isinstance(i, Formula) else i for i in self.arguments)
         return Formula(self.function, tuple(moved))
 
 
@@ -162,7 +162,7 @@ class Formulas:
         for item in given:
             made = self._argument(item)
             if made is not None:
-                arguments.append(made.formula.behind(len(parts)))
+                arguments.append(made.formula.after(len(parts)))
                 parts, versions = parts + made.parts, versions + made.versions
             elif item is None or type(item) in (int, float):
                 arguments.append(item)

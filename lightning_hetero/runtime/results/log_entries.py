@@ -1,5 +1,6 @@
-"""What identifies a number that a step logs, and whether ranks' numbers go together."""
+"""The identity of a number that a step logs, and whether ranks' numbers go together."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,11 +27,11 @@ class LogEntry:
     metric: str | None = None
     """Name of the submodule if a torchmetrics `Metric` is logged; it reduces itself."""
     call: MetricCall | None = None
-    """What the number is given to, instead of being logged."""
+    """The call that the number is given to, instead of being logged."""
     argument: Argument = 0
     """As which argument."""
     dtype: torch.dtype = torch.float32
-    """What it gets there."""
+    """The dtype that the call gets it in."""
     formula: Formula | None = None
     """How it is made of parts, of which this is one."""
     part: int = 0
@@ -62,7 +63,7 @@ def reduction_of(entry: LogEntry, known: Reduction | None) -> str:
 
 def check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
     """Refuse what is mixed and differs between micro-batches; warn of what is guessed and does."""
-    if not entry.doubt or not least.numel():
+    if not least.numel():
         return
     low, high = float(least.min()), float(largest.max())
     if entry.doubt == "mixed":
@@ -73,7 +74,7 @@ def check_range(entry: LogEntry, least: Tensor, largest: Tensor) -> None:
             " Those of micro-batches are averaged, so it isn't what one device has. Log a sum over "
             "samples, such as `(ids >= 0).sum()`, if it counts."
         )
-    elif low < high:
+    elif low < high or (low == high and least.max() == math.inf):  # Known on some ranks only.
         rank_zero_warn(
             f"{entry.told} isn't known to be a mean, sum or extreme over "
             "samples, so the values of micro-batches are averaged by target tokens, which may not "

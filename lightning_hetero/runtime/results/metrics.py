@@ -77,9 +77,9 @@ class StepMetrics:
         self._numbers: list[tuple[MetricCall, dict[Argument, tuple[Any, Rows]]]] = []
         """Calls that weren't made in the micro-batch."""
         self._given: list[tuple[Metric, Tensor]] = []
-        """What metrics got in calls that were."""
+        """Arguments of calls that were."""
         self._under_way: list[list[tuple[Metric, dict[str, Any], int]]] = []
-        """What to put back when a call ends that runs for its value alone."""
+        """States to put back when a call ends that runs for its value alone."""
         self._hooks, self._own = [], []
         for metric in self._metrics.values():
             self._hooks += [

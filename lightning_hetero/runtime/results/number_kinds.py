@@ -122,7 +122,12 @@ def _multiply(left: Reduction, right: Reduction) -> Reduction:
     if left.kind is Kind.SUM and _may_average(left, right):
         return UNKNOWN
     # A mean times a whole number may be a sum by hand.
-    return UNKNOWN if left.kind is Kind.MEAN and right.count and right.value != 1 else left
+    return UNKNOWN if left.kind is Kind.MEAN and _may_count(right) else left
+
+
+def _may_count(factor: Reduction) -> bool:
+    """Return whether a constant may count what is in this micro-batch."""
+    return factor is not CONSTANT and bool(factor.count)
 
 
 def _may_average(total: Reduction, factor: Reduction) -> bool:
@@ -136,7 +141,8 @@ def _may_average(total: Reduction, factor: Reduction) -> bool:
 
 def _divide(left: Reduction, right: Reduction) -> Reduction:
     if right.kind is Kind.CONSTANT:
-        return left if left.kind in (Kind.MEAN, Kind.CONSTANT) else UNKNOWN
+        keeps = left.kind is Kind.CONSTANT or (left.kind is Kind.MEAN and not _may_count(right))
+        return left if keeps else UNKNOWN
     if left.kind is right.kind is Kind.SUM:
         return Reduction(Kind.MEAN, count=right.value)
     if left.kind is right.kind is Kind.MEAN and not (left.others or right.others):

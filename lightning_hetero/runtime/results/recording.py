@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils import _pytree
+from torch.utils._pytree import tree_map
 
 from lightning_hetero.runtime.callers import calling_frame, takes_written_rows
+from lightning_hetero.runtime.leaves import tensors_in, tree_leaves
 from lightning_hetero.runtime.random_state import PreservedRandomState, seed_torch
 
 __all__ = ["Call", "Recording", "Value"]
@@ -62,7 +64,7 @@ class Call(NamedTuple):
     @property
     def takes(self) -> list[int]:
         """Numbers of the tensors that it is given."""
-        given = tree_leaves((self.args, self.kwargs), is_leaf=_is_value)
+        given = _pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_value)
         return [item.number for item in given if _is_value(item)]
 
 
@@ -84,9 +86,9 @@ class Recording(TorchFunctionMode):
         self._device_type = source.device.type
         self._numbers: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._leaves: dict[int, Tensor] = {}
-        """What was there before."""
+        """Tensors that were there before."""
         self._memory: set[int] = set()
-        """Where that lies."""
+        """Where they lie."""
         self._depending: set[int] = set()
         self._num_values = 0
         self._give_number(source)
@@ -122,9 +124,9 @@ class Recording(TorchFunctionMode):
         versions = [_version_of(item) for item in given]
         result = func(*args, **kwargs)
         changed = [i for i, v in zip(given, versions, strict=True) if _version_of(i) != v]
-        made = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        made = tensors_in(result)
         name = getattr(func, "__name__", "").strip("_")
-        self.has_escaped |= name in _ESCAPES
+        self.has_escaped |= name in _ESCAPES and not made  # `x.float()` tells nothing.
         if not all(map(_is_plain, made)):
             self.is_complete = False
         elif made or changed:
@@ -251,7 +253,7 @@ class Recording(TorchFunctionMode):
         enabled, dtype = call.autocast
         with torch.autocast(self._device_type, dtype, enabled):
             result = call.func(*args, **kwargs)
-        made = [item for item in tree_leaves(result) if isinstance(item, Tensor)]
+        made = tensors_in(result)
         if "empty" in call.name:
             made = [item.zero_() for item in made]
         return made

@@ -6,9 +6,10 @@ Where samples meet other than in sums, means and extremes, that is `TOGETHER`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise, starmap
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero.runtime.results.formulas import Formulas
 from lightning_hetero.runtime.results.number_kinds import (
@@ -22,20 +23,20 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
     fold,
 )
-from lightning_hetero.runtime.results.products import (
-    PRODUCTS,
-    is_of_each_with_each,
-    is_outer,
-    is_product,
-)
 from lightning_hetero.runtime.results.torch_calls import (
     NO_NUMBERS,
     NO_TENSORS,
+    PRODUCTS,
     TorchCall,
     integers_among,
+    is_of_each_with_each,
+    is_outer,
+    is_parameter,
+    is_product,
     name_of,
     tensors_among,
 )
+from lightning_hetero.runtime.results.written_numbers import rows_of_operand
 
 __all__ = ["Reductions"]
 
@@ -87,6 +88,8 @@ _NOT_BY_ELEMENT = (
 )
 """Functions that may make more of samples than other samples."""
 
+_NO_TENSORS = NO_TENSORS | {slice}
+_LISTS = frozenset((list, tuple))
 _BY_CHANCE = {"randperm", "rand", "randn"}
 _ONLY_CONSTANTS = {id(CONSTANT)}
 _NO_REDUCTIONS = {id(CONSTANT), id(None)}
@@ -121,15 +124,27 @@ class Reductions:
         found = self._known.get(id(value))
         if found is not None:
             return found[1]
-        kind = type(value)
-        if kind is Tensor:
-            return None
-        # What is one by its type needn't be asked: parameters answer that slowly.
-        return CONSTANT if kind is nn.Parameter or isinstance(value, nn.Parameter) else None
+        return CONSTANT if is_parameter(value) else None
 
     def of_all(self, values: Sequence[Any]) -> list[Reduction | None]:
         """Return what is known of each tensor among values, and in lists and tuples of them."""
         return [self.of(item) for item in tensors_among(values)]
+
+    def is_any_together(self, values: Iterable[Any]) -> bool:
+        """Whether samples have met in any of these tensors and numbers."""
+        for value in values:
+            found = self._known.get(id(value))
+            if found is not None and found[1].kind is Kind.TOGETHER:
+                return True
+        return False
+
+    def are_samples(self, values: Iterable[Any]) -> bool:
+        """Whether nothing is known of any of these, unless it is a constant."""
+        for value in values:
+            found = self._known.get(id(value))
+            if found is not None and found[1] is not CONSTANT:
+                return False
+        return True
 
     def keep(self, value: Any, reduction: Reduction | None) -> None:
         """Remember what is known of a function's result."""
@@ -166,13 +181,8 @@ class Reductions:
                 self.told[result] = self.of(args[0])
             return
         name = name_of(func)
-        if isinstance(result, Tensor):
-            if self._is_by_sample(name, args, kwargs):
-                self._known.pop(id(result), None)
-            else:
-                self._keep_judged(TorchCall(name, args, kwargs), result)
-            if self._shuffles or name in _BY_CHANCE:
-                self._note_random(name, args, result)
+        if type(result) is Tensor or isinstance(result, Tensor):
+            self._see_one(name, args, kwargs, result)
         elif isinstance(result, tuple | list):
             self._see_several(TorchCall(name, args, kwargs), result)
         elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
@@ -182,6 +192,19 @@ class Reductions:
         elif type(result) is float and name in ("item", "float"):
             self.keep(result, self.of(args[0]))
             self.formulas.follow(TorchCall(name, args, kwargs), result)
+
+    def _see_one(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> None:
+        source = self._source(name, args, kwargs)
+        if source is None:
+            self._keep_judged(TorchCall(name, args, kwargs), result)
+        elif source is CONSTANT:
+            self._known[id(result)] = result, CONSTANT
+        elif id(result) in self._known:  # A constant that was changed in place.
+            del self._known[id(result)]
+        if self._shuffles or name in _BY_CHANCE:
+            self._note_random(name, args, result)
 
     def _keep_judged(self, call: TorchCall, result: Tensor) -> None:
         known = self._judge(call, result)
@@ -224,31 +247,35 @@ class Reductions:
         sizes = tensor.shape[: 2 if others else 1]
         return any(not (self.num_samples and size % self.num_samples) for size in sizes)
 
-    def _is_by_sample(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a function makes samples of samples, by themselves or with constants.
+    def _source(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | Reduction | None:
+        """Return what a function makes its result of, where that is simple; None where it isn't.
 
+        It makes samples of samples, by themselves or with constants, or constants of constants.
         That is most of what steps call, so it is found out by less than `_judge` takes.
         """
-        is_product = name in PRODUCTS
-        if name in _NOT_BY_ELEMENT and not is_product:
-            return False
-        samples, has_rows = None, False
+        known, is_product = self._known, name in PRODUCTS
+        may_be_samples = is_product or name not in _NOT_BY_ELEMENT
+        samples: list[Tensor] = []
+        has_constants = False
         for item in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(item)
-            if kind in NO_TENSORS:
+            kind, key = type(item), id(item)
+            if kind in _NO_TENSORS or (kind in _LISTS and {*map(type, item)} <= _NO_TENSORS):
                 continue
-            if kind is tuple or kind is list:
-                if not {*map(type, item)} <= NO_TENSORS:
-                    return False
-                continue
-            known = self.of(item)
-            if known is None and (kind is Tensor or isinstance(item, Tensor)):
-                if samples is not None and (is_product or is_outer(samples, item)):
-                    return False
-                samples, has_rows = item, has_rows or item.ndim > 0
-            elif known is not CONSTANT:
-                return False
-        return has_rows and (not is_product or (bool(args) and samples is args[0]))
+            found = known[key][1] if key in known else None
+            if found is CONSTANT or (found is None and kind is not Tensor and is_parameter(item)):
+                has_constants = True
+            elif found is not None or not may_be_samples or not isinstance(item, Tensor):
+                return None
+            else:
+                samples += (item,)
+        if not samples:
+            return CONSTANT if has_constants else None
+        if len(samples) > 1 and (is_product or any(starmap(is_outer, pairwise(samples)))):
+            return None
+        is_first = not is_product or (bool(args) and samples[0] is args[0])
+        return samples[0] if is_first and any(item.ndim for item in samples) else None
 
     def _judge(self, call: TorchCall, result: Tensor) -> Reduction | None:
         """Return what is known of a function's result."""
@@ -343,17 +370,18 @@ class Reductions:
         if operation is None:
             return UNKNOWN
         pair = pair[::-1] if reflected else pair
-        left, right = (self._operand(item) for item in pair)
+        left, right = (self._operand(item, is_left=not place) for place, item in enumerate(pair))
         if operation is OPERATIONS["div"] and {left.kind, right.kind} <= set(LINEAR):
             # A mean, unless each sample's gradient depends on the others by the divisor.
             return TOGETHER if pair[1].requires_grad else operation(left, right)
         return operation(left, right)
 
-    def _operand(self, value: Any) -> Reduction:
+    def _operand(self, value: Any, *, is_left: bool) -> Reduction:
         if isinstance(value, Tensor):
             return self.of(value) or UNKNOWN
         # Whole numbers may count what is in this micro-batch.
-        return self.of(value) or Reduction(Kind.CONSTANT, count=type(value) is int, value=value)
+        counts = type(value) is int and value != 1 and rows_of_operand(is_left=is_left) != ()
+        return self.of(value) or Reduction(Kind.CONSTANT, count=counts, value=value)
 
 
 def _reduce(

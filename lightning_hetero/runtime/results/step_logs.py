@@ -67,7 +67,7 @@ class _Pending(NamedTuple):
     value: Any
     batch_size: int
     rows: Rows
-    """What it counts, as the call says."""
+    """Rows that it counts, as the call says."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class _Logged:
     weight: Tensor
     batch_size: int
     range: Sequence[Tensor]
-    """In what micro-batches must agree: `ratio_of` what is mixed, or the value that is guessed."""
+    """In what micro-batches must agree: `ratio_of` what is mixed, or the value that is guessed or
+    written."""
 
 
 class StepLogs:
@@ -212,7 +213,7 @@ class StepLogs:
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
             number = number.reshape(())
-            spread = [number] if is_guessed else ratio_of(others, own)
+            spread = [number] if is_guessed or known is WRITTEN else ratio_of(others, own)
             logged = _Logged(number, own, batch_size, spread)
             reduced = replace(entry, reduction=reduction, doubt=doubt)
             self._values.setdefault(reduced, []).append(logged)
@@ -251,7 +252,11 @@ class StepLogs:
                 row[first + 1] = weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
                 row[first + 2] = sum(item.batch_size for item in logged)
                 spread = [number for item in logged for number in item.range]
-                row[first + 3], row[first + 4] = ends_of(spread, self._device)
+                is_known_at_times = bool(spread) and not all(item.range for item in logged)
+                if is_known_at_times and entry.doubt != "mixed":
+                    row[first + 3], row[first + 4] = -math.inf, math.inf
+                else:
+                    row[first + 3], row[first + 4] = ends_of(spread, self._device)
         return row
 
     def replay(self, entries: Sequence[LogEntry], rows: Tensor, batch_size: int) -> None:

@@ -13,21 +13,20 @@ function that the step called, or over samples, and the user is told.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.reading.choices import Choice
 from lightning_hetero.models.batches import count_samples
+from lightning_hetero.runtime.leaves import tree_leaves
 from lightning_hetero.runtime.results.loss_trial import LossTrial
 from lightning_hetero.runtime.results.number_kinds import (
-    CONSTANT,
     TOGETHER,
     UNKNOWN,
     Count,
@@ -35,6 +34,7 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
 )
 from lightning_hetero.runtime.results.reductions import Reductions
+from lightning_hetero.runtime.results.torch_calls import tensors_among
 
 __all__ = ["Classification", "LossReduction", "LossWatch", "LossWeight", "weigh_loss"]
 
@@ -58,8 +58,6 @@ _OVER_WEIGHTS = {F.mse_loss, F.l1_loss}
 _LOSSES = _CLASSIFICATION | _ELEMENTWISE
 
 
-_SAMPLES = {id(None), id(CONSTANT)}
-
 _Suspended = Any
 """The watch itself, which was on top, or what was known then; None where nothing was watched."""
 
@@ -71,8 +69,7 @@ class LossReduction(Choice):
     SUM = "sum"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Classification:
+class Classification(NamedTuple):
     """The arguments of a call of `F.cross_entropy` or `F.nll_loss`, but for the input."""
 
     target: Tensor
@@ -86,17 +83,14 @@ class Classification:
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Classification":
         """Bind the arguments of a call."""
-        bound = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-        bound.pop("input")
-        return cls(**bound)
+        if args:
+            return cls(*args[1:], **kwargs)
+        return cls(**{name: item for name, item in kwargs.items() if name != "input"})
 
     @property
     def counted(self) -> Tensor:
         """Which targets the mean runs over, where they are class indices."""
         return self.target != self.ignore_index
-
-
-_ARGUMENTS = ("input", *(field.name for field in fields(Classification)))
 
 
 class LossWatch(TorchFunctionMode):
@@ -186,8 +180,8 @@ class LossWatch(TorchFunctionMode):
     ) -> Any:
         """Look at what torch is asked and answers."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)  # Compilers trace what is called here, too.
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)  # It traces what is called here, too.
         if self.outdated is not None:
             self.check_current((args, kwargs))
         result = func(*args, **kwargs)
@@ -195,16 +189,16 @@ class LossWatch(TorchFunctionMode):
             self.reductions.follow(func, args, kwargs, result)
         else:
             self._see_loss(func, args, kwargs, result)
-            known = {id(item) for item in self.reductions.of_all((*args, *kwargs.values()))}
-            if not known <= _SAMPLES:
+            given = tensors_among((*args, *kwargs.values()))
+            if not self.reductions.are_samples(given):
                 # Its targets are the best guess that there is of what it averages over.
-                self.reductions.keep(result, TOGETHER if id(TOGETHER) in known else UNKNOWN)
+                is_together = self.reductions.is_any_together(given)
+                self.reductions.keep(result, TOGETHER if is_together else UNKNOWN)
         return result
 
     def see_arguments(self, values: Iterable[Any]) -> None:
         """Look at what the first layer gets."""
-        known = [self.reductions.of(item) for item in values if isinstance(item, Tensor)]
-        self.enters_together = self.enters_together or TOGETHER in known
+        self.enters_together = self.enters_together or self.reductions.is_any_together(values)
 
     def check_current(self, values: Any) -> None:
         """Refuse what is outdated.
@@ -224,7 +218,7 @@ class LossWatch(TorchFunctionMode):
                 )
 
     def leave_layers(self, output: Any) -> None:
-        """Begin anew behind the layers, with what the last one returned, and watch from now on.
+        """Begin anew after the layers, with what the last one returned, and watch from now on.
 
         Args:
             output: That; None if the model has no layers.

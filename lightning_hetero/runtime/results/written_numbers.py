@@ -1,16 +1,18 @@
 """Read in the user's code whether a whole number counts the rows of a batch or is a constant.
 
 Python's numbers don't say where they come from: of a micro-batch with one row, `len(x)` and the 1
-that counts batches are the same. What is written in the call that logs it says it.
+that counts batches are the same. What is written in the call that logs it, or where a loss is
+divided by it, says it.
 """
 
 import ast
 import linecache
 import sys
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import islice
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,33 +20,42 @@ from lightning_hetero.runtime.callers import is_library
 from lightning_hetero.runtime.results.number_kinds import WRITTEN, Kind, Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_hetero.runtime.results.reductions import Reductions
 
-__all__ = ["TOLD", "Rows", "count_of", "known_by_rows", "may_count", "rows_counted"]
+__all__ = [
+    "TOLD",
+    "Rows",
+    "count_of",
+    "known_by_rows",
+    "may_count",
+    "rows_counted",
+    "rows_of_operand",
+]
 
 Rows = tuple[int, ...] | None
 """Rows of the tensors that a number counts, none if it is a constant; None if nobody knows."""
 
+_Function = ast.FunctionDef | ast.Lambda
+
 TOLD: Rows = (-1,)
 """Of a number that a tensor has told by `.item()`."""
 _CONSTANT: Rows = ()
-_SAME, _MAKING = {"float", "int"}, {"tensor", "as_tensor"}
-"""Functions of one number that return it: Python's and torch's."""
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def may_count(value: object) -> bool:
     """Whether a number can be one of rows, if it isn't known to be something else."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.requires_grad
-    return type(value) is int or (type(value) is float and value.is_integer())
+    return _is_whole(value)
 
 
 def count_of(value: Any, num_samples: int) -> Reduction | None:
     """Return what a whole number is if it may count a micro-batch's samples or tokens."""
-    is_whole = type(value) is int or (type(value) is float and value.is_integer())
-    if not is_whole or not value or not num_samples or value % num_samples:
+    if not _is_whole(value) or not value or not num_samples or value % num_samples:
         return None
     return Reduction(Kind.SUM, count=value, value=value)
 
@@ -72,54 +83,75 @@ def rows_counted(argument: int | str, key: str | None = None) -> Rows:
         argument: Its place or name.
         key: Of its item, where the call may give a dict.
     """
+    return _read_in_code(lambda node: _argument_of(node, argument, key))
+
+
+def rows_of_operand(*, is_left: bool) -> Rows:
+    """Return what the number counts with which the user's code multiplies or divides a tensor.
+
+    Args:
+        is_left: Whether it stands before the tensor.
+    """
+    return _read_in_code(lambda node: _operand_of(node, is_left=is_left))
+
+
+def _read_in_code(find: Callable[[ast.AST], ast.expr | None]) -> Rows:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame):
         frame = frame.f_back
-    if frame is None:
+    found = None if frame is None else _node_at(frame.f_code, frame.f_lasti)
+    if frame is None or found is None:
         return None
-    function, call = _call_at(frame.f_code, frame.f_lasti)
-    if function is None or call is None:
-        return None
+    function, node = found
     try:
-        return _Reader(function, frame).read(_argument_of(call, argument, key))
+        return _Reader(function, frame.f_locals).read(find(node))
     except (RecursionError, AttributeError, LookupError, TypeError):
         return None
 
 
 @lru_cache(maxsize=256)
-def _call_at(code: CodeType, instruction: int) -> tuple[ast.AST | None, ast.Call | None]:
-    """Return the function of a code object, and the call that an instruction makes in it."""
-    tree = _tree_of(code.co_filename)
+def _node_at(code: CodeType, instruction: int) -> tuple[_Function, ast.AST] | None:
+    """Return the function of a code object, and the call or operation of an instruction in it."""
     place = next(islice(code.co_positions(), instruction // 2, None), None)
-    if tree is None or place is None or None in place:
-        return None, None
-    function = next(
-        (
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef)
-            and node.name == code.co_name
-            and min([node.lineno, *(i.lineno for i in node.decorator_list)]) == code.co_firstlineno
-        ),
-        None,
-    )
-    for node in ast.walk(function) if function is not None else ():
-        if isinstance(node, ast.Call):
-            found = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-            if found == place:
-                return function, node
-    return None, None
+    for function in _functions_in(code.co_filename):
+        decorators: list[ast.expr] = getattr(function, "decorator_list", [])
+        first = min([function.lineno, *(item.lineno for item in decorators)])
+        name = getattr(function, "name", "<lambda>")
+        if (name, first) == (code.co_name, code.co_firstlineno):
+            for node in ast.walk(function):
+                is_one = isinstance(node, ast.Call | ast.BinOp | ast.AugAssign)
+                if is_one and _place_of(node) == place:
+                    return function, node
+    return None
+
+
+def _place_of(node: Any) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 @lru_cache(maxsize=16)
-def _tree_of(filename: str) -> ast.Module | None:
+def _functions_in(filename: str) -> list[_Function]:
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, _Function)]
+
+
+def _operand_of(node: ast.AST, *, is_left: bool) -> ast.expr | None:
+    match node:
+        case ast.BinOp(left=left, right=right):
+            return left if is_left else right
+        case ast.AugAssign(value=value):
+            return value
+        case ast.Call(args=[*_, value], keywords=[]):
+            return value
+    return None
+
+
+def _argument_of(call: ast.AST, argument: int | str, key: str | None) -> ast.expr | None:
+    if not isinstance(call, ast.Call):
         return None
-
-
-def _argument_of(call: ast.Call, argument: int | str, key: str | None) -> ast.expr | None:
     named = {item.arg: item.value for item in call.keywords}
     if isinstance(argument, str):
         return named.get(argument)
@@ -139,38 +171,35 @@ def _item_of(given: ast.expr | None, key: str) -> ast.expr | None:
 
 
 @lru_cache(maxsize=64)
-def _assignments(function: ast.AST) -> dict[str, list[tuple[ast.expr | None, int | None]]]:
-    """Return by name what a function assigns to it, and the item of it if it is unpacked.
+def _assignments(function: _Function) -> dict[str, ast.expr | None]:
+    """Return by name what a function assigns to it; None where that isn't written, as in loops.
 
-    None stands for what isn't written, as in loops. Attributes are there with a point before them.
+    Attributes are there with a point before them.
     """
-    found: dict[str, list[tuple[ast.expr | None, int | None]]] = {}
-    sources: dict[ast.AST, tuple[ast.expr, int | None]] = {}
+    written: dict[ast.expr, ast.expr] = {}
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-            sources[target] = node.value, None
-            for place, item in enumerate(target.elts if isinstance(target, ast.Tuple) else ()):
-                sources[item] = node.value, place
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=items)], value=ast.Tuple(elts=values)):
+                written.update(zip(items, values, strict=False))
+            case ast.Assign(targets=[ast.Tuple(elts=items)], value=value):
+                of_value = (ast.Subscript(value, ast.Constant(i)) for i in range(len(items)))
+                written.update(zip(items, of_value, strict=True))
+            case ast.Assign(targets=[target], value=value):
+                written[target] = value
+    found: dict[str, ast.expr | None] = {}
     for node in ast.walk(function):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.setdefault(node.id, []).append(sources.get(node, (None, None)))
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found["." + node.attr] = []
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else "." + node.attr
+            found[name] = None if name in found else written.get(node)
     return found
 
 
-class _Reader:
-    """Reads expressions of a function that is running.
+class _Reader(NamedTuple):
+    """Reads expressions of a function that is running."""
 
-    Args:
-        function: Its definition.
-        frame: Where it runs.
-    """
-
-    def __init__(self, function: ast.AST, frame: FrameType) -> None:
-        self._function = function
-        self._locals: Mapping[str, Any] = frame.f_locals
+    function: _Function
+    values: Mapping[str, Any]
+    """Its local variables."""
 
     def read(self, node: ast.expr | None) -> Rows:
         """Return what an expression counts."""
@@ -185,56 +214,44 @@ class _Reader:
                 return _joined(op, self.read(left), self.read(right))
             case ast.Call():
                 return self._read_call(node)
-            case ast.Subscript(value=ast.Attribute(value=counted, attr="shape"), slice=dim):
+            case ast.Subscript(
+                value=ast.Attribute(value=counted, attr="shape")
+                | ast.Call(func=ast.Attribute(value=counted, attr="size"), args=[]),
+                slice=dim,
+            ):
                 return self._read_dim(counted, dim)
             case ast.Attribute():
-                is_changed = "." + node.attr in _assignments(self._function)
+                is_changed = "." + node.attr in _assignments(self.function)
                 return _CONSTANT if self._is_of_module(node) and not is_changed else None
         return None
 
     def _read_call(self, node: ast.Call) -> Rows:
         match node:
-            case ast.Call(func=ast.Name(id="len"), args=[counted]):
-                return _rows_of(self._value(counted))
-            case ast.Call(func=ast.Attribute(value=counted, attr="numel" | "nelement"), args=[]):
+            case (
+                ast.Call(func=ast.Name(id="len"), args=[counted])
+                | ast.Call(func=ast.Attribute(value=counted, attr="numel" | "nelement"), args=[])
+            ):
                 return _rows_of(self._value(counted))
             case ast.Call(func=ast.Attribute(value=counted, attr="size"), args=[dim]):
                 return self._read_dim(counted, dim)
             case ast.Call(func=ast.Attribute(attr="item"), args=[]):
                 return TOLD
-            case ast.Call(func=ast.Name(id=name), args=[inner]) if name in _SAME:
-                return self.read(inner)
-            case ast.Call(func=ast.Attribute(attr=name), args=[inner]) if name in _MAKING:
+            case ast.Call(
+                func=ast.Name(id="float" | "int") | ast.Attribute(attr="tensor" | "as_tensor"),
+                args=[inner],
+            ):
                 return self.read(inner)
         return None
 
     def _read_name(self, name: str) -> Rows:
-        sources = _assignments(self._function).get(name, [])
-        if not sources:
-            is_given = name in self._locals and name not in self._indices()
-            return None if is_given else _CONSTANT
-        value, place = sources[0]
-        if len(sources) > 1 or value is None:
-            return None
-        return self.read(value) if place is None else self._read_unpacked(value, place)
-
-    def _indices(self) -> list[str]:
-        """Return the names under which a step gets its batch's index, and its loader's."""
-        function = self._function
-        if not isinstance(function, ast.FunctionDef) or not function.name.endswith("_step"):
-            return []
-        return [item.arg for item in function.args.args[2:]]
-
-    def _read_unpacked(self, value: ast.expr, place: int) -> Rows:
-        match value:
-            case (
-                ast.Attribute(value=counted, attr="shape")
-                | ast.Call(func=ast.Attribute(value=counted, attr="size"), args=[])
-            ):
-                return self._read_dim(counted, ast.Constant(place))
-            case ast.Tuple(elts=items):
-                return self.read(items[place])
-        return None
+        assigned = _assignments(self.function)
+        if name in assigned:
+            return self.read(assigned[name])
+        # A step gets its batch's index, and its loader's.
+        is_step = getattr(self.function, "name", "").endswith("_step")
+        given = self.function.args.args[2:] if is_step else []
+        is_index = any(item.arg == name for item in given)
+        return None if name in self.values and not is_index else _CONSTANT
 
     def _read_dim(self, counted: ast.expr, dim: ast.expr) -> Rows:
         if not isinstance(dim, ast.Constant) or not isinstance(dim.value, int):
@@ -244,7 +261,7 @@ class _Reader:
     def _is_of_module(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Attribute):
             node = node.value
-        return isinstance(node, ast.Name) and isinstance(self._locals.get(node.id), nn.Module)
+        return isinstance(node, ast.Name) and isinstance(self.values.get(node.id), nn.Module)
 
     def _value(self, node: ast.expr) -> Any:
         """Return the object that is meant.
@@ -254,7 +271,7 @@ class _Reader:
         """
         match node:
             case ast.Name(id=name):
-                return self._locals[name]
+                return self.values[name]
             case ast.Attribute(value=inner, attr=name):
                 return getattr(self._value(inner), name)
             case ast.Subscript(value=inner, slice=ast.Constant(value=key)):

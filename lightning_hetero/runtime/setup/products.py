@@ -21,7 +21,7 @@ _MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scal
 
 
 class _Made(NamedTuple):
-    """What one operation has returned."""
+    """The outputs of one operation."""
 
     operation: Any
     leaves: list[Any]
@@ -32,7 +32,7 @@ class _Made(NamedTuple):
 
 
 class Products:
-    """What the matrix products and attention of one call return, in their order."""
+    """The outputs of the matrix products and attention of one call, in order."""
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
@@ -93,7 +93,7 @@ class _Recording(_Watching):  # type: ignore[no-untyped-call]
     def _refuse_changed(self, written: Any) -> None:
         """Refuse that a collective works on a product in place, which counts as no change.
 
-        What it writes to is its first argument, inputs come behind it.
+        What it writes to is its first argument, inputs follow it.
         """
         given = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, Tensor)}
         for made in self._made:

@@ -76,7 +76,7 @@ class _Slot:
 
 
 class _AllFilled(Exception):
-    """What else the function would do isn't needed.
+    """Nothing else that the function would do is needed.
 
     An `Exception`, else modules would leave out the hooks that they always call.
     """

@@ -1,20 +1,23 @@
 """Refuse what hooks and optimizers make of slices that would be something else of the whole.
 
 Adding, scaling and whatever else goes by elements, or by rows, does to a slice what it does to the
-whole. A norm, a mean, a place in a parameter or a matrix product doesn't: each rank would have its
-own. So functions of parameters and gradients that aren't whole here are watched, from the end of a
-training step on, and what leaves fewer rows than the slice has is refused. Watching costs time, so
-that is done after few steps: a use that comes with each step is found after the first.
+whole; rows are places in the dim that is cut, which tensor parallelism makes the second of some. A
+norm, a mean, a place in a parameter or a matrix product doesn't: each rank would have its own. So
+functions of parameters and gradients that aren't whole here are watched, from the end of a training
+step on. What makes no slice of what it would make of the whole is refused, which shapes tell
+(`whole_shapes`), and so is what mixes rows (`rows_mixed`). Watching costs time, so that is done
+after few steps: a use that comes with each step is found after the first.
 
 A gradient may be whole here and None on all other ranks, which then leave it out. So hooks may make
 no numbers of it, either; the optimizer of whole matrices may.
 
-Sizes are answered for the whole (`slice_sizes`), so who reads them behind a step is watched from
+Sizes are answered for the whole (`slice_sizes`), so who reads them after a step is watched from
 then on. Whether gradients are finite is known: those that aren't never come to hooks.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 from weakref import ReferenceType, ref
@@ -22,41 +25,57 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.callers import calling_frame, is_asked_by_library, is_own
+from lightning_hetero.runtime.leaves import tensors_in, tree_leaves
 from lightning_hetero.runtime.slices.known_by_shape import SIZES
+from lightning_hetero.runtime.slices.rows_mixed import mixes_rows
 from lightning_hetero.runtime.slices.slice_sizes import SliceSize, for_slice, size_of_whole
 from lightning_hetero.runtime.slices.weights import SliceStore
+from lightning_hetero.runtime.slices.whole_shapes import KnownTensor, cut_dim_of, made_of_slices
 
 __all__ = ["SliceUses"]
 
 _TELLING = {"numpy", "tolist", "item", "array", "allclose", "is_nonzero"}
 """Names of functions that give values away."""
-_Known = tuple[str, bool]
-"""Name of a parameter, and whether this rank has a slice of it only."""
 _COPYING = {nn.Parameter.__deepcopy__.__code__, Tensor._typed_storage.__code__}
 """Torch's own code that asks for values to copy or save them."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_OF_LISTS = "foreach_"
+"""How functions begin that do to each tensor of a list what they would do to it by itself."""
 _OF_FORM = "new_"
 """How functions begin that take nothing of a tensor but its dtype and device."""
 # fmt: off
 _TAKING_SIZES = {
-    "zeros", "ones", "empty", "full", "rand", "randn", "randint", "normal", "arange", "linspace",
-    "eye", "view", "reshape", "expand", "repeat", "tile", "resize", "narrow", "split", "chunk",
-    "unflatten", "broadcast_to", "as_strided", "getitem", "setitem",
+    "zeros", "ones", "empty", "full", "rand", "randn", "randint", "normal", "view", "reshape",
+    "expand", "repeat", "tile", "resize", "narrow", "split", "chunk", "unflatten", "broadcast_to",
+    "as_strided", "getitem", "setitem",
 }
 _TAKING_VALUE = {"setitem", "full", "new_full"}
 """Those of them whose last argument is a number."""
 _DRAWING = {
     "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "uniform",
-    "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric",
+    "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric", "randperm",
+    "multinomial", "dropout",
 }
+_COUNTING = {"arange", "linspace", "logspace", "eye"}
+"""Functions whose elements depend on how many there are."""
 # fmt: on
+_TURNED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 _ASKING_FOR_FINITE = {"isfinite", "isnan", "isinf"}
 _CHOOSING = {"getitem", "setitem", "select", "narrow", "index_select"}
 """Names of functions that take rows by their numbers."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call as one device would make it."""
+
+    func: Callable[..., Any]
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
 
 
 class SliceUses(TorchFunctionMode):
@@ -72,11 +91,11 @@ class SliceUses(TorchFunctionMode):
         self._store = store
         self.others_lack = others_lack
         """Whether what is whole here isn't on other ranks."""
-        self._names: dict[int, tuple[ReferenceType[Tensor], str, bool]] = {}
-        """Of slices, and of what has rows for theirs; with whether they are cut."""
+        self._names: dict[int, tuple[ReferenceType[Tensor], KnownTensor]] = {}
+        """Slices, and what is made of them."""
         self._whole: dict[int, str] = {}
         """Names of the parameters that other ranks lack."""
-        self.is_behind_step = False
+        self.is_after_step = False
         """Whether what is watched comes after a training step, as often as they do."""
         self.tells_sizes = False
         """Whether somebody asked for sizes there, and must be answered in the same way again."""
@@ -89,10 +108,10 @@ class SliceUses(TorchFunctionMode):
             return
         for name, master in self._store.masters.items():
             if tuple(master.shape) != tuple(self._store.specs[name].shape):
-                self._mark(master, name)
+                self._mark(master, self._whole_of(name, is_cut=True))
             elif self.others_lack:
                 self._whole[id(master)] = name
-                self._mark(master, name, is_cut=False)
+                self._mark(master, self._whole_of(name, is_cut=False))
         if self._names or self._whole:
             self._is_active = True
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -106,14 +125,14 @@ class SliceUses(TorchFunctionMode):
         self._is_active = False
         # What somebody keeps is what it was.
         kept = self._names.items()
-        self._names = {key: item for key, item in kept if item[2] and item[0]() is not None}
+        self._names = {key: item for key, item in kept if item[1].is_cut and item[0]() is not None}
         self._whole.clear()
         return was_active
 
     def leave_hooks(self) -> None:
         """Let the optimizer, which steps now, do what it likes with whole parameters."""
         self._are_hooks = False
-        self._names = {key: item for key, item in self._names.items() if item[2]}
+        self._names = {key: item for key, item in self._names.items() if item[1].is_cut}
 
     def return_to_hooks(self) -> None:
         """Look at whole parameters again."""
@@ -131,6 +150,9 @@ class SliceUses(TorchFunctionMode):
         kwargs = kwargs or {}
         if name in _DRAWING and self._is_active:
             self._check_drawing(name, args, kwargs)
+        if name in _COUNTING and self._is_active and any(map(_is_cut, tree_leaves((args, kwargs)))):
+            self._refuse(name, "that is cut")
+        whole_args, whole_kwargs = args, kwargs
         if name in _TAKING_SIZES or name.startswith(_OF_FORM):
             num_sizes = len(args) - (name in _TAKING_VALUE)
             args = *for_slice(args[:num_sizes]), *args[num_sizes:]
@@ -141,17 +163,27 @@ class SliceUses(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
-            if cut := self._known_among(args, kwargs) if self._is_active else []:
-                self._refuse(name, cut[0][1][0], error)
+            if cut := self._known_among(tensors_in((args, kwargs))) if self._is_active else []:
+                self._refuse(name, cut[0][1].parameter, error)
             raise
         if func in SIZES:
             return self._size(func, result, args, kwargs) if self._is_active else result
-        if func == _GRADIENT and id(args[0]) in self._whole:
-            if result is not None and self._are_hooks:
-                self._mark(result, self._whole[id(args[0])], is_cut=False)
+        if func == _GRADIENT:
+            self._follow_gradient(args[0], result)
         elif self._is_active and not self._is_known_of_all(name, args, result):
-            self._look(name, args, kwargs, result)
+            name = "t" if func in _TURNED else name
+            self._look(_Call(func, name, whole_args, whole_kwargs), args, kwargs, result)
         return result
+
+    def _follow_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Know of a gradient that somebody asks for."""
+        if gradient is None:
+            return
+        if id(parameter) in self._whole:
+            if self._are_hooks:
+                self._mark(gradient, self._whole_of(self._whole[id(parameter)], is_cut=False))
+        elif self._is_active and (known := self._known_of(parameter)) is not None:
+            self._mark(gradient, known)
 
     def _is_known_of_all(self, name: str, args: Sequence[Any], result: Any) -> bool:
         """Whether all ranks are told the same, though by different slices."""
@@ -159,26 +191,28 @@ class SliceUses(TorchFunctionMode):
             return False
         # Each rank has looked at the gradients that it made, before anybody stepped on them.
         known = self._known_of(args[0])
-        is_gradient = known is not None and args[0] is self._store.masters[known[0]].grad
+        is_gradient = known is not None and args[0] is self._store.masters[known.parameter].grad
         return is_gradient and bool(result.all() if name == "isfinite" else ~result.any())
 
     def _check_drawing(self, name: str, args: Sequence[Any], kwargs: Any) -> None:
         """Refuse random numbers for slices: one device draws those of all parameters in a row."""
         for item in tree_leaves((args, kwargs)):
             if isinstance(item, Tensor) and (known := self._known_of(item)) is not None:
-                self._refuse(name, known[0])
+                self._refuse(name, known.parameter)
             if isinstance(item, SliceSize) or id(item) in self._whole:
                 self._refuse(name, self._whole.get(id(item), "that is cut"))
 
     def _size(self, func: Any, own: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Answer a question for the sizes of what may be a slice."""
-        name, _ = self._known_of(args[0]) or (self._whole.get(id(args[0])), False)
+        known = self._known_of(args[0])
+        name = self._whole.get(id(args[0])) if known is None else known.parameter
         if name is None or is_asked_by_library():
             return own
-        shape = self._whole_shape_of(args[0], name)
+        shape = known.whole if known is not None else None
+        shape = self._whole_shape_of(args[0], name) if shape is None else shape
         if shape is None:
             return own
-        self.tells_sizes |= self.is_behind_step
+        self.tells_sizes |= self.is_after_step
         answer = size_of_whole(func, own, args, kwargs, shape)
         if func == Tensor.__len__ and answer != own:
             self._refuse("len", name)  # Python keeps no more of it than a number.
@@ -192,44 +226,84 @@ class SliceUses(TorchFunctionMode):
         is_flat = tensor.dim() == 1 and tensor.numel() == own.numel()
         return (prod(whole),) if is_flat else None
 
-    def _look(self, name: str, args: Sequence[Any], kwargs: Any, result: Any) -> None:
-        cut = self._known_among(args, kwargs)
-        if not cut or name.startswith(_OF_FORM):
-            return
-        first, (parameter, is_cut) = cut[0]
-        if name in _TELLING or type(result) in (float, complex) or _copies(name):
-            self._refuse(name, parameter)
-        if name in _CHOOSING and _chooses(args) and is_cut:
-            self._refuse(name, parameter)
-        rows = {item.shape[:1] for item, _ in cut}
-        largest = max(item.numel() for item, _ in cut)
-        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        changed = set(map(id, given))
-        is_kept = name in _CHOOSING and not is_cut
-        for made in tree_leaves(result):
-            if not isinstance(made, Tensor) or id(made) in changed:
-                continue
-            is_as_large = made.numel() >= largest if largest else not made.numel()
-            if is_kept or made.shape[:1] in rows or is_as_large:
-                self._mark(made, parameter, is_cut=is_cut)
-            else:
-                self._refuse(name, parameter)
-        target = given[0]
-        if target is not first and target.shape == first.shape:
-            # It may have been changed in place, as averages are.
-            self._mark(target, parameter, is_cut=is_cut)
+    def _whole_of(self, name: str, *, is_cut: bool) -> KnownTensor:
+        # A scalar's slice has a dim that the scalar has not.
+        return KnownTensor(name, is_cut, tuple(self._store.specs[name].shape) or None)
 
-    def _known_among(self, args: Sequence[Any], kwargs: Any) -> list[tuple[Tensor, _Known]]:
-        """Return the tensors among arguments of which a parameter is known."""
-        given = (item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor))
+    def _look(self, call: "_Call", args: Sequence[Any], kwargs: Any, result: Any) -> None:
+        name, given = call.name, tensors_in((args, kwargs))
+        known = self._known_among(given)
+        if not known or name.startswith(_OF_FORM):
+            return
+        first, told = known[0]
+        if name in _TELLING or type(result) in (float, complex) or _copies(name):
+            self._refuse(name, told.parameter)
+        cut = [item for item in known if item[1].is_cut]
+        if cut:
+            self._check_rows(name, args, kwargs, cut)
+        changed = set(map(id, given))
+        made = [item for item in tensors_in(result) if id(item) not in changed]
+        if name.startswith(_OF_LISTS):
+            self._look_at_lists(call, args, made)
+            return
+        if made and cut:
+            by_id = {id(item): found for item, found in known}
+            found = made_of_slices(name, call.func, call.args, call.kwargs, by_id, made)
+        else:
+            found = _made_of_wholes(known, made, keeps=name in _CHOOSING)
+        for item, what in zip(made, found, strict=True):
+            if what is None:
+                self._refuse(name, (cut or known)[0][1].parameter)
+            else:
+                self._mark(item, what)
+        self._follow_target(call.func, given[0], first, told)
+
+    def _follow_target(
+        self, func: Callable[..., Any], target: Tensor, first: Tensor, told: KnownTensor
+    ) -> None:
+        """Know of a tensor that may have been changed in place, as averages are."""
+        if target is first:
+            return
+        if target.shape == first.shape:
+            self._mark(target, told)
+        elif _writes(func):
+            self._mark(target, replace(told, whole=None))
+
+    def _look_at_lists(self, call: "_Call", args: Sequence[Any], made: Sequence[Tensor]) -> None:
+        """Know of what is made, or changed, of the tensors at one place in several lists."""
+        lists = [item for item in args if isinstance(item, list | tuple) and item]
+        for place, target in enumerate(made or lists[0] if lists else ()):
+            sources = [item[place] for item in lists if place < len(item)]
+            known = [found for item in sources if (found := self._known_of(item)) is not None]
+            if known and target.shape != sources[0].shape:
+                self._refuse(call.name, known[0].parameter)
+            elif known:
+                self._mark(target, known[0])
+
+    def _check_rows(
+        self, name: str, args: Sequence[Any], kwargs: Any, cut: Sequence[tuple[Tensor, KnownTensor]]
+    ) -> None:
+        """Refuse functions of rows' places, and of different rows of several parameters."""
+        tensor, known = cut[0]
+        direct = set(map(id, args))
+        if args and args[0] is tensor and mixes_rows(name, args, kwargs, cut_dim_of(*cut[0])):
+            self._refuse(name, known.parameter)
+        for item, other in cut[1:] if id(tensor) in direct else ():
+            are_alike = item.shape == tensor.shape and other.whole == known.whole
+            kept = self._store.kept[known.parameter], self._store.kept[other.parameter]
+            if id(item) in direct and are_alike and kept[0] != kept[1]:
+                self._refuse(name, other.parameter)
+
+    def _known_among(self, given: Sequence[Tensor]) -> list[tuple[Tensor, KnownTensor]]:
+        """Return the tensors of which a parameter is known."""
         return [(item, known) for item in given if (known := self._known_of(item)) is not None]
 
-    def _known_of(self, tensor: Tensor) -> _Known | None:
+    def _known_of(self, tensor: Tensor) -> KnownTensor | None:
         found = self._names.get(id(tensor))
-        return found[1:] if found is not None and found[0]() is tensor else None
+        return found[1] if found is not None and found[0]() is tensor else None
 
-    def _mark(self, tensor: Tensor, name: str, *, is_cut: bool = True) -> None:
-        self._names[id(tensor)] = ref(tensor), name, is_cut
+    def _mark(self, tensor: Tensor, known: KnownTensor) -> None:
+        self._names[id(tensor)] = ref(tensor), known
 
     def _refuse(self, function: str, parameter: str, error: BaseException | None = None) -> None:
         """Refuse a use, unless it is the package's own.
@@ -251,6 +325,26 @@ class SliceUses(TorchFunctionMode):
         ) from error
 
 
+def _is_cut(size: Any) -> bool:
+    return isinstance(size, SliceSize) and size.own != size
+
+
+def _made_of_wholes(
+    known: Sequence[tuple[Tensor, KnownTensor]], made: Sequence[Tensor], *, keeps: bool
+) -> list[KnownTensor | None]:
+    """Return what is known of tensors made of what is whole here and lacking elsewhere."""
+    rows = {item.shape[:1] for item, _ in known}
+    largest = max(item.numel() for item, _ in known)
+    are_kept = [keeps or m.shape[:1] in rows or m.numel() >= largest for m in made]
+    return [known[0][1] if is_kept else None for is_kept in are_kept]
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function writes into its first argument, whose shape may be another."""
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def _name_of(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "").strip("_")
 
@@ -259,12 +353,3 @@ def _copies(name: str) -> bool:
     """Whether torch asks for values to copy or save them."""
     # From here over the look and the mode to who called.
     return name in ("clone", "untyped_storage") and sys._getframe(3).f_code in _COPYING
-
-
-def _chooses(args: Sequence[Any]) -> bool:
-    """Whether rows are taken by their numbers."""
-    index = args[1] if len(args) > 1 else None
-    first = index[0] if isinstance(index, tuple) and index else index
-    if isinstance(first, Tensor) and first.dtype is torch.bool:
-        return False
-    return first is not None and first is not Ellipsis and first != slice(None)

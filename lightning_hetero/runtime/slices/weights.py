@@ -8,7 +8,7 @@ used only by other stages are *stubs*: unknown tensors of the full shape, which 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -257,6 +257,11 @@ class ComputeWeights:
         )
 
     @property
+    def has_cut(self) -> bool:
+        """Whether tensor parallelism has cut any of the weights, which are hidden in a step."""
+        return bool(self._cut)
+
+    @property
     def outer(self) -> dict[str, nn.Parameter]:
         """The weights held here of parameters outside the layers."""
         specs = self.store.specs
@@ -272,6 +277,10 @@ class ComputeWeights:
         """Return this rank's shard as a pull writes it: that counts as no change of the weight."""
         return self.shards[name].data
 
+    def home(self, name: str) -> Tensor:
+        """Return where a pull finds this rank's slice, wherever somebody has put its data since."""
+        return self._homes[name]
+
     def __enter__(self) -> None:
         """Hold the compute weights in the module's slots for the time of this context."""
         for slots, attribute, _, parameter in self._places:
@@ -282,9 +291,12 @@ class ComputeWeights:
         for slots, attribute, name, _parameter in self._places:
             slots[attribute] = masters[name]
 
-    def in_step(self) -> AbstractContextManager[None]:
-        """Hide what is cut from the user's step; the modules that compute with it show it."""
-        return self._hiding_cut() if self._cut else nullcontext()
+    def in_step(self) -> AbstractContextManager[None] | None:
+        """Hide what is cut from the user's step; the modules that compute with it show it.
+
+        None where nothing is cut.
+        """
+        return self._hiding_cut() if self._cut else None
 
     @contextmanager
     def _hiding_cut(self) -> Iterator[None]:
@@ -337,17 +349,17 @@ class ComputeWeights:
 
 def _make_stub(spec: ParameterSpec, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return a parameter of the full shape whose values nobody can read, in no memory."""
-    place, behind = f"It belongs to layer {spec.layer}, which another stage computes.", ""
+    place, after = f"It belongs to layer {spec.layer}, which another stage computes.", ""
     if spec.layer is None:
         place = (
             "It lies outside the layers, and this stage doesn't hold it. In stages such a "
             "parameter may make the first layer's input and, from an epoch's first iteration on, "
             "what the last stage computes."
         )
-        behind = " or behind them"
+        after = " or after them"
     origin = Origin(
         f"parameter {spec.name}",
-        f"{place} Compute what needs it inside the layers{behind}, or use "
+        f"{place} Compute what needs it inside the layers{after}, or use "
         "a plan whose pipelines have one stage.",
     )
     unknown = Unknown.of(spec.shape, dtype, device, origin)

@@ -47,7 +47,7 @@ from lightning_hetero.runtime.stage.packed_tensors import (
     Form,
     form_of,
     offsets_of,
-    pack,
+    packed_behind,
     payload_of,
     payload_sizes,
     unpack,
@@ -196,11 +196,11 @@ class ActivationLink:
         first_group = self._comms.control if is_apart else self._comms.forward
         headers = self._outbox.messages(_Header.of(sent), [] if is_apart else sent.tensors)
         payload = payload_of(sent.tensors) if is_apart else []
-        messages = []
         for piece in pieces:
-            messages += [_Message(first_group, piece, header) for header in headers]
-            messages += _cut(self._comms.forward, piece, payload)
-        self._sent_forward.add(messages)
+            for header in headers:
+                self._sent_forward.add(header, piece.receiver, first_group)
+            for part in payload:
+                self._sent_forward.add(_cut(part, piece), piece.receiver, self._comms.forward)
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
         """Begin to receive the gradients of what was sent, if that hasn't begun yet."""
@@ -222,8 +222,9 @@ class ActivationLink:
         self._clock.before_send()
         self._sent_backward.make_room(self._clock)
         payload = payload_of(gradients)
-        pieces = self.previous.sent
-        self._sent_backward.add([m for p in pieces for m in _cut(self._comms.backward, p, payload)])
+        for piece in self.previous.sent:
+            for part in payload:
+                self._sent_backward.add(_cut(part, piece), piece.receiver, self._comms.backward)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -238,13 +239,14 @@ class ActivationLink:
         piece = posted.piece
         for work, buffer in posted.works:
             self._clock.wait_for(work, peer=piece.sender, num_bytes=buffer.nbytes)
-        sizes = payload_sizes(posted.forms)
-        pairs = zip(posted.buffers, sizes, strict=True)
+        if piece.count == 1:
+            return posted.tensors(posted.buffers)
+        pairs = zip(posted.buffers, payload_sizes(posted.forms), strict=True)
         return posted.tensors([self._whole(own, piece.count, size) for own, size in pairs])
 
     def _whole(self, own: Tensor, count: int, size: int) -> Tensor:
         """Return all bytes of a message of which each rank of the group has received a piece."""
-        if count == 1 or not size:
+        if not size:
             return own
         padded = own.new_zeros(-(-size // count))
         padded[: own.numel()] = own
@@ -255,16 +257,15 @@ class ActivationLink:
     def _post(
         self, forms: tuple[Form, ...], piece: SentPiece, group: dist.ProcessGroup | None
     ) -> _Posted:
-        bounds = map(piece.bounds, payload_sizes(forms))
-        buffers = [
-            torch.empty(stop - start, dtype=torch.uint8, device=self._device)
-            for start, stop in bounds
-        ]
-        works = []
-        for buffer in filter(Tensor.numel, buffers):
-            work = dist.irecv(buffer, piece.sender, group=group)
-            assert work is not None
-            works.append((work, buffer))
+        works, buffers = [], []
+        for size in payload_sizes(forms):
+            start, stop = piece.bounds(size)
+            buffer = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+            buffers.append(buffer)
+            if start < stop:
+                work = dist.irecv(buffer, piece.sender, group=group)
+                assert work is not None
+                works.append((work, buffer))
         return _Posted(forms, piece, works, buffers)
 
 
@@ -310,25 +311,31 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._capacity = LENGTHS_BYTES
-        self._last: tuple[_Header, bytes] | None = None
+        self._last: tuple[_Header, Tensor] | None = None
 
     def messages(self, header: _Header, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the message of a header and tensors, after one that announces it if need be."""
         if self._last is None or self._last[0] != header:
-            self._last = header, pickle.dumps(tuple(header))
-        content = self._last[1]
-        start = _header_bytes(content)
-        length = start + offsets_of(header.tensors)[-1] if tensors else start
-        message = torch.empty(length, dtype=torch.uint8)
-        lengths = _LENGTHS.pack(len(content), length)
-        message.numpy().data[: LENGTHS_BYTES + len(content)] = lengths + content
-        if tensors:
-            pack(tensors, header.tensors, message[start:])
+            self._last = header, _first_bytes(header, has_tensors=bool(tensors))
+        message = packed_behind(self._last[1], tensors) if tensors else self._last[1]
+        length = message.numel()
         if length <= self._capacity:
             return [message]
         announced = message[: self._capacity].clone()
         self._capacity = length
         return [announced, message]
+
+
+def _first_bytes(header: _Header, *, has_tensors: bool) -> Tensor:
+    """Return a message up to its tensors."""
+    content = pickle.dumps(tuple(header))
+    start = _header_bytes(content)
+    length = start + offsets_of(header.tensors)[-1] if has_tensors else start
+    made = torch.empty(start, dtype=torch.uint8)
+    made.numpy().data[: LENGTHS_BYTES + len(content)] = (
+        _LENGTHS.pack(len(content), length) + content
+    )
+    return made
 
 
 class _Sends:
@@ -338,47 +345,30 @@ class _Sends:
         self._kept: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
     def make_room(self, clock: ComputeClock) -> None:
-        """Let go of all but the newest, which another send may join."""
+        """Let go of all but the newest, and begin a micro-batch's."""
         while len(self._kept) >= MAX_KEPT_SENDS:
-            with clock.waiting():
-                self._let_go()
+            clock.wait_together([work for work, _ in self._kept[0]], (), is_exchange=False)
+            self._kept.popleft()
+        self._kept.append([])
 
-    def add(self, messages: Sequence["_Message"]) -> None:
-        """Send all messages of a micro-batch and keep them."""
-        sends = []
-        for group, piece, part in messages:
-            if part.numel():
-                work = dist.isend(part, piece.receiver, group=group)
-                assert work is not None
-                sends.append((work, part))
-        self._kept.append(sends)
+    def add(self, message: Tensor, receiver: int, group: dist.ProcessGroup | None) -> None:
+        """Send a message of the micro-batch, and keep it."""
+        if message.numel():
+            work = dist.isend(message, receiver, group=group)
+            assert work is not None
+            self._kept[-1].append((work, message))
 
     def clear(self) -> None:
         """Wait until everything has arrived."""
         while self._kept:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        for work, _ in self._kept[0]:
-            work.wait()
-        self._kept.popleft()
+            for work, _ in self._kept[0]:
+                work.wait()
+            self._kept.popleft()
 
 
-class _Message(NamedTuple):
-    group: dist.ProcessGroup | None
-    piece: SentPiece
-    part: Tensor
-
-
-def _cut(
-    group: dist.ProcessGroup | None, piece: SentPiece, payload: Sequence[Tensor]
-) -> list[_Message]:
-    """Return messages with a piece of each tensor of a payload."""
-    bounds = (piece.bounds(part.numel()) for part in payload)
-    return [
-        _Message(group, piece, part[start:stop])
-        for part, (start, stop) in zip(payload, bounds, strict=True)
-    ]
+def _cut(part: Tensor, piece: SentPiece) -> Tensor:
+    """Return a receiver's piece of a message."""
+    return part if piece.count == 1 else part[slice(*piece.bounds(part.numel()))]
 
 
 def _header_bytes(content: bytes) -> int:

@@ -62,7 +62,7 @@ def _try_function(function: Any, node: Any, gradients: Sequence[Tensor | None]) 
 
 
 class _Context:
-    """What a function has saved, copied: its backward may change it in place."""
+    """A copy of all that a function has saved: its backward may change it in place."""
 
     def __init__(self, node: Any) -> None:
         self._node = node

@@ -13,15 +13,14 @@ Stages need a chain: each layer is called once, in order. Where one stage runs t
 called as the user likes: more than once, by turns, or not at all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import ModelError
-from lightning_hetero.runtime.random_state import seed_everything, seed_of
+from lightning_hetero.runtime.random_state import seed_everything
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.rehearsal import describe_call
@@ -31,8 +30,6 @@ from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import Unknown, check_known
 
 __all__ = ["StageBoundary"]
-
-_WATCHED = nullcontext()
 
 
 class StageBoundary:
@@ -90,30 +87,37 @@ class StageBoundary:
             else:
                 del layer.forward
 
-    @contextmanager
-    def forward_of(self, current: MicrobatchPass) -> Iterator[None]:
+    def forward_of(self, current: MicrobatchPass) -> "_Forward":
         """Run the user's step inside this context.
 
         Raises:
             StageEnd: The stage ends before the step does.
             StepError, ModelError: The step does what a stage can't, or ends without its layers.
         """
+        return _Forward(self, current)
+
+    def begin(self, current: MicrobatchPass) -> None:
+        """Enter the context of `forward_of`."""
         self._current = current
         current.with_gradients = torch.is_grad_enabled()
-        seed_everything(seed_of(*current.seed))
+        seed_everything(current.step_seed)
         current.is_free = not current.has_stages and self._group is None
         if not self._layers:
-            current.wait_unit(0)
+            if current.wait_unit is not None:
+                current.wait_unit(0)
             current.loss_watch.leave_layers(None)
         elif current.is_free or current.is_last_stage:
             current.loss_watch.resume()
-        try:
-            with current.reads or nullcontext():
-                yield
-        finally:
-            current.loss_watch.end()
-            self._current = None
-        if not current.is_free:
+        if current.reads is not None:
+            current.reads.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, current: MicrobatchPass, error: type[BaseException] | None) -> None:
+        """Leave the context of `forward_of`."""
+        self._current = None
+        current.loss_watch.end()
+        if current.reads is not None:
+            current.reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if error is None and not current.is_free:
             current.check_finished()
 
     def run_backward(
@@ -144,7 +148,7 @@ class StageBoundary:
             current.note_checkpoint(index)
         watch = current.loss_watch
         if index == 0:
-            watch.see_arguments(call.given.values())
+            watch.see_arguments(call.values)
         if current.is_free:
             return self._call_freely(current, call)
         if watch.is_active:
@@ -152,11 +156,11 @@ class StageBoundary:
         current.check_order(index)
         if current.has_stages:
             self._check_arguments(current, call)
-        if index < current.layers.start:
-            output = self._skip(current, call)
-            current.keep_hidden(hidden_output(output, index))
-            return output
-        return self._call_in_stage(current, call)
+        if index >= current.layers.start:
+            return self._call_in_stage(current, call)
+        output = self._skip(current, call)
+        current.keep_hidden(hidden_output(output, index))
+        return output
 
     def _call_freely(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer of a stage that has all layers."""
@@ -194,14 +198,20 @@ class StageBoundary:
         """
         if call.index == current.layers.start:
             call = self._enter(current, call)
+            if not again and current.has_stages and current.lists is not None:
+                current.lists.reach_layers()
         if again:
             current.begin_layer(call.index, again=True)
             output = call.run()
-        else:
+        elif current.reads is None:
             output = self._run(current, call)
+        else:
+            with current.reads.pause():  # Layers and pulls read no outer weights.
+                output = self._run(current, call)
         if call.index + 1 < current.layers.stop:
             return output
-        output = self._leave(call.index, output)
+        if self._group is not None:
+            output = self._leave(self._group, call.index, output)
         if again:
             current.begin_layer(current.num_layers, again=True)
         else:
@@ -212,7 +222,7 @@ class StageBoundary:
         """Return what the stage's first layer computes."""
         if current.receive is not None or self._group is not None:
             key = self._hidden_argument(current, call)
-            hidden = current.stage_input(call.given[key])
+            hidden = current.stage_input(call.argument(key))
             if self._group is not None:
                 hidden = self._group.enter(hidden)
             call = call.with_argument(key, hidden)
@@ -223,23 +233,25 @@ class StageBoundary:
     def _run(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer, and note what it leaves for later stages."""
         cuts = self._group is not None and self._group.cuts_tokens()
+        current.begin_layer(call.index)
         is_looked_at = cuts or not current.is_last_stage
-        # Layers and pulls read no outer weights.
-        with _WATCHED if current.reads is None else current.reads.pause():
-            current.begin_layer(call.index)
-            before = self._leavings.look(call.index) if is_looked_at else None
-            versions = call.versions() if current.has_stages else []
-            output = self._compute(current, call)
-        if current.has_stages:
-            self._note_changes(current, call, versions)
+        before = self._leavings.look(call.index) if is_looked_at else None
+        versions = call.versions() if current.has_stages else ()
+        output = self._compute(current, call)
+        for tensor, version in versions:
+            if tensor._version != version:
+                self._note_change(current, call, tensor)
+        current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
-        check_known(hidden, f"Layer {call.index} computes with")
+        if type(hidden) is not Tensor:
+            check_known(hidden, f"Layer {call.index} computes with")
         current.keep_hidden(hidden)
-        rest = _rest_of(output, (*call.args, *call.kwargs.values()))
-        if before is not None and cuts:
+        if before is None:
+            return output
+        rest = _rest_of(output, call) if type(output) is not Tensor else ()
+        if cuts:
             self._leavings.refuse_pieces(call.index, before, rest)
-        is_new = not current.is_last_stage and len(current.handed_on.left) == call.index
-        if before is not None and is_new:
+        if not current.is_last_stage and len(current.handed_on.left) == call.index:
             # Other stages may cut tokens elsewhere, or nowhere.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._leavings.note(before, form, rest, current.handed_on)
@@ -252,31 +264,22 @@ class StageBoundary:
         hidden = current.hidden_arguments.get(call.index)
         return current.recomputation.run(call, self._layers[call.index], hidden)
 
-    def _note_changes(
-        self,
-        current: MicrobatchPass,
-        call: LayerCall,
-        before: Sequence[tuple[int | str, Tensor, int]],
-    ) -> None:
-        """See which arguments a layer has changed in place: other stages have them as they were."""
-        for key, tensor, version in before:
-            if tensor._version == version:
-                continue
-            if key != self._hidden_argument(current, call):
+    def _note_change(self, current: MicrobatchPass, call: LayerCall, changed: Tensor) -> None:
+        """Note that a layer has changed an argument in place: other stages have it as it was."""
+        hidden = self._hidden_argument(current, call)
+        for key, tensor in call.given.items():
+            if tensor is changed and key != hidden:
                 raise ModelError(
                     f"Layer {call.index} changes its argument {key!r} in place, which the layers "
                     "of other stages wouldn't see. Let it work on a copy, or use a plan whose "
                     "pipelines have one stage."
                 )
-            # Later layers get what a layer has made, and nobody else has that on other stages.
-            self._changes_input |= call.index == 0
-        current.handed_on.changes_input |= self._changes_input
+        # Later layers get what a layer has made, and nobody else has that on other stages.
+        self._changes_input |= call.index == 0
 
-    def _leave(self, index: int, output: Any) -> Any:
-        """Return what the stage's last layer returns."""
-        if self._group is None:
-            return output
-        hidden = self._group.leave(hidden_output(output, index))
+    def _leave(self, group: StageGroup, index: int, output: Any) -> Any:
+        """Return what the last layer of a tensor-parallel stage returns."""
+        hidden = group.leave(hidden_output(output, index))
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     def _end_stage(self, current: MicrobatchPass, hidden: Tensor) -> None:
@@ -285,6 +288,8 @@ class StageBoundary:
         if not current.is_last_stage:
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
+        if current.lists is not None:
+            current.lists.leave_layers()
         current.begin_layer(current.num_layers)
         current.loss_watch.leave_layers(hidden)
 
@@ -292,7 +297,7 @@ class StageBoundary:
         """Do what is done here of a layer that an earlier stage computes."""
         handover = current.arrived()
         before = self._leavings.look(call.index) if handover.left[call.index] else None
-        hidden: Tensor = call.given[current.hidden_arguments[call.index]]
+        hidden: Tensor = call.argument(current.hidden_arguments[call.index])
         if call.index == 0 and handover.changes_input and not isinstance(hidden, Unknown):
             current.loss_watch.outdated = hidden
         output = self._skipped[call.index](call, hidden, handover.forms[call.index])
@@ -314,20 +319,36 @@ class StageBoundary:
                 "same one, the first tensor."
             )
         current.check_unchanged(index)
-        if index >= current.layers.start:
-            comes_in = index == current.layers.start > 0
-            others = [item for at, item in call.given.items() if not (comes_in and at == key)]
-            if others:
-                check_known(others, f"Layer {index} takes")
-                current.loss_watch.check_current(others)
+        first = current.layers.start
+        if index < first or (index > first and len(call.values) == 1):
+            return  # Nothing computes with it here, or the stage's own layer has made it.
+        others: Sequence[Any] = call.values
+        if index == first > 0:
+            others = [item for at, item in call.given.items() if at != key]
+        if others:
+            check_known(others, f"Layer {index} takes")
+            current.loss_watch.check_current(others)
 
     def _hidden_argument(self, current: MicrobatchPass, call: LayerCall) -> int | str:
         key = current.hidden_arguments.get(call.index)
         return call.hidden_argument() if key is None else key
 
     def _hidden_of(self, current: MicrobatchPass, call: LayerCall) -> Tensor:
-        hidden: Tensor = call.given[self._hidden_argument(current, call)]
+        hidden: Tensor = call.argument(self._hidden_argument(current, call))
         return hidden
+
+
+class _Forward:
+    """The context of one step."""
+
+    def __init__(self, boundary: StageBoundary, current: MicrobatchPass) -> None:
+        self._boundary, self._current = boundary, current
+
+    def __enter__(self) -> None:
+        self._boundary.begin(self._current)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._boundary.end(self._current, kind)
 
 
 class _LayerForward:
@@ -342,8 +363,9 @@ class _LayerForward:
         return self._boundary.call(LayerCall(self._index, self._forward, args, kwargs))
 
 
-def _rest_of(output: Any, given: Sequence[Any] = ()) -> tuple[Any, ...]:
+def _rest_of(output: Any, call: LayerCall | None = None) -> tuple[Any, ...]:
     """Return what a layer returned besides the hidden state; None in place of what it was given."""
     if not isinstance(output, tuple | list):
         return ()
+    given = () if call is None else call.values
     return tuple(None if any(item is i for i in given) else item for item in output[1:])

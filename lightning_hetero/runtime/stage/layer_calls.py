@@ -1,7 +1,8 @@
 """A call of a layer: find the hidden state in what it is called with, and in what it returns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +25,13 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        self.given: dict[int | str, Any] = dict(enumerate(self.args))
+    @cached_property
+    def given(self) -> dict[int | str, Any]:
         """The arguments by position or name."""
+        given: dict[int | str, Any] = dict(enumerate(self.args))
         if self.kwargs:
-            self.given.update(self.kwargs)
+            given.update(self.kwargs)
+        return given
 
     def run(self) -> Any:
         """Compute the layer."""
@@ -40,28 +43,34 @@ class LayerCall:
         It would hold on to activations, and a layer that is computed again would write into it
         twice. Nothing reads it in training.
         """
-        given = {key: None if is_cache(value) else value for key, value in self.given.items()}
-        return self._with(given)
+        args = tuple(None if is_cache(value) else value for value in self.args)
+        kwargs = {name: None if is_cache(value) else value for name, value in self.kwargs.items()}
+        return LayerCall(self.index, self.forward, args, kwargs)
 
-    def versions(self) -> list[tuple[int | str, Tensor, int]]:
-        """Return how often each tensor among the arguments was changed in place, if that counts.
+    def argument(self, key: int | str) -> Any:
+        """Return the argument at a position or of a name."""
+        return self.args[key] if isinstance(key, int) else self.kwargs[key]
 
-        Keys, tensors and counts.
-        """
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The arguments."""
+        return (*self.args, *self.kwargs.values()) if self.kwargs else self.args
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """Return the tensors among the arguments that count changes in place, and their counts."""
+        values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
         return [
-            (key, value, value._version)
-            for key, value in self.given.items()
-            if isinstance(value, Tensor) and not value.is_inference()
+            (value, value._version)
+            for value in values
+            if (type(value) is Tensor or isinstance(value, Tensor)) and not value.is_inference()
         ]
 
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one other argument."""
-        return self._with(self.given | {key: value})
-
-    def _with(self, given: Mapping[int | str, Any]) -> "LayerCall":
-        args = tuple(given[i] for i in range(len(self.args)))
-        kwargs = {name: given[name] for name in self.kwargs}
-        return LayerCall(self.index, self.forward, args, kwargs)
+        if isinstance(key, int):
+            args = (*self.args[:key], value, *self.args[key + 1 :])
+            return LayerCall(self.index, self.forward, args, self.kwargs)
+        return LayerCall(self.index, self.forward, self.args, {**self.kwargs, key: value})
 
     def hidden_argument(self, previous: Tensor | None = None) -> int | str:
         """Return which argument is the hidden state.
@@ -73,6 +82,8 @@ class LayerCall:
             ModelError: None of them is.
         """
         if previous is not None:
+            if self.args and self.args[0] is previous:
+                return 0
             for key, value in self.given.items():
                 if value is previous:
                     return key
@@ -82,6 +93,9 @@ class LayerCall:
                 "be the very tensor that the layer before returned. Move the computation into the "
                 "layers, " + _ONE_STAGE
             )
+        if self.args and type(self.args[0]) is Tensor and self.args[0].is_floating_point():
+            _check_plain(self.args[0])
+            return 0
         tensors = {key: value for key, value in self.given.items() if isinstance(value, Tensor)}
         likely = [p for p, v in tensors.items() if v.is_floating_point() or v.is_complex()]
         for key in (*likely, *tensors):

@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +54,9 @@ class MicrobatchPass:
     """All that the micro-batch's random numbers depend on."""
     receive: Callable[[], Handover] | None
     """Returns what the stage before hands on; None on first stages."""
-    wait_unit: Callable[[int], None]
-    """Waits for the weights of a layer, or with `num_layers` for those after the layers."""
+    wait_unit: Callable[[int], None] | None
+    """Waits for the weights of a layer, or with `num_layers` for those after the layers; None where
+    all are here."""
     loss_watch: LossWatch
     """Watches the torch functions called after the layers, or outside of them all."""
     recomputation: Recomputation = field(default_factory=Recomputation)
@@ -66,7 +66,9 @@ class MicrobatchPass:
     lists: AppendedLists | None = None
     """The module's lists, to which layers of a stage may append nothing."""
     called: list[int] = field(default_factory=list)
-    """Indices of the layers called so far, also of those that run on other stages."""
+    """Indices of the layers called so far, where they are called as the user likes."""
+    num_called: int = 0
+    """Layers of a chain called so far, also those that run on other stages."""
     finished: bool = False
     """Whether the stage's last layer has run."""
     received: Handover | None = field(default=None, repr=False)
@@ -86,18 +88,18 @@ class MicrobatchPass:
     """The received activation as the stage's first layer got it."""
     _given_version: int = 0
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
-    _last_seed: int | None = None
-    """Torch's, since the layer that began last."""
-    _times: dict[int, int] = field(default_factory=dict, repr=False)
-    """How often each layer has begun."""
 
     def __post_init__(self) -> None:
         self.has_stages = len(self.layers) < self.num_layers
         """Whether other stages run layers of the model, too."""
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
+        self.step_seed = self._last_seed = seed_of(*self.seed)
+        """Of all generators, where the step begins."""
         self.is_free = False
         """Whether layers are called as the user likes."""
+        self._times = [0] * (self.num_layers + 1)
+        """How often each layer has begun, and what comes after them all."""
 
     @property
     def is_chain(self) -> bool:
@@ -127,7 +129,8 @@ class MicrobatchPass:
         received = self.arrived().tensors[0]
         if not received.requires_grad:
             return received
-        given: Tensor = _WithoutCopy.apply(received)  # type: ignore[no-untyped-call]
+        # No view of it to autograd, which would forbid operations in place on one of a leaf.
+        given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
         if self._given is None:
             self._given, self._given_version = given, given._version
         elif self._given._version != self._given_version:
@@ -144,32 +147,24 @@ class MicrobatchPass:
         `again` draws those of the first time: a checkpoint has put the generators back to where
         they were, so the seed before this one tells which time that was.
         """
-        part = index if index < self.num_layers else _AFTER_LAYERS
-        drawing = torch.default_generator.initial_seed(), part
+        drawn = torch.default_generator.initial_seed()
         if again:
-            seed = self._seeds.get(drawing)
-            seed_torch(seed_of(*self.seed, part) if seed is None else seed)
-        else:
-            self._check_seed(drawing[0])
-            earlier = self._times.get(part, 0)
-            self._times[part] = earlier + 1
-            seed = seed_of(*self.seed, part, *([earlier] if earlier else []))
-            self._seeds[drawing] = self._last_seed = seed
-            seed_torch(seed)
-            if self.lists is not None and self.has_stages:
-                self.lists.pass_layer(index, self.layers)
+            seed = self._seeds.get((drawn, index))
+            seed_torch(self._seed_of(index, 0) if seed is None else seed)
+            return
+        if drawn not in (self._last_seed, self.step_seed):
+            _warn_of_seeding()
+        seed = self._seed_of(index, self._times[index])
+        self._times[index] += 1
+        self._seeds[drawn, index] = self._last_seed = seed
+        seed_torch(seed)
+        if self.wait_unit is not None:
             self.wait_unit(index)
 
-    def _check_seed(self, seed: int) -> None:
-        """Warn if a step has seeded torch: layers draw other numbers then, as they must."""
-        if seed != self._last_seed and seed != seed_of(*self.seed):
-            warnings.warn(
-                "A step seeds torch's generators. Layers, and what comes after them, are seeded "
-                "anew for each micro-batch, and before them all micro-batches draw the same "
-                "numbers, so it isn't what one device would draw. Leave it out, or draw what "
-                "doesn't depend on samples from a torch.Generator of your own.",
-                stacklevel=2,
-            )
+    def _seed_of(self, index: int, times: int) -> int:
+        """Return the seed of layer `index`, or of what comes after them, when it is called anew."""
+        part = index if index < self.num_layers else _AFTER_LAYERS
+        return seed_of(*self.seed, part, *([times] if times else ()))
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember what a layer returned."""
@@ -211,10 +206,10 @@ class MicrobatchPass:
                 "the model once, for instance on the concatenation of both inputs, or use a plan "
                 "whose pipelines have one stage."
             )
-        if index != len(self.called):
-            after = f"after layer {self.called[-1]}" if self.called else "first"
+        if index != self.num_called:
+            after = f"after layer {self.num_called - 1}" if self.num_called else "first"
             raise _no_chain(f"Layer {index} is called {after}")
-        self.called.append(index)
+        self.num_called += 1
 
     def check_finished(self) -> None:
         """Refuse a step that has ended without all layers of a stage.
@@ -225,26 +220,11 @@ class MicrobatchPass:
         """
         if self.finished:
             return
-        if not self.called:
+        if not self.num_called:
             raise StepError(
                 "The step returned without calling the model's layers. Call the model once in it."
             )
-        raise _no_chain(f"The step ends with layer {self.called[-1]} of {self.num_layers}")
-
-
-class _WithoutCopy(torch.autograd.Function):
-    """A tensor in the memory of a leaf, to which operations in place are allowed."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        """Return it; no view of the leaf, for which autograd would forbid them as well."""
-        memory = leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride()
-        return torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(*memory)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Hand the gradient on."""
-        return gradients[0]
+        raise _no_chain(f"The step ends with layer {self.num_called - 1} of {self.num_layers}")
 
 
 def in_place_between(index: int) -> str:
@@ -253,6 +233,17 @@ def in_place_between(index: int) -> str:
         f"The model computes something in place between layer {index} and layer {index + 1}, which "
         "would be lost where a stage ends there. Move the computation into the layers, or use a "
         "plan whose pipelines have one stage."
+    )
+
+
+def _warn_of_seeding() -> None:
+    """Say that layers draw other numbers than the seed of a step would let them, as they must."""
+    warnings.warn(
+        "A step seeds torch's generators. Layers, and what comes after them, are seeded anew for "
+        "each micro-batch, and before them all micro-batches draw the same numbers, so it isn't "
+        "what one device would draw. Leave it out, or draw what doesn't depend on samples from a "
+        "torch.Generator of your own.",
+        stacklevel=2,
     )
 
 

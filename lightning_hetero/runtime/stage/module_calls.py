@@ -4,7 +4,8 @@ A hook that lets the model write a few words is the usual case. Without this it 
 inside the model, on shapes that mean nothing to anybody.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from torch import nn
 
@@ -23,17 +24,35 @@ class ModuleCalls:
     """
 
     def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
+        self._module = module
         self._are_allowed = False
+        self._begin: Callable[[], None] | None = None
+        """What is due before the next call."""
+        self._sees_all: bool | None = None
+        """Whether no part of the module is compiled; None before that was looked at."""
         children = (item for item in module.children() if any(True for _ in item.parameters()))
         watched = (module, *children) if has_slices else ()
         self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Let the module be called inside this context."""
         self._are_allowed = True
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._are_allowed = False
+        self._are_allowed, self._begin = False, None
+
+    def before_first(self, begin: Callable[[], None]) -> bool:
+        """Do something just before the first call inside of the context.
+
+        Returns whether that is certain: compiled calls, and those that aren't watched, aren't seen.
+        """
+        if self._sees_all is None:
+            # Not earlier: hooks of a fit's start may compile parts of the module.
+            self._sees_all = not any(map(_is_compiled, self._module.modules()))
+        if self._handles and self._sees_all:
+            self._begin = begin
+        return self._begin is not None
 
     def remove(self) -> None:
         """Let it be called anywhere."""
@@ -48,3 +67,10 @@ class ModuleCalls:
                 "validation_step, test_step or predict_step, or after a run with "
                 "HeteroStrategy(whole_after_run=True)."
             )
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     _pop_mode_temporarily,
 )
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.slices import OuterRole, ParameterSpec
+from lightning_hetero.runtime.leaves import tensors_in
 from lightning_hetero.runtime.unknown import Unknown, written_by
 
 __all__ = ["OuterRoles", "ReadWatch"]
@@ -158,8 +158,4 @@ def _looks_at_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Unknown)
-    ]
+    return [leaf for leaf in tensors_in(value) if not isinstance(leaf, Unknown)]

@@ -7,8 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "form_of", "offsets_of", "pack", "payload_of", "payload_sizes", "unpack"]
+__all__ = [
+    "Form",
+    "form_of",
+    "offsets_of",
+    "packed_behind",
+    "payload_of",
+    "payload_sizes",
+    "unpack",
+]
 
+_reshaped = torch.ops.aten._unsafe_view.default
 _ALIGNMENT_BYTES = 64
 """Of packed tensors, so that each can be viewed in its own dtype, and kernels find it aligned."""
 
@@ -34,47 +43,44 @@ def form_of(tensor: Tensor) -> Form:
 def payload_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the bytes of the first tensor, and those of the others end to end."""
     parts = [_bytes_of(tensor) for tensor in tensors[:1]]
-    if tensors[1:]:
-        forms = [form_of(tensor) for tensor in tensors[1:]]
-        parts.append(parts[0].new_empty(offsets_of(forms)[-1]))
-        pack(tensors[1:], forms, parts[1])
-    return parts
-
-
-def payload_sizes(forms: Sequence[Form]) -> list[int]:
-    """Return the bytes of each part of a payload; see `payload_of`."""
-    sizes = [form.num_bytes for form in forms[:1]]
-    return sizes + ([offsets_of(forms[1:])[-1]] if forms[1:] else [])
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def pack(tensors: Sequence[Tensor], forms: Sequence[Form], packed: Tensor) -> None:
-    """Write tensors of these forms into the bytes of `packed`."""
-    for start, form, tensor in zip(offsets_of(forms), forms, tensors, strict=False):
-        packed[start : start + form.num_bytes] = _bytes_of(tensor)
-
-
-def unpack(packed: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Return the tensors of these forms that lie in `packed`."""
-    tensors = []
-    for start, form in zip(offsets_of(forms), forms, strict=False):
-        found = packed[start : start + form.num_bytes].view(form.dtype).view(form.shape)
-        # No view: what changes one of them in place has changed no other.
-        whole = torch.empty(0, dtype=form.dtype, device=packed.device)
-        tensors.append(whole.set_(found))  # type: ignore[call-overload]
-    return tensors
-
-
-def offsets_of(forms: Sequence[Form]) -> tuple[int, ...]:
-    """Return where each packed tensor begins, and the length of all."""
-    return _offsets_of(tuple(forms))
+    return [*parts, packed_behind(parts[0].new_empty(0), tensors[1:])] if tensors[1:] else parts
 
 
 @lru_cache(maxsize=256)
-def _offsets_of(forms: tuple[Form, ...]) -> tuple[int, ...]:
+def payload_sizes(forms: tuple[Form, ...]) -> tuple[int, ...]:
+    """Return the bytes of each part of a payload; see `payload_of`."""
+    sizes = tuple(form.num_bytes for form in forms[:1])
+    return (*sizes, offsets_of(forms[1:])[-1]) if forms[1:] else sizes
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def packed_behind(start: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return bytes, and after them those of tensors, each where `offsets_of` says."""
+    parts = [start]
+    for tensor in tensors:
+        part = _bytes_of(tensor)
+        parts += (part,)
+        if part.numel() % _ALIGNMENT_BYTES:
+            parts += (part.new_zeros(-part.numel() % _ALIGNMENT_BYTES),)
+    return torch.cat(parts)
+
+
+def unpack(packed: Tensor, forms: tuple[Form, ...]) -> list[Tensor]:
+    """Return the tensors of these forms that lie in `packed`."""
+    tensors = []
+    for start, form in zip(offsets_of(forms), forms, strict=False):
+        found = packed[start : start + form.num_bytes].view(form.dtype)
+        # No view to autograd: what changes one of them in place has changed no other.
+        tensors.append(_reshaped(found, form.shape))
+    return tensors
+
+
+@lru_cache(maxsize=256)
+def offsets_of(forms: tuple[Form, ...]) -> tuple[int, ...]:
+    """Return where each packed tensor begins, and the length of all."""
     offsets = [0]
     for form in forms:
         offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)

@@ -14,8 +14,7 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_hetero.core.errors import ModelError
+from lightning_hetero.runtime.held_values import HeldValues
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
@@ -33,6 +33,7 @@ _REMEDY = (
     "data. Leave less, such as a mean, or use a plan whose pipelines have one stage."
 )
 _REST = "the rest of its output"
+_RECORDED = ("", "recorded")
 _CONTAINERS = frozenset((list, dict))
 _INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -64,7 +65,7 @@ class _Space(NamedTuple):
         return self.inside.get(name) or _Seen(self.before.get(name, _NOTHING))
 
 
-class Spaces:
+class Spaces(HeldValues):
     """All places where one layer may leave something, as they were at one time.
 
     A layer has two for each of its modules, with hundreds of values, most of which never change. So
@@ -76,26 +77,18 @@ class Spaces:
     """
 
     def __init__(self, index: int, named: Sequence[tuple[tuple[str, str], dict[str, Any]]]) -> None:
+        super().__init__(names.values() for _, names in named)
         self.index = index
         self.all = [_space(name, names) for name, names in named]
         """Each of them."""
-        self._places = [names for _, names in named]
-        self._values = _values_of(self._places)
-
-    def are_still(self, places: Sequence[dict[str, Any]]) -> bool:
-        """Whether these are the same places, and nothing in them can have changed since."""
-        are_same = len(places) == len(self._places) and all(map(is_, places, self._places))
-        return are_same and not self.changed()
+        self.recorded = named[-1][1] if named[-1][0] == _RECORDED else None
+        """The place of outputs that are recorded, if there is one."""
+        self.with_contents = [space for space in self.all if space.inside]
+        """Those with lists or dicts, in which something may change at any time."""
 
     def changed(self) -> list[_Space]:
         """Return those in which something may have changed since."""
-        if self._has_same_values():
-            return [space for space in self.all if space.inside]
-        return self.all
-
-    def _has_same_values(self) -> bool:
-        now = _values_of(self._places)
-        return len(now) == len(self._values) and all(map(is_, now, self._values))
+        return self.with_contents if self.are_same() else self.all
 
 
 class LayerLeavings:
@@ -113,14 +106,13 @@ class LayerLeavings:
 
     def look(self, index: int) -> Spaces:
         """Return what is there before layer `index` runs or is skipped."""
-        modules, names = self._modules[index], self._names[index]
-        places = [*map(vars, modules), *map(_buffers_of, modules)]
-        recorded = _recorded_outputs()
-        if recorded is not None:
-            places.append(recorded)
-        last = self._last.get(index)
-        if last is None or not last.are_still(places):
-            last = self._last[index] = Spaces(index, [*zip(names, places, strict=False)])
+        recorded, last = _recorded_outputs(), self._last.get(index)
+        is_known = last is not None and last.recorded is recorded and not last.with_contents
+        if last is None or not is_known or not last.are_same():
+            modules, places = self._modules[index], [] if recorded is None else [recorded]
+            places = [*map(vars, modules), *map(_buffers_of, modules), *places]
+            named = zip(self._names[index], places, strict=False)
+            last = self._last[index] = Spaces(index, [*named])
         return last
 
     def note(self, before: Spaces, hidden: Tensor, rest: Rest, handover: Handover) -> None:
@@ -133,13 +125,17 @@ class LayerLeavings:
             handover: Changed in place.
         """
         handover.tensors[:1] = [hidden]
+        handover.forms.append((tuple(hidden.shape), hidden.dtype))
+        has_left = bool(rest or before.with_contents) or not before.are_same()
+        handover.left.append(self._dumped(before, rest, handover.tensors) if has_left else b"")
+
+    def _dumped(self, before: Spaces, rest: Rest, sides: list[Tensor]) -> bytes:
         left = [
-            (space.name, name, _dump(change, handover.tensors))
+            (space.name, name, _dump(change, sides))
             for space in self._changed(before, rest)
             for name, change in space.changes()
         ]
-        handover.left.append(pickle.dumps(left) if left else b"")
-        handover.forms.append((tuple(hidden.shape), hidden.dtype))
+        return pickle.dumps(left) if left else b""
 
     def restore(self, index: int, before: Spaces, rest: Rest, handover: Handover) -> Rest:
         """Put what layer `index` left on another stage in its places.
@@ -205,7 +201,7 @@ def _names_of(layer: nn.Module) -> list[tuple[str, str]]:
     """Return the names of a layer's places: attributes, then buffers, then what is recorded."""
     paths = [path for path, _ in layer.named_modules()]
     kinds = ("attributes", "buffers")
-    return [(path, kind) for kind in kinds for path in paths] + [("", "recorded")]
+    return [(path, kind) for kind in kinds for path in paths] + [_RECORDED]
 
 
 def _recorded_outputs() -> dict[str, Any] | None:
@@ -215,10 +211,6 @@ def _recorded_outputs() -> dict[str, Any] | None:
     if capturing is not None:
         found = capturing._active_collector.get()
     return found
-
-
-def _values_of(places: Sequence[dict[str, Any]]) -> list[Any]:
-    return [*chain.from_iterable(map(dict.values, places))]
 
 
 def _space(name: tuple[str, str], names: dict[str, Any]) -> _Space:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lightning_hetero.core.errors import HeteroError, ModelError
+from lightning_hetero.runtime.leaves import tree_leaves
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.activations import HiddenForm
 from lightning_hetero.runtime.stage.layer_calls import LayerCall, hidden_output, is_cache
@@ -36,6 +37,7 @@ _REMEDY = (
 _RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 """Where hooks come from that `LayerLeavings` stands in for."""
 _SIMPLE = (bool, str, type(None), torch.dtype)
+_TENSORS = (Tensor, Unknown)
 _PLAIN = (*_SIMPLE, int, torch.device)
 
 
@@ -75,7 +77,10 @@ class SkippedLayer:
         self._origin = Origin(f"the output of layer {index}", _REMEDY)
         self._sealed = in_place_between(index)
         # The layer's own hooks run around its forward, here as anywhere.
-        _, *self._inside = layer.modules()
+        _, *inside = layer.modules()
+        self._hooks = [
+            hooks for item in inside for hooks in (item._forward_hooks, item._forward_pre_hooks)
+        ]
         self._shapes = {name: tuple(item.shape) for name, item in layer.named_parameters()}
         self._outputs: dict[Any, Any] = {}
         self._restless: set[Any] = set()
@@ -92,14 +97,22 @@ class SkippedLayer:
         Raises:
             ModelError: What the layer would do can't be foretold.
         """
-        given = call.given
-        kinds = tuple((key, _kind_of(value)) for key, value in given.items())
-        key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), kinds
+        kinds = [_kind_of(value) for value in call.args]
+        if call.kwargs:
+            kinds += [(name, _kind_of(value)) for name, value in call.kwargs.items()]
+        key = self._layer.training, torch.is_grad_enabled(), self._has_hooks(), *kinds
         output = self._outputs.get(key)
+        if type(output) is _Hidden:
+            return self._made_hidden(made or (tuple(hidden.shape), hidden.dtype), hidden.device)
         if output is None:
-            leaves = tree_leaves(given)
-            sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
-            output = self._outputs.get((key, sizes))
+            output = self._of_sizes(call, hidden, key)
+        return tree_map(lambda item: self._stand_in(item, call.given, hidden, made), output)
+
+    def _of_sizes(self, call: LayerCall, hidden: Tensor, key: Any) -> Any:
+        """Return what stands for the output of a call whose sizes may decide on it."""
+        leaves = tree_leaves(call.given)
+        sizes = tuple(i.shape if isinstance(i, Tensor) else i for i in leaves if _has_size(i))
+        output = self._outputs.get((key, sizes))
         if output is None:
             uncompiled = torch.compiler.set_stance("force_eager")
             with PreservedRandomState(), torch.no_grad(), uncompiled:
@@ -107,17 +120,13 @@ class SkippedLayer:
             if key not in self._restless:
                 has_sizes = any(isinstance(i, _Made) or type(i) is int for i in tree_leaves(output))
                 self._outputs[(key, sizes) if has_sizes else key] = output
-        if isinstance(output, _Hidden):
-            return self._stand_in(output, given, hidden, made)
-        return tree_map(lambda item: self._stand_in(item, given, hidden, made), output)
+        return output
 
     def _has_hooks(self) -> bool:
         """Whether hooks inside the layer look at what it computes."""
-        return any(
+        return any(self._hooks) and any(
             getattr(hook, "__module__", None) != _RECORDS_OUTPUTS
-            for item in self._inside
-            if item._forward_hooks or item._forward_pre_hooks
-            for hooks in (item._forward_hooks, item._forward_pre_hooks)
+            for hooks in self._hooks
             for hook in hooks.values()
         )
 
@@ -268,6 +277,8 @@ def _has_size(value: Any) -> bool:
 
 def _kind_of(value: Any) -> Any:
     """Return what of an argument decides on what a layer returns, apart from shapes."""
+    if type(value) in _TENSORS:
+        return type(value)
     return (type(value), value) if isinstance(value, _SIMPLE) else type(value)
 
 

@@ -28,23 +28,14 @@ __all__ = ["read_content", "read_flight_recorder", "read_profiler_trace"]
 
 _FAMILIES = (("nccl:", "gloo:", "mpi:", "ucc:"), ("record_param_comms",), ("c10d::",))
 _ITEM_BYTES = {
-    "bool": 1,
-    "byte": 1,
-    "char": 1,
-    "short": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "int": 4,
-    "float": 4,
-    "long": 8,
-    "double": 8,
-    "float16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
+    name: size
+    for size, names in {
+        1: "bool byte char int8 uint8",
+        2: "short half bfloat16 float16",
+        4: "int float float32 int32",
+        8: "long double float64 int64",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -48,7 +48,7 @@ def test_packed_batches_train_under_a_mixed_plan_as_on_one_device(
     pool: ProcessPool, model: str, *, sequence_parallel: bool
 ) -> None:
     case = PackedCase(model=model, plan=MIXED, world_size=4, sequence_parallel=sequence_parallel)
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     for outcome in pool.run(train, 4, case):
         assert_same(outcome, expected)
 
@@ -79,7 +79,7 @@ def test_a_folder_is_read_by_slices_trained_and_written_again(
     model = make_model("mixtral")
     model.save_pretrained(folder, max_shard_size="9KB")
     case = PackedCase(model="mixtral", plan=MIXED, world_size=4, source="folder", folder=folder)
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     outcomes = pool.run(train, 4, case)
     for outcome in outcomes:
         assert_same(outcome, expected)

@@ -6,13 +6,8 @@ import pytest
 from lightning_hetero.assign import assign_iteration
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner import (
-    CandidateOptions,
-    CandidatePlans,
-    draw_iteration,
-    plan_costs,
-    propose_plans,
-)
+from lightning_hetero.planner import CandidateOptions, CandidatePlans, plan_costs, propose_plans
+from lightning_hetero.planner.proposing.proposal import draw_iteration
 from lightning_hetero.simulator import RooflineCost
 from tests.planner.every_plan import tiny_cluster, tiny_model
 

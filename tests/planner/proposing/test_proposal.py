@@ -5,7 +5,12 @@ import pytest
 
 from lightning_hetero.assign import assign_iteration
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner import ProposalOptions, Scheme, draw_iteration, propose
+from lightning_hetero.planner.proposing.proposal import (
+    ProposalOptions,
+    Scheme,
+    draw_iteration,
+    propose,
+)
 from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
 from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
 from tests.assign.cases import cost

@@ -1,6 +1,7 @@
 """Newcomers and members of one process, in one store: every way in which one comes, or doesn't."""
 
 import itertools
+import os
 import random
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from lightning_hetero.runtime.generation.entering import JOIN, join_membership, 
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.newcomers import Door, Newcomer, begin_numbers
 from lightning_hetero.runtime.generation.records import Generation, Member, say_here
+from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.strategy.generations import _Generations, size_that_stays
 from lightning_hetero.strategy.processes import Processes
@@ -343,10 +345,32 @@ def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
     with pytest.raises(MemoryError):
         fits.fit(mock.Mock(side_effect=full))
     assert told == ["Stage 0 is out of memory."]
-    # And no step begins with a wait for rank 0, as in Lightning's own loop.
-    with mock.patch.object(dist, "broadcast") as waited:
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-    assert not waited.called
+
+
+def test_who_fails_between_two_fits_tells_the_others_who_would_wait_for_it() -> None:
+    """As in a callback's `on_generation`; where it is caught, the process lives and beats on."""
+    strategy, failed = mock.Mock(), KeyError("a callback's own")
+    strategy.processes.form_generation.side_effect = failed
+    fits = _Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
+    with pytest.raises(KeyError):
+        fits.fit(mock.Mock(side_effect=GenerationChange("Rank 1 leaves.", frozenset({1}))))
+    strategy.processes.leave_members.assert_called_once_with(failed)
+
+
+def test_in_place_no_watchdog_aborts_or_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # By torchrun's agent.
+    _Generations(mock.Mock(), mock.MagicMock(), timedelta(seconds=2))
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_a_device_ends_its_step_before_ranks_leave_or_come() -> None:
+    strategy = mock.Mock()
+    strategy.processes.comms.global_rank = 1
+    fits = _Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
+    with pytest.raises(AgreedExit):
+        fits.fit(mock.Mock(side_effect=GenerationChange("Rank 1 leaves.", frozenset({1}))))
+    names = [name for name, *_ in strategy.processes.mock_calls]
+    assert names.index("comms.step_end.wait") < names.index("see_others_off")
 
 
 def test_in_place_a_trainer_fits_once_and_others_join_the_first_fit_of_a_script() -> None:

@@ -160,15 +160,19 @@ def test_processes_whose_store_does_not_answer_for_a_while_go_on_together(tmp_pa
     """Nobody trains meanwhile, no rank is lost, and no step is."""
     options = {"num_steps": 100_000, "every": 100_000, "heartbeat_s": 6.0, "redundancy": 1}
     with playing(tmp_path / "run", 2, **options) as node:
+        node.let_go_on_to(3)
         for rank in range(2):
             node.wait_for_step(rank, 3)
         server = node.process.pid
         assert server is not None
         os.kill(server, signal.SIGSTOP)
-        # They notice at the next step, so they mustn't be held before one.
-        while not all(any("ended" in item for item in node.records(rank)) for rank in range(2)):
-            time.sleep(0.05)
-        last = 3 + max(item.get("step", 0) for rank in range(2) for item in node.records(rank))
+
+        def have_ended() -> bool:
+            return all(any("ended" in item for item in node.records(rank)) for rank in range(2))
+
+        # They notice at the next step.
+        last = 3 + node.go_on_until(have_ended, first=4, last=1000)
+        node.let_go_on_to(last)
         os.kill(server, signal.SIGCONT)
         losses = undisturbed(2, last)
         for rank in range(2):

@@ -171,6 +171,7 @@ class Counting(TinyModule):
         self.mask = torch.ones(3)
         self.steps, self.total, self.last = 0, torch.zeros(()), torch.zeros(())
         self.kept = {"times": 0, "name": "a"}
+        self._own = self.model.calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
@@ -178,6 +179,8 @@ class Counting(TinyModule):
         self.last = super().training_step(batch, batch_idx)
         self.total += self.last.detach()
         self.kept["times"] += 1
+        self._own += 1
+        self.model.calls += 1
         return self.last
 
 
@@ -190,7 +193,10 @@ def test_numbers_that_steps_keep_on_the_module_are_warned_of_where_a_batch_is_cu
         warnings.simplefilter("always")
         fit(0, Counting, plan, options={"num_microbatches": num_microbatches})
     found = {str(w.message).split(" of ")[0] for w in caught if "A step changes" in str(w.message)}
-    told = {"A step changes kept['times'], last, steps, total"}
+    # Submodules are looked at in the first iteration.
+    told = {
+        f"A step changes _own, kept['times'], last,{s} steps, total" for s in ("", " model.calls,")
+    }
     assert found == (told if num_microbatches > 1 else set())
 
 

@@ -77,6 +77,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "that of a loss": lambda x: F.cross_entropy(x, LABELS, reduction="sum") * (1.0 / len(x)),
     "a product": lambda x: x.mean() * x.sum(),
     "a mean times a count": lambda x: x.mean() * len(x),
+    "a mean divided by a count": lambda x: F.mse_loss(x, -x) / x.shape[0],
     "a sum by a number": lambda x: x.sum() / len(x),
     "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
     "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),

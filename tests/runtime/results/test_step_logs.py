@@ -14,6 +14,7 @@ from torchmetrics import SumMetric
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.hook_logs import HookLogs
 from lightning_hetero.runtime.results.log_entries import LogEntry
+from lightning_hetero.runtime.results.number_kinds import Kind, Reduction
 from lightning_hetero.runtime.results.reductions import Reductions
 from lightning_hetero.runtime.results.step_logs import StepLogs
 from tests.processes import ProcessPool
@@ -232,6 +233,23 @@ def test_a_value_of_which_nothing_is_known_is_warned_of_where_it_differs() -> No
         replayed(
             [[(1, {"x": (1.0, {"reduce_fx": "max"})}), (1, {"x": (2.0, {"reduce_fx": "max"})})]]
         )
+
+
+@pytest.mark.parametrize("ranks", [["mc"], ["cm"], ["m", "c"], ["c", "m"]], ids=str)
+def test_a_value_that_is_a_mean_in_some_microbatches_only_is_warned_of(ranks: list[str]) -> None:
+    mean, reductions = torch.tensor(2.0), Reductions()
+    reductions.keep(mean, Reduction(Kind.MEAN, count=3))
+    values: dict[str, Any] = {"m": mean, "c": 3.5}  # As `min(loss.item(), 3.5)` gives.
+    logs = [StepLogs(Module(), torch.device("cpu")) for _ in ranks]
+    for log, kinds in zip(logs, ranks, strict=True):
+        with log.recording():
+            for kind in kinds:
+                log._module.log("x", values[kind])
+                log.keep_microbatch(weight(1), reductions)
+    entries = tuple(dict.fromkeys(entry for log in logs for entry in log.entries))
+    rows = torch.stack([log.as_row(entries) for log in logs])
+    with pytest.warns(UserWarning, match="What is logged as 'x' isn't known to be a mean"):
+        logs[0].check(entries, rows)
 
 
 class LogsAll(TinyModule):

@@ -61,7 +61,7 @@ def test_an_optimizer_of_all_parameters_needs_one_owner_of_all() -> None:
 @pytest.mark.dist
 def test_muon_with_whole_parameters_trains_as_a_single_device_does(pool: ProcessPool) -> None:
     case = replace(CASE, ownership="parameter")
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     for outcome in pool.run(train, 3, case):
         assert_same_training(outcome, expected)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_hetero.models import PackedBatch, pack_samples, varlen_attention
 from lightning_hetero.runtime.stage.layer_calls import LayerCall
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
+from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.runtime.stage.rehearsal import describe_call, rehearse
 from tests.toy import Block
 

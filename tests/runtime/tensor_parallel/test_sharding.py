@@ -46,7 +46,7 @@ FOUR = plan_of(pipeline(stage([1, 0, 2, 3], 0, 3)))
 
 def check(pool: ProcessPool, case: Case, options: dict[str, Any] | None = None) -> list[Outcome]:
     options = options or ({} if case.model == "packed" else TOY)
-    expected = pool.run(train_sharded, 1, case.on_single_device(), {})[0]
+    expected = pool.run_alone(train_sharded, case.on_single_device(), {})
     assert len(set(expected.losses)) == len(expected.losses) > 0, "the oracle doesn't train"
     outcomes = pool.run(train_sharded, case.world_size, case, options)
     for outcome in outcomes:

@@ -19,9 +19,8 @@ from lightning_hetero.runtime.results.targets import LossWatch
 from lightning_hetero.runtime.setup.saved_bytes import SavedBytes
 from lightning_hetero.runtime.stage import recomputation
 from lightning_hetero.runtime.stage.boundary import StageBoundary
-from lightning_hetero.runtime.stage.layer_wrapping import LayerOptions
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
-from lightning_hetero.runtime.stage.recomputation import Recomputation
+from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import HuggingFaceCase
 from tests.runtime.huggingface_runs import train as train_hugging_face
@@ -222,7 +221,7 @@ def test_compiled_layers_train_alike_in_stages_and_under_degrees(pool: ProcessPo
         num_microbatches=2,
         options=(("compile_layers", True), ("activation_checkpointing", "full")),
     )
-    expected = pool.run(train, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train, case.on_single_device())
     for outcome, num_compiled in pool.run(train_compiled, 3, case, timeout_s=280.0):
         assert num_compiled > 0
         assert_same_training(outcome, expected)
@@ -278,7 +277,7 @@ def test_hugging_face_models_are_checkpointed_despite_their_caches(
     case = HuggingFaceCase(
         model=model, plan=TWO_AND_ONE, world_size=3, options=(("activation_checkpointing", "full"),)
     )
-    expected = pool.run(train_hugging_face, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train_hugging_face, case.on_single_device())
     for outcome in pool.run(train_hugging_face, 3, case):
         assert_same(outcome, expected, 1e-5)
 
@@ -286,6 +285,6 @@ def test_hugging_face_models_are_checkpointed_despite_their_caches(
 @pytest.mark.dist
 def test_a_models_own_checkpointing_works_in_stages(pool: ProcessPool) -> None:
     case = HuggingFaceCase(model="llama", plan=THREE, world_size=3, own_checkpointing=True)
-    expected = pool.run(train_hugging_face, 1, case.on_single_device())[0]
+    expected = pool.run_alone(train_hugging_face, case.on_single_device())
     for outcome in pool.run(train_hugging_face, 3, case):
         assert_same(outcome, expected, 1e-5)

@@ -1,0 +1,37 @@
+"""End a run on all ranks after the same iteration, once any of them has got a SIGTERM.
+
+Lightning broadcasts before each step whether rank 0 has, and reads that from the device, so that
+each host waits for rank 0 and for its device; and its handler broadcasts from inside the signal,
+which another rank's would never end. Here a SIGTERM is a flag, told with an iteration's row.
+"""
+
+import weakref
+from typing import Any
+
+from lightning_hetero.runtime.iteration.engine import Engine
+
+__all__ = ["heed_sigterm", "note_sigterm"]
+
+
+def note_sigterm(trainer: Any, engine: Engine) -> None:
+    """Tell all ranks of a SIGTERM to this one with the next iteration; called before a run."""
+    connector = trainer._signal_connector
+    running = weakref.ref(engine)  # Else its groups would live until the Trainer is collected.
+
+    def note(number: int, _: object) -> None:
+        launcher, engine = trainer.strategy.launcher, running()
+        if engine is not None:
+            if launcher is not None and not engine.is_leaving:
+                launcher.kill(number)
+            engine.is_leaving = True
+        # `ElasticRestart` looks there once before it hears of signals by itself.
+        connector.received_sigterm = bool(trainer.strategy.run.restarters)
+
+    connector._sigterm_notifier_fn = note
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def heed_sigterm(trainer: Any, engine: Engine) -> None:
+    """Let Lightning end the run after an iteration in which a rank said that it got a SIGTERM."""
+    if engine.leaving and not trainer.strategy.run.restarters:
+        trainer._signal_connector.received_sigterm = True
