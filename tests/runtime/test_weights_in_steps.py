@@ -3,7 +3,7 @@
 import pytest
 
 from tests.processes import ProcessPool
-from tests.runtime.weight_runs import COPIES, SHARDED, TWO, WeightCase, penalise
+from tests.runtime.weight_runs import COPIES, SHARDED, TWO, WeightCase, functions_seen, penalise
 
 pytestmark = pytest.mark.dist
 
@@ -42,3 +42,9 @@ def test_weights_that_tensor_parallelism_has_cut_are_refused_by_name(
         assert isinstance(message, str), message
         assert "uses parameter model.blocks.0" in message
         assert "outside of its module" in message
+
+
+def test_whoever_watches_a_step_does_not_see_its_weights_arrive(pool: ProcessPool) -> None:
+    (expected,) = pool.run(functions_seen, 1, None)
+    for seen in pool.run(functions_seen, 2, COPIES):
+        assert seen <= expected

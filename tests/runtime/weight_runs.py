@@ -1,11 +1,13 @@
 """Runs of modules whose steps compute with parameters themselves."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
@@ -65,3 +67,38 @@ COPIES = plan_of(
     pipeline(stage(0, 0, 3), num_microbatches=2), pipeline(stage(1, 0, 3), num_microbatches=1)
 )
 SHARDED = plan_of(pipeline(stage([0, 1], 0, 3), num_microbatches=1))
+
+
+class Seen(TorchFunctionMode):
+    """Notes the names of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(ToyModule):
+    def __init__(self) -> None:
+        super().__init__(ToyOptions())
+        self.seen = Seen()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with self.seen:
+            return self.loss(batch)
+
+
+def functions_seen(rank: int, plan: dict[str, Any] | None) -> set[str]:
+    """Return the torch functions that a step's own watch sees."""
+    torch.manual_seed(0)
+    options = quiet(devices=1, max_steps=4)
+    if plan is not None:
+        options |= {"strategy": HeteroStrategy(ParallelPlan.from_dict(plan)), "devices": 2}
+    module = Watched()
+    L.Trainer(**options).fit(module, loader(64, 4))
+    return module.seen.names

@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_hetero.runtime.exchange.even import (
     EvenWay,
@@ -26,6 +27,7 @@ from lightning_hetero.runtime.exchange.even import (
     added_in_turn,
     added_up,
 )
+from lightning_hetero.runtime.exchange.messages import TwoLegged
 
 __all__ = ["NodeWay", "Relays", "SummedByNode"]
 
@@ -95,7 +97,7 @@ class NodeWay(EvenWay):
 
 
 @dataclass(eq=False)
-class SummedByNode(ScatteredUnit):
+class SummedByNode(ScatteredUnit, TwoLegged):
     """A unit whose gradients are summed on each node, and then where its rows are owned."""
 
     way: NodeWay
@@ -118,6 +120,7 @@ class SummedByNode(ScatteredUnit):
             async_op=True,
         )
 
+    @override
     def go_on(self) -> None:
         """Post the second leg, after the first; called in the same order of legs on all ranks.
 

@@ -24,6 +24,7 @@ __all__ = [
     "ExchangeOptions",
     "SideStream",
     "Sums",
+    "TwoLegged",
     "has_streams",
     "split_works",
     "wait_for_all",
@@ -92,6 +93,17 @@ class ExchangeOptions:
     """Times the waits."""
     side_stream: SideStream
     """Where messages are packed."""
+
+
+class TwoLegged:
+    """A unit that is posted twice, the second time with what has come."""
+
+    def go_on(self) -> None:
+        """Post the second leg, after the first; called in the same order of legs on all ranks.
+
+        The host waits for the first one where there are no streams.
+        """
+        raise NotImplementedError
 
 
 class Sums(NamedTuple):

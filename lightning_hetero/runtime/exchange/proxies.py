@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_hetero.runtime.exchange.even import EvenPieces, GatheredUnit, ScatteredUnit
-from lightning_hetero.runtime.exchange.messages import Sums
+from lightning_hetero.runtime.exchange.messages import Sums, TwoLegged
 from lightning_hetero.runtime.exchange.parcel_table import Parcel, Part
 from lightning_hetero.runtime.exchange.parcels import ParcelUnit, SentPart
 from lightning_hetero.runtime.slices.weights import narrow_rows
@@ -101,7 +101,7 @@ class PulledRows(_Rows):
 
 
 @dataclass(eq=False)
-class GatheredFromProxies(GatheredUnit):
+class GatheredFromProxies(GatheredUnit, TwoLegged):
     """A unit whose weights are gathered from its proxies."""
 
     rows: PulledRows = field(kw_only=True)
@@ -113,6 +113,7 @@ class GatheredFromProxies(GatheredUnit):
         if self.place == 0:
             self.rows.post()
 
+    @override
     def go_on(self) -> None:
         """Post the all-gather, once this rank's piece is here."""
         if self.place == 0:
@@ -127,7 +128,7 @@ class GatheredFromProxies(GatheredUnit):
 
 
 @dataclass(eq=False)
-class PushedRows(_Rows):
+class PushedRows(_Rows, TwoLegged):
     """Sums on their way from proxies to owners and standbys."""
 
     sums: dict[int, Tensor] = field(default_factory=dict, init=False)
@@ -152,6 +153,7 @@ class PushedRows(_Rows):
     def post(self) -> None:
         """Post nothing yet."""
 
+    @override
     def go_on(self) -> None:
         """Post the sums, which are final."""
         pieces = self._of_pieces([self.sums[place] for place in range(len(self.pieces))])
@@ -199,13 +201,14 @@ class PushedRows(_Rows):
 
 
 @dataclass(eq=False)
-class ScatteredToProxies(ScatteredUnit):
+class ScatteredToProxies(ScatteredUnit, TwoLegged):
     """A unit whose gradients are summed by its proxies, and sent on to the owners."""
 
     rows: PushedRows = field(kw_only=True)
     place: int = field(kw_only=True)
     """Among the units of its run, of which the first one is summed last."""
 
+    @override
     def go_on(self) -> None:
         """Sum this rank's piece once it is here; post all sums with the last one.
 

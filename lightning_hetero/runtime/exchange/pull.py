@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.transfers import Unit
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import has_streams
-from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes, TwoLegged
+from lightning_hetero.runtime.exchange.messages import TwoLegged, has_streams
+from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
 from lightning_hetero.runtime.leaves import tree_leaves
 from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at
-from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE, show_values
+from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
 __all__ = ["Pull"]
@@ -57,7 +57,7 @@ def _unmark(weights: Iterable[Any]) -> None:
             # Or weight and pull would hold each other until Python looks for such cycles.
             del weight.__dict__["_wait"]
             if type(weight) is _Arriving:
-                show_values([weight])
+                weight.__class__ = nn.Parameter
 
 
 class Pull:
@@ -178,7 +178,8 @@ class Pull:
         pulled = None if self._stale is None else self._stale.get(index)
         if pulled not in self._posted:
             return
-        with self._options.clock.waiting():
+        # Nothing that watches the step looks at this.
+        with self._options.clock.waiting(), torch._C.DisableTorchFunction():
             self._options.side_stream.join(self._posted.pop(pulled))
             if pulled.travels:
                 with traced(f"pull.wait {index}"):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.clock import traced
-from lightning_hetero.runtime.exchange.messages import Sums, has_streams
-from lightning_hetero.runtime.exchange.routes import Routes, TwoLegged
+from lightning_hetero.runtime.exchange.messages import Sums, TwoLegged, has_streams
+from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.slices.host_memory import arrive_on_host, wait_for_device
 from lightning_hetero.runtime.slices.weights import ComputeWeights
 

@@ -12,7 +12,7 @@ there and say which peer was late (`MOST_BY_MESSAGES`).
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,19 +44,7 @@ __all__ = [
     "PulledUnit",
     "PushedUnit",
     "Routes",
-    "TwoLegged",
 ]
-
-
-@runtime_checkable
-class TwoLegged(Protocol):
-    """A unit that is posted twice, the second time with what has come."""
-
-    def go_on(self) -> None:
-        """Post the second leg, after the first; called in the same order of legs on all ranks.
-
-        The host waits for the first one where there are no streams.
-        """
 
 
 class PulledUnit(Protocol):
