@@ -56,7 +56,7 @@ def _unmark(weights: Iterable[Any]) -> None:
         if "_wait" in weight.__dict__:
             # Or weight and pull would hold each other until Python looks for such cycles.
             del weight.__dict__["_wait"]
-            if type(weight) is _Arriving:
+            if weight.__class__ is _Arriving:
                 weight.__class__ = nn.Parameter
 
 
