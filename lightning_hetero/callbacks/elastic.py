@@ -166,8 +166,10 @@ class ElasticRestart(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning's own handler broadcasts from inside the signal and ends one rank alone.
-        self._sigterm = self._hear_sigterm(told=trainer.received_sigterm)
+        # Until now Lightning has heard of it, or the strategy in its place.
+        strategy = run_of(trainer).strategy
+        was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
+        self._sigterm = self._hear_sigterm(told=was_told)
         if self._notices and trainer.local_rank == 0:
             self._watcher = NoticeWatcher(self._notices, interval_s=self._poll_interval_s)
             self._watcher.start()

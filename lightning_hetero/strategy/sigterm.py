@@ -8,6 +8,8 @@ which another rank's would never end. Here a SIGTERM is a flag, told with an ite
 import weakref
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
+
 from lightning_hetero.runtime.iteration.engine import Engine
 
 __all__ = ["heed_sigterm", "note_sigterm"]
@@ -15,7 +17,6 @@ __all__ = ["heed_sigterm", "note_sigterm"]
 
 def note_sigterm(trainer: Any, engine: Engine) -> None:
     """Tell all ranks of a SIGTERM to this one with the next iteration; called before a run."""
-    connector = trainer._signal_connector
     running = weakref.ref(engine)  # Else its groups would live until the Trainer is collected.
 
     def note(number: int, _: object) -> None:
@@ -24,14 +25,16 @@ def note_sigterm(trainer: Any, engine: Engine) -> None:
             if launcher is not None and not engine.is_leaving:
                 launcher.kill(number)
             engine.is_leaving = True
-        # `ElasticRestart` looks there once before it hears of signals by itself.
-        connector.received_sigterm = bool(trainer.strategy.run.restarters)
 
-    connector._sigterm_notifier_fn = note
+    trainer._signal_connector._sigterm_notifier_fn = note
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def heed_sigterm(trainer: Any, engine: Engine) -> None:
-    """Let Lightning end the run after an iteration in which a rank said that it got a SIGTERM."""
-    if engine.leaving and not trainer.strategy.run.restarters:
+    """Let Lightning end the run after an iteration in which a rank said that it got a SIGTERM.
+
+    `ElasticRestart` ends a fit by itself, from the first step on.
+    """
+    is_restarted = trainer.strategy.run.restarters and trainer.state.fn == TrainerFn.FITTING
+    if engine.leaving and not is_restarted:
         trainer._signal_connector.received_sigterm = True

@@ -162,6 +162,7 @@ def test_a_sigterm_between_two_fits_is_heeded_by_the_next_and_the_last_leaves_no
     rule, module = ElasticRestart(in_place=True), Any
     connector = SimpleNamespace(cluster_environment=None)
     trainer: Any = SimpleNamespace(_accelerator_connector=connector, local_rank=0)
+    trainer.strategy = mock.Mock()
     try:
         for told_before in (True, False):  # In a set-up, whose handler is Lightning's own.
             trainer.received_sigterm = told_before
