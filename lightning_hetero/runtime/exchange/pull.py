@@ -150,6 +150,7 @@ class Pull:
 
     def _check_unchanged(self) -> None:
         """Refuse weights that were changed where no pull is due: others would have old ones."""
+        frozen_bits, self._frozen_bits = self._frozen_bits, None
         if self._stale is self._all:
             return
         masters, seen = self._store.masters, self._seen
@@ -157,11 +158,10 @@ class Pull:
             is_due = self._stale is not None and master.requires_grad
             if mark != before and not is_due:
                 _refuse_changed_between_steps(name)
-        if self._frozen_bits is not None:
+        if frozen_bits is not None:
             for name, bits in digests_of(self._frozen_slices()).items():
-                if bits != self._frozen_bits.get(name, bits):
+                if bits != frozen_bits.get(name, bits):
                     _refuse_changed_between_steps(name)
-            self._frozen_bits = None
 
     def _frozen_slices(self) -> dict[str, Tensor]:
         masters = self._store.masters.items()

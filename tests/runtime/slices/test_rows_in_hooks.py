@@ -1,4 +1,7 @@
-"""Hooks may put a slice elsewhere and change its rows one by one, but not mix or number them."""
+"""Hooks may put a slice elsewhere and change its rows one by one, but not mix or number them.
+
+They may change what is frozen before training.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +28,24 @@ class ReplacesData(ToyModule):
             item.data = item.data / (1 + item.data.abs())
 
 
-def replace_data(rank: int, plan: dict[str, Any] | None) -> list[float]:
+class ChangesFrozen(ToyModule):
+    def __init__(self, options: ToyOptions) -> None:
+        super().__init__(options)
+        self.model.blocks[0].requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        for item in self.model.blocks[0].parameters():
+            item.mul_(0.5)
+
+
+def losses_of(rank: int, make: Callable[..., ToyModule], plan: Any) -> list[float]:
     L.seed_everything(3, verbose=False)
-    module, run = ReplacesData(ToyOptions()), dict[str, Any](devices=1)
+    module, run = make(ToyOptions()), dict[str, Any](devices=1)
     if plan is not None:
         run = {"strategy": HeteroStrategy(plan, num_microbatches=2), "devices": 3}
-    trainer = L.Trainer(**quiet(max_epochs=1), **run)
-    trainer.fit(module, loader(16, 4 if plan is None else 2))
+    size = 12 // (1 if plan is None else len(plan["pipelines"]))
+    trainer = L.Trainer(**quiet(max_epochs=1, num_sanity_val_steps=1), **run)
+    trainer.fit(module, *[loader(48, size)] * 2)
     return module.losses
 
 
@@ -41,10 +55,16 @@ class AlongRows(TinyModule):
         grad.copy_(F.normalize(grad.flip(1).sort().values.cumsum(-1)).softmax(dim=1).roll(1, 1))
 
 
-def test_data_that_hooks_replace_is_what_travels(pool: ProcessPool) -> None:
-    plan = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
-    (expected,) = pool.run(replace_data, 1, None)
-    for found in pool.run(replace_data, 3, plan):
+UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
+THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
+
+
+@pytest.mark.parametrize(("make", "plan"), [(ReplacesData, UNEQUAL), (ChangesFrozen, THREE)])
+def test_data_that_hooks_replace_is_what_travels(
+    pool: ProcessPool, make: Callable[..., ToyModule], plan: dict[str, Any]
+) -> None:
+    (expected,) = pool.run(losses_of, 1, make, None)
+    for found in pool.run(losses_of, 3, make, plan):
         assert found == pytest.approx(expected, rel=1e-4)
 
 
