@@ -11,6 +11,7 @@ __all__ = [
     "calling_frame",
     "is_asked_by_library",
     "is_library",
+    "is_of_library",
     "is_own",
     "takes_written_rows",
 ]
@@ -49,6 +50,11 @@ def called_by_library() -> bool:
 def is_library(frame: FrameType) -> bool:
     """Whether code is torch's, Lightning's or this package's."""
     return _module_of(frame).startswith(_LIBRARIES)
+
+
+def is_of_library(module: str) -> bool:
+    """Whether a Python module is torch's, Lightning's or this package's."""
+    return f"{module}.".startswith(_LIBRARIES)
 
 
 def _asking_frame() -> FrameType | None:

@@ -36,7 +36,7 @@ from lightning_hetero.runtime.results.torch_calls import (
     name_of,
     tensors_among,
 )
-from lightning_hetero.runtime.results.written_numbers import rows_of_operand
+from lightning_hetero.runtime.results.written_numbers import rows_in_argument, rows_of_operand
 
 __all__ = ["Reductions"]
 
@@ -67,6 +67,11 @@ _FACTORIES = {
     "logspace", "eye", "tril_indices", "triu_indices",
 }
 # fmt: on
+_FILLED = {
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "new_tensor"), 0),
+    **dict.fromkeys(("full", "full_like", "new_full"), 1),
+}
+"""Those of them that are given numbers: the place in the user's call."""
 _WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
@@ -290,6 +295,8 @@ class Reductions:
     ) -> Reduction | None:
         known = [self.of(tensor) for tensor in tensors]
         kinds = set(map(id, known))
+        if call.name in _FILLED and result.numel() == 1 and rows_in_argument(_FILLED[call.name]):
+            return Reduction(Kind.CONSTANT, count=1, value=result)
         if call.name in _FACTORIES or kinds == _ONLY_CONSTANTS:
             return CONSTANT
         if self._needs_all(call, known):
@@ -371,6 +378,8 @@ class Reductions:
             return UNKNOWN
         pair = pair[::-1] if reflected else pair
         left, right = (self._operand(item, is_left=not place) for place, item in enumerate(pair))
+        if left.kind is right.kind is Kind.CONSTANT:
+            return next((item for item in (left, right) if item.count), CONSTANT)
         if operation is OPERATIONS["div"] and {left.kind, right.kind} <= set(LINEAR):
             # A mean, unless each sample's gradient depends on the others by the divisor.
             return TOGETHER if pair[1].requires_grad else operation(left, right)
@@ -379,9 +388,13 @@ class Reductions:
     def _operand(self, value: Any, *, is_left: bool) -> Reduction:
         if isinstance(value, Tensor):
             return self.of(value) or UNKNOWN
-        # Whole numbers may count what is in this micro-batch.
-        counts = type(value) is int and value != 1 and rows_of_operand(is_left=is_left) != ()
-        return self.of(value) or Reduction(Kind.CONSTANT, count=counts, value=value)
+        found = self.of(value)
+        if found is None:
+            # Whole numbers may count what is in this micro-batch; others do if that is written.
+            rows = rows_of_operand(is_left=is_left)
+            counts = bool(rows) or (rows is None and type(value) is int)
+            found = Reduction(Kind.CONSTANT, count=counts, value=value)
+        return found
 
 
 def _reduce(

@@ -196,7 +196,7 @@ class StepLogs:
                 self._pending[entry] = _Pending(value, 0, rows)
         for entry, (value, batch_size, rows) in self._parts(reductions):
             known = CONSTANT if entry.metric is not None else reductions.of(value)
-            if (known is None or known is CONSTANT) and rows is not None:
+            if (known is None or known.kind is Kind.CONSTANT) and rows is not None:
                 known = known_by_rows(value, rows, reductions) or known
             count = None if known else count_of(value, reductions.num_samples)
             if entry.call is not None:

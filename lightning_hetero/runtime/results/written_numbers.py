@@ -2,21 +2,22 @@
 
 Python's numbers don't say where they come from: of a micro-batch with one row, `len(x)` and the 1
 that counts batches are the same. What is written in the call that logs it, or where a loss is
-divided by it, says it.
+multiplied or divided by it, says it.
 """
 
 import ast
 import linecache
 import sys
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_hetero.runtime.callers import is_library
+from lightning_hetero.runtime.callers import is_library, is_of_library
 from lightning_hetero.runtime.results.number_kinds import WRITTEN, Kind, Reduction
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "known_by_rows",
     "may_count",
     "rows_counted",
+    "rows_in_argument",
     "rows_of_operand",
 ]
 
@@ -40,6 +42,11 @@ _Function = ast.FunctionDef | ast.Lambda
 TOLD: Rows = (-1,)
 """Of a number that a tensor has told by `.item()`."""
 _CONSTANT: Rows = ()
+_SOMEHOW: Rows = (-2,)
+"""Of a number that depends on rows, but not in proportion to them, or nobody knows how."""
+_ONCE = {"__init__", "setup", "configure_model"}
+"""Functions that know of no batch."""
+_SIZES = {"len", "shape", "size", "numel", "nelement"}
 
 
 def _is_whole(value: object) -> bool:
@@ -83,19 +90,28 @@ def rows_counted(argument: int | str, key: str | None = None) -> Rows:
         argument: Its place or name.
         key: Of its item, where the call may give a dict.
     """
-    return _read_in_code(lambda node: _argument_of(node, argument, key))
+    rows = _read_in_code(lambda node: [_argument_of(node, argument, key)])
+    return None if rows == _SOMEHOW else rows
+
+
+def rows_in_argument(place: int) -> Rows:
+    """Return what is counted in an argument, in proportion or not; see `rows_counted`."""
+    return _read_in_code(lambda node: [_argument_of(node, place, None)])
 
 
 def rows_of_operand(*, is_left: bool) -> Rows:
     """Return what the number counts with which the user's code multiplies or divides a tensor.
 
+    It needn't be in proportion to the rows.
+
     Args:
         is_left: Whether it stands before the tensor.
     """
-    return _read_in_code(lambda node: _operand_of(node, is_left=is_left))
+    return _read_in_code(lambda node: _operands_of(node, is_left=is_left))
 
 
-def _read_in_code(find: Callable[[ast.AST], ast.expr | None]) -> Rows:
+def _read_in_code(find: Callable[[ast.AST], Sequence[ast.expr | None]]) -> Rows:
+    """Return what the first of some expressions counts that counts anything."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame):
         frame = frame.f_back
@@ -104,7 +120,8 @@ def _read_in_code(find: Callable[[ast.AST], ast.expr | None]) -> Rows:
         return None
     function, node = found
     try:
-        return _Reader(function, frame.f_locals).read(find(node))
+        rows = [*map(_Reader(function, frame.f_locals, set()).read, find(node))]
+        return next(filter(None, rows), _CONSTANT if _CONSTANT in rows else None)
     except (RecursionError, AttributeError, LookupError, TypeError):
         return None
 
@@ -138,15 +155,15 @@ def _functions_in(filename: str) -> list[_Function]:
     return [node for node in ast.walk(tree) if isinstance(node, _Function)]
 
 
-def _operand_of(node: ast.AST, *, is_left: bool) -> ast.expr | None:
+def _operands_of(node: ast.AST, *, is_left: bool) -> Sequence[ast.expr]:
     match node:
-        case ast.BinOp(left=left, right=right):
-            return left if is_left else right
-        case ast.AugAssign(value=value):
-            return value
-        case ast.Call(args=[*_, value], keywords=[]):
-            return value
-    return None
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return left, right  # Torch calls `2 * x` and `x * 2` alike.
+        case ast.BinOp(left=left, right=right) | ast.Call(args=[left, *_, right], keywords=[]):
+            return [left if is_left else right]
+        case ast.AugAssign(value=value) | ast.Call(args=[value], keywords=[]):
+            return [value]
+    return ()
 
 
 def _argument_of(call: ast.AST, argument: int | str, key: str | None) -> ast.expr | None:
@@ -171,8 +188,8 @@ def _item_of(given: ast.expr | None, key: str) -> ast.expr | None:
 
 
 @lru_cache(maxsize=64)
-def _assignments(function: _Function) -> dict[str, ast.expr | None]:
-    """Return by name what a function assigns to it; None where that isn't written, as in loops.
+def _assignments(function: _Function) -> dict[str, list[ast.expr | None]]:
+    """Return by name all that a function assigns to it; None for what isn't written, as in loops.
 
     Attributes are there with a point before them.
     """
@@ -184,14 +201,55 @@ def _assignments(function: _Function) -> dict[str, ast.expr | None]:
             case ast.Assign(targets=[ast.Tuple(elts=items)], value=value):
                 of_value = (ast.Subscript(value, ast.Constant(i)) for i in range(len(items)))
                 written.update(zip(items, of_value, strict=True))
-            case ast.Assign(targets=[target], value=value):
-                written[target] = value
-    found: dict[str, ast.expr | None] = {}
+            case ast.Assign(targets=targets, value=value):
+                written.update(dict.fromkeys(targets, value))
+            case ast.AugAssign(target=target, op=op, value=value):
+                written[target] = ast.BinOp(target, op, value)
+    found: dict[str, list[ast.expr | None]] = defaultdict(list)
     for node in ast.walk(function):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.id if isinstance(node, ast.Name) else "." + node.attr
-            found[name] = None if name in found else written.get(node)
-    return found
+            found[name].append(written.get(node))
+    return dict(found)
+
+
+@lru_cache(maxsize=256)
+def _sets_sizes(filename: str, attribute: str) -> bool | None:
+    """Whether functions of a file set an attribute to what is made of sizes; None if none sets it.
+
+    Without those that know of no batch.
+    """
+    lines = linecache.getlines(filename)
+    if not any("." + attribute in line for line in lines):
+        return None  # Most files of libraries are long.
+    values = [
+        value
+        for function in _functions_in(filename)
+        if getattr(function, "name", None) not in _ONCE
+        for value in _assignments(function).get("." + attribute, ())
+    ]
+    return any(map(_mentions_sizes, filter(None, values))) if values else None
+
+
+def _mentions_sizes(value: ast.expr) -> bool:
+    nodes = ast.walk(value)
+    return any({getattr(node, "id", None), getattr(node, "attr", None)} & _SIZES for node in nodes)
+
+
+def _rows_of_attribute(owner: object, name: str) -> Rows:
+    """Return what a module's attribute counts, as far as the code of its class tells."""
+    rows = _CONSTANT
+    for kind in type(owner).__mro__:
+        if is_of_library(kind.__module__):
+            continue
+        functions = [item for item in vars(kind).values() if isinstance(item, FunctionType)]
+        if isinstance(vars(kind).get(name), property):
+            rows = rows or None
+        for filename in {item.__code__.co_filename for item in functions}:
+            are_sizes = _sets_sizes(filename, name)
+            if are_sizes is not None:
+                rows = _SOMEHOW if are_sizes else rows or None
+    return rows
 
 
 class _Reader(NamedTuple):
@@ -200,6 +258,8 @@ class _Reader(NamedTuple):
     function: _Function
     values: Mapping[str, Any]
     """Its local variables."""
+    under_way: set[str]
+    """Names that are being read, which may be made of what they were before."""
 
     def read(self, node: ast.expr | None) -> Rows:
         """Return what an expression counts."""
@@ -220,10 +280,16 @@ class _Reader(NamedTuple):
                 slice=dim,
             ):
                 return self._read_dim(counted, dim)
-            case ast.Attribute():
-                is_changed = "." + node.attr in _assignments(self.function)
-                return _CONSTANT if self._is_of_module(node) and not is_changed else None
-        return None
+            case ast.Attribute(value=owner, attr=name):
+                is_known = self._is_of_module(node)
+                return _rows_of_attribute(self._value(owner), name) if is_known else None
+        return self._read_inside(node)
+
+    def _read_inside(self, node: ast.expr | None) -> Rows:
+        """Return what an expression of any other form counts."""
+        items = [] if node is None else ast.iter_child_nodes(node)
+        counts = any(self.read(item) for item in items if isinstance(item, ast.expr))
+        return _SOMEHOW if counts else None
 
     def _read_call(self, node: ast.Call) -> Rows:
         match node:
@@ -241,12 +307,18 @@ class _Reader(NamedTuple):
                 args=[inner],
             ):
                 return self.read(inner)
-        return None
+        return self._read_inside(node)
 
     def _read_name(self, name: str) -> Rows:
-        assigned = _assignments(self.function)
-        if name in assigned:
-            return self.read(assigned[name])
+        if name in self.under_way:
+            return _CONSTANT  # What it was before decides.
+        assigned = _assignments(self.function).get(name)
+        if assigned is not None:
+            self.under_way.add(name)
+            found = [self.read(value) for value in assigned]
+            self.under_way.remove(name)
+            is_clear = len(found) == 1 or not (None in found or any(found))
+            return found[0] if is_clear else _SOMEHOW if any(found) else None
         # A step gets its batch's index, and its loader's.
         is_step = getattr(self.function, "name", "").endswith("_step")
         given = self.function.args.args[2:] if is_step else []
@@ -290,10 +362,11 @@ def _rows_of(value: Any) -> Rows:
 
 
 def _joined(op: ast.operator, left: Rows, right: Rows) -> Rows:
-    if left is None or right is None or TOLD in (left, right):
-        return None
-    if not left and not right:
-        return _CONSTANT
-    is_scaled = isinstance(op, ast.Mult) and not (left and right)
-    is_sum = isinstance(op, ast.Add) and bool(left and right)
-    return (*left, *right) if is_scaled or is_sum else None
+    known = [rows for rows in (left, right) if rows and rows != TOLD]
+    if not known:
+        return None if None in (left, right) or TOLD in (left, right) else _CONSTANT
+    is_scaled = isinstance(op, ast.Mult) and () in (left, right)
+    is_scaled |= isinstance(op, ast.Div) and right == ()
+    is_sum = isinstance(op, ast.Add) and len(known) == 2
+    is_in_proportion = (is_scaled or is_sum) and _SOMEHOW not in known
+    return sum(known, ()) if is_in_proportion else _SOMEHOW

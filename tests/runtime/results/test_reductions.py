@@ -26,6 +26,37 @@ def divergence(x: Tensor) -> Tensor:
     return torch.special.entr(x.softmax(-1)).trace()
 
 
+class Rows(nn.Module):
+    """A module that counts rows in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.scale = 1, 2
+
+    @property
+    def number(self) -> int:
+        return self.count
+
+    def of(self, x: Tensor) -> "Rows":
+        self.count = len(x)
+        return self
+
+
+ROWS = Rows()
+
+
+def shared(x: Tensor) -> Tensor:
+    share = 1.0
+    share *= x.shape[0]
+    return x.mean() * share
+
+
+def scaled(x: Tensor) -> Tensor:
+    rows, factor = ROWS.of(x), 0.5
+    factor = factor * rows.scale
+    return 2 * (x.mean() / rows.scale) * factor
+
+
 def judged(make: Callable[[Tensor], Any]) -> tuple[Kind, float] | None:
     x = torch.randn(6, 4, requires_grad=True)
     with LossWatch([TABLE], len(x)) as watch:
@@ -47,6 +78,8 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "products of a sample": (lambda x: torch.einsum("bd,bd->b", x, x).mean(), 6),
     "by a weight": (lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(), 24),
     "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
+    "scaled by what is written": (scaled, 24),
+    "scaled by a constant tensor": (lambda x: 2 * x.mean() * torch.tensor(x.shape[1]), 24),
     "with a penalty": (lambda x: F.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(), 4),
     "with zeros for gradients": (lambda x: F.cross_entropy(x, LABELS) + 0.0 * x.sum(), 4),
     "begun by zero": (lambda x: torch.tensor(0.0) + sum([F.cross_entropy(x, LABELS)]), 4),
@@ -78,6 +111,16 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "a product": lambda x: x.mean() * x.sum(),
     "a mean times a count": lambda x: x.mean() * len(x),
     "a mean divided by a count": lambda x: F.mse_loss(x, -x) / x.shape[0],
+    "one in a tensor": lambda x: x.mean() * torch.tensor(len(x)),
+    "one in a filled tensor": lambda x: x.mean() * torch.full((), len(x)) * WEIGHT.sum(),
+    "a share of the rows": lambda x: (len(x) / 24) * x.mean(),
+    "a rounded share of the rows": lambda x: max(len(x) / 24, 0.1) * x.mean(),
+    "a function of an argument": lambda x: torch.mul(x.mean(), float(len(x))),
+    "a mean over a property": lambda x, rows=ROWS: x.mean() / rows.number,
+    "a mean times what a step has set": lambda x, rows=ROWS: (
+        rows.of(x).scale * x.mean() * rows.count
+    ),
+    "a mean of a share that changes": lambda x: shared(x),
     "a sum by a number": lambda x: x.sum() / len(x),
     "a sum of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).sum(),
     "a mean of what nobody knows": lambda x: torch.stack([divergence(x), divergence(-x)]).mean(),
