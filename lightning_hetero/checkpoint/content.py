@@ -23,6 +23,7 @@ __all__ = [
     "RestoredSlice",
     "SliceContent",
     "SliceNeed",
+    "num_rows",
     "optimizer_state_dict",
 ]
 
@@ -158,6 +159,19 @@ class SliceNeed:
     dim: int
     start: int
     stop: int
+
+    def is_just(self, dim: int, start: int, stop: int) -> bool:
+        """Whether rows along a dim are those that are needed; all rows are so along any dim."""
+        own = self.dim, self.start, self.stop
+        return own == (dim, start, stop) or all(
+            (first, last) == (0, num_rows(self.shape, along))
+            for along, first, last in (own, (dim, start, stop))
+        )
+
+
+def num_rows(shape: Sequence[int], dim: int) -> int:
+    """Return the rows of a parameter along a dim; one without dims is one row."""
+    return shape[dim] if shape else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from lightning_hetero.checkpoint.content import (
     Recovered,
     RestoredSlice,
     SliceNeed,
+    num_rows,
     optimizer_state_dict,
 )
 from lightning_hetero.checkpoint.manifest import CheckpointId, FileEntry, PartManifest, name_of_unit
@@ -239,7 +240,7 @@ def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
     needs: dict[str, SliceNeed] = {}
     for manifest in manifests.values():
         for item in manifest.slices:
-            rows = item.shape[item.dim] if item.shape else 1
+            rows = num_rows(item.shape, item.dim)
             need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
             needs.setdefault(item.parameter, need)
     return [needs[name] for name in sorted(needs)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceContent, SliceNeed
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceContent, SliceNeed, num_rows
 from lightning_hetero.checkpoint.manifest import WEIGHT, Scalar
 from lightning_hetero.core.errors import CheckpointError
 
@@ -76,8 +76,7 @@ def joined(need: SliceNeed, pieces: Sequence[Piece]) -> RestoredSlice:
     """
     dim = pieces[0].dim if pieces else need.dim
     is_same_dim = dim == need.dim
-    stop = need.shape[dim] if need.shape else 1
-    start, stop = (need.start, need.stop) if is_same_dim else (0, stop)
+    start, stop = (need.start, need.stop) if is_same_dim else (0, num_rows(need.shape, dim))
     parts, position = [], start
     for piece in sorted(pieces, key=lambda item: item.start):
         if piece.start <= position < min(piece.stop, stop):
@@ -115,21 +114,13 @@ def _whole(need: SliceNeed, key: str, pieces: Sequence[Piece]) -> Tensor:
         if key not in piece.whole:
             continue
         tensor, (start, stop) = piece.whole[key], piece.whole_of
-        rows = piece.dim, start, stop
-        everything = _is_all(need.shape, *rows) and _is_all(
-            need.shape, need.dim, need.start, need.stop
-        )
-        if rows == (need.dim, need.start, need.stop) or everything or tensor.numel() == 1:
+        if need.is_just(piece.dim, start, stop) or tensor.numel() == 1:
             return tensor
     raise CheckpointError(
         f"Optimizer state {key!r} of {need.parameter} is of other rows than [{need.start}, "
         f"{need.stop}) and can't be cut. Use ownership='parameter' for optimizers whose state "
         "isn't element by element."
     )
-
-
-def _is_all(shape: Sequence[int], dim: int, start: int, stop: int) -> bool:
-    return start == 0 and stop == (shape[dim] if shape else 1)
 
 
 def pack(cut: Callable[[], Sequence[Piece]]) -> Iterator[bytes]:

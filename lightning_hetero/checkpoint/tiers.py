@@ -6,7 +6,6 @@ is complete where the places that are looked at together hold every file of the 
 Parts of saves by different numbers of ranks are never counted together.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ __all__ = [
     "read_manifest",
     "source_of",
 ]
-
-_log = logging.getLogger(__name__)
 
 CONFIRMED = "confirmed"
 """File of a checkpoint that all ranks have saved."""

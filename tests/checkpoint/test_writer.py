@@ -20,7 +20,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.saving import snapshot
 from lightning_hetero.checkpoint.saving import snapshot as snapshots
-from lightning_hetero.checkpoint.saving.snapshot import HostBuffer, Snapshot
+from lightning_hetero.checkpoint.saving.snapshot import HostBuffer
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.testing import FaultyStore, MemoryStore
@@ -76,10 +76,12 @@ def test_a_buffer_of_several_blocks_keeps_each_tensor_and_is_reused(monkeypatch)
     buffer, content = HostBuffer(), contents(1, PLAN, SIZE)[0]
     places = []
     for _ in range(2):
-        with buffer.take(content) as taken:
-            places.append({key: copy.data_ptr() for key, copy in taken.tensors.items()})
-            originals = Snapshot.of(content).tensors
-            assert all(copy.equal(originals[key]) for key, copy in taken.tensors.items())
+        taken = buffer.take(content)
+        taken.wait()
+        places.append({key: copy.data_ptr() for key, copy in taken.tensors.items()})
+        originals = snapshots._tensors_of(content)
+        assert all(copy.equal(originals[key]) for key, copy in taken.tensors.items())
+        taken.release()
     assert places[0] == places[1]
     assert len(set(places[0].values())) == len(originals)
     assert 1 < len(buffer._blocks) < len(originals)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, num_rows
 from lightning_hetero.checkpoint.manifest import (
     SHARED_METADATA,
     WEIGHT,
@@ -86,7 +86,7 @@ def find_targets(
             )
     ordered = sorted(slices, key=lambda pair: (pair[1].start, pair[0]))
     dim = ordered[0][1].dim
-    start, stop = (need.start, need.stop) if dim == need.dim else (0, _num_rows(need.shape, dim))
+    start, stop = (need.start, need.stop) if dim == need.dim else (0, num_rows(need.shape, dim))
     overlapping = [p for p in ordered if p[1].start < stop and p[1].stop > start]
     keys = dict.fromkeys(t.key for _, entry in overlapping for t in entry.tensors)
     overlapping.sort(key=lambda pair: pair[0] != own_part)  # It comes first.
@@ -162,12 +162,7 @@ def _whole_target(
 ) -> Target:
     """Take state that can't be cut: a count from any slice, anything else from the same rows."""
     for part, entry, tensor in stored:
-        same = (entry.dim, entry.start, entry.stop) == (need.dim, need.start, need.stop)
-        # A cut of the whole parameter is the same one along any dim.
-        everything = _is_whole(entry.start, entry.stop, entry.shape, entry.dim) and _is_whole(
-            need.start, need.stop, need.shape, need.dim
-        )
-        if same or everything or prod(tensor.shape) == 1:
+        if need.is_just(entry.dim, entry.start, entry.stop) or prod(tensor.shape) == 1:
             size = tensor.end - tensor.begin
             span = Span(FileRange(part, tensor.file, tensor.begin, tensor.end), 0)
             return Target(need, key, tensor.dtype, tensor.shape, False, entry.dim, size, (span,))
@@ -177,14 +172,6 @@ def _whole_target(
         f"can't be cut into rows [{need.start}, {need.stop}). Use ownership='parameter' for "
         "optimizers whose state isn't element by element, or the plan that saved it."
     )
-
-
-def _num_rows(shape: tuple[int, ...], dim: int) -> int:
-    return shape[dim] if shape else 1
-
-
-def _is_whole(start: int, stop: int, shape: tuple[int, ...], dim: int) -> bool:
-    return start == 0 and stop == _num_rows(shape, dim)
 
 
 class RankNeeds:

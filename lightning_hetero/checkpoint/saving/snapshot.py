@@ -14,8 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -114,7 +112,7 @@ class HostBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A copy of one rank's state on the host; a context that frees the memory when it ends."""
+    """A copy of one rank's state on the host."""
 
     content: CheckpointContent
     """The state that was copied; its own tensors may have changed since."""
@@ -122,14 +120,6 @@ class Snapshot:
     """The copies: (index of the slice, key of the tensor) to tensor."""
     _future: "Future[None]"
     _free: threading.Semaphore
-
-    @classmethod
-    def of(cls, content: CheckpointContent) -> Self:
-        """Return what needs no copy: tensors on the host that nobody changes any more."""
-        done: Future[None] = Future()
-        done.set_result(None)
-        free = threading.Semaphore(0)
-        return cls(content=content, tensors=_tensors_of(content), _future=done, _free=free)
 
     def wait(self) -> None:
         """Return once the originals may change; raise what went wrong in the copy.
@@ -140,22 +130,6 @@ class Snapshot:
         if not wait([self._future], timeout=_LONGEST_COPY_S).done:
             raise TimeoutError(f"The state wasn't copied to the host in {_LONGEST_COPY_S:g} s.")
         self._future.result()
-
-    def __enter__(self) -> Self:
-        try:
-            self.wait()
-        except BaseException:
-            self.release()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
     def release(self) -> None:
         """Give the memory back; the copies mustn't be used any more."""

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -187,11 +187,6 @@ class Uploads:
         self._settled: CheckpointId | None = None
         self._error = ""
 
-    @property
-    def num_running(self) -> int:
-        """Uploads that run or wait for the thread."""
-        return len(self._running)
-
     def status(self) -> dict[str, Any]:
         """Return what the other ranks must know."""
         deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
@@ -295,7 +290,6 @@ _MAX_REASONS = 8
 class LastingCopies:
     """Which checkpoints were begun, which of them a lasting tier has taken from all ranks."""
 
-    clock: Callable[[], float] = time.monotonic
     begun: CheckpointId | None = None
     """The newest one that was begun."""
     newest: CheckpointId | None = None
@@ -307,16 +301,14 @@ class LastingCopies:
     def begin(self, checkpoint: CheckpointId) -> None:
         """A checkpoint was begun."""
         self.begun = checkpoint
-        self._missing.append((checkpoint, self.clock()))
+        self._missing.append((checkpoint, time.monotonic()))
 
-    def reach(self, checkpoint: CheckpointId) -> bool:
-        """A lasting tier has a checkpoint's parts of all ranks; return whether that is news."""
-        if self.newest is not None and checkpoint <= self.newest:
-            return False
-        self.newest, self._reached_s = checkpoint, self.clock()
-        self._missing = [item for item in self._missing if item[0] > checkpoint]
-        self._reasons.clear()
-        return True
+    def reach(self, checkpoint: CheckpointId) -> None:
+        """A lasting tier has a checkpoint's parts of all ranks."""
+        if self.newest is None or checkpoint > self.newest:
+            self.newest, self._reached_s = checkpoint, time.monotonic()
+            self._missing = [item for item in self._missing if item[0] > checkpoint]
+            self._reasons.clear()
 
     def note(self, reason: str) -> None:
         """Something failed."""
@@ -335,7 +327,7 @@ class LastingCopies:
         """Seconds since lasting tiers should have had one: 0 where nothing is missing."""
         if not self._missing:
             return 0.0
-        return self.clock() - max(self._reached_s, self._missing[0][1])
+        return time.monotonic() - max(self._reached_s, self._missing[0][1])
 
     def error(self, missing: CheckpointId) -> CheckpointError:
         """Return the error that says what is missing, since when, and why."""

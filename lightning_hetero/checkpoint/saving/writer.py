@@ -1,6 +1,6 @@
 """How a checkpoint is written while training goes on.
 
-`save` copies the rank's state to host memory (`snapshot`) and returns. Behind it, in order:
+`save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
 
 1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
 2. All ranks tell each other what each tier has taken, wait for those whose storage is slow
@@ -68,7 +68,7 @@ class SavedCheckpoint:
     def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
         """Return True once this rank's part is in the remote tier, False if it was skipped.
 
-        Behind an upload that still runs, that is decided by the next save or `upload_newest`.
+        While another upload runs, that is left to the next save or to `upload_newest`.
         """
         return bool(self._remote.result(timeout_s))
 
@@ -111,11 +111,6 @@ class CheckpointWriter:
         self._thread = BackgroundThread("checkpoint-meet")
         self._meeting = Meeting(tiers, tuple(node_of_rank), transport or SoloTransport(), options)
         self._last: Future[None] | None = None
-
-    @property
-    def num_uploads(self) -> int:
-        """Uploads of this rank that run or wait."""
-        return self._meeting.uploads.num_running
 
     def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
         """Start a checkpoint at a step boundary.
