@@ -78,10 +78,6 @@ class Contingencies:
                 return found
         return task.solve()
 
-    def knows(self, task: Task[object]) -> bool:
-        """Whether a task has been solved."""
-        return any(known == task for known, _ in list(self._answers))
-
     def stop(self) -> None:
         """Solve nothing more; what is solved stays known."""
         solving, self._solving = self._solving, None

@@ -32,13 +32,9 @@ class Cursor:
     num_iterations: int = 0
     """Iterations of the epoch that consumed them."""
 
-    def to_dict(self) -> dict[str, int]:
-        """Return the cursor as plain data."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Build a cursor from what `to_dict` returns; CheckpointError if it isn't that."""
+        """Build a cursor from its fields; CheckpointError if they aren't a cursor's."""
         try:
             return cls(
                 epoch=int(data["epoch"]),
@@ -76,7 +72,7 @@ class Progress:
 
     def state_dict(self, cursor: Cursor | None = None) -> dict[str, Any]:
         """Return the cursor, or another one of the same order, as plain data."""
-        return {"order": dict(self._identity), "cursor": (cursor or self.cursor).to_dict()}
+        return {"order": dict(self._identity), "cursor": asdict(cursor or self.cursor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was saved.

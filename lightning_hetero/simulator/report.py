@@ -12,7 +12,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.recomputation import describe_recomputation
 from lightning_hetero.simulator.cost import CostModel
-from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes
+from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes, usable_bytes
 from lightning_hetero.simulator.simulate import Simulation
 
 __all__ = [
@@ -77,9 +77,7 @@ class StageFacts(NamedTuple):
     @property
     def usable_bytes(self) -> float | None:
         """Memory of its device that a plan may fill."""
-        if self.device_bytes is None:
-            return None
-        return self.device_bytes - reserved_bytes(self.device_bytes)
+        return None if self.device_bytes is None else usable_bytes(self.device_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

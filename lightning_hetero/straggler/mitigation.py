@@ -8,7 +8,7 @@ from enum import StrEnum
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler.locate import Finding
 from lightning_hetero.straggler.run_model import RunModel, Slowness
-from lightning_hetero.straggler.swap import SwapConfig, move_ranks, propose_swap, ranks_moved
+from lightning_hetero.straggler.swap import move_ranks, propose_swap, ranks_moved
 
 __all__ = [
     "Mitigation",
@@ -17,8 +17,6 @@ __all__ = [
     "find_mitigations",
     "restart_mitigation",
 ]
-
-_SEARCH = SwapConfig(max_swaps=4, predictions_per_swap=64)
 
 
 class Mitigation(StrEnum):
@@ -56,10 +54,6 @@ class PossibleMitigation:
     """Ranks that a restart should leave out."""
 
 
-def _always(plan: ParallelPlan) -> bool:
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class WatchedPlans:
     """The plans of a run as they are without a fault, and what each takes under it."""
@@ -68,7 +62,7 @@ class WatchedPlans:
     """One, or those among which a data module chooses."""
     models: tuple[RunModel, ...]
     """Of those that ran, the one that ran most first."""
-    has_room: Callable[[ParallelPlan], bool] = field(default_factory=lambda: _always)
+    has_room: Callable[[ParallelPlan], bool]
     """Says whether each rank's memory holds its place in a plan like one of these."""
 
     def has_room_for(self, taken_by: Mapping[int, int]) -> bool:
@@ -122,7 +116,6 @@ def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMit
         slow_links=list(slowness.links),
         predict_s=lambda plan: run.predict_s(ranks_moved(model.facts.plan, plan)),
         has_room=lambda plan: run.has_room_for(ranks_moved(model.facts.plan, plan)),
-        config=_SEARCH,
     )
     if proposal is not None:
         balancing = _balancing(model, slowness, proposal.plan)

@@ -19,7 +19,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler.locate import Pair
 
 __all__ = [
-    "SwapConfig",
     "SwapProposal",
     "gradient_links",
     "move_ranks",
@@ -29,29 +28,11 @@ __all__ = [
 ]
 
 _Swap = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwapConfig:
-    """How long to look.
-
-    Raises:
-        ConfigurationError: A number is out of range.
-    """
-
-    max_swaps: int = 8
-    """Most swaps in one proposal, 1 or more."""
-    predictions_per_swap: int = 24
-    """Candidates predicted for each swap, the most promising first, 1 or more."""
-    least_gain: float = 0.01
-    """Least relative gain of a swap, 0 or more."""
-
-    def __post_init__(self) -> None:
-        if self.max_swaps < 1 or self.predictions_per_swap < 1 or self.least_gain < 0.0:
-            raise ConfigurationError(
-                f"max_swaps {self.max_swaps} and predictions_per_swap {self.predictions_per_swap} "
-                f"must be 1 or more, least_gain {self.least_gain} 0 or more."
-            )
+_MOST_SWAPS = 4
+_PREDICTIONS = 64
+"""Candidates predicted for each swap, the most promising first."""
+_LEAST_GAIN = 0.01
+"""Relative gain below which a swap isn't made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +59,6 @@ def propose_swap(
     slow_links: Collection[Pair],
     predict_s: Callable[[ParallelPlan], float],
     has_room: Callable[[ParallelPlan], bool] | None = None,
-    config: SwapConfig | None = None,
 ) -> SwapProposal | None:
     """Return the best plan found by swapping places, or None if no swap helps.
 
@@ -90,23 +70,21 @@ def propose_swap(
             micro-batches balanced, if S2 goes along.
         has_room: Says whether each rank's memory holds its place in a plan; asked only of plans
             that would be taken. None takes all.
-        config: How long to look.
     """
-    settings = config or SwapConfig()
     suspects = sorted({*slow_ranks, *(rank for pair in slow_links for rank in pair)})
     before_s = best_s = predict_s(plan)
     best = plan
     swaps: list[_Swap] = []
-    for _ in range(settings.max_swaps):
+    for _ in range(_MOST_SWAPS):
         moves: list[tuple[_Swap, ...]] = [(swap,) for swap in _moves(best, suspects)]
         moves += [move for pair in slow_links for move in _moves_of_both_ends(best, pair)]
         candidates = [(_swap_all(best, move), move) for move in moves]
         candidates.sort(key=lambda candidate: _penalty(candidate[0], slow_ranks, slow_links))
         tried = [
             (predict_s(candidate), index, candidate, move)
-            for index, (candidate, move) in enumerate(candidates[: settings.predictions_per_swap])
+            for index, (candidate, move) in enumerate(candidates[:_PREDICTIONS])
         ]
-        enough_s = best_s * (1.0 - settings.least_gain)
+        enough_s = best_s * (1.0 - _LEAST_GAIN)
         tried = sorted((e for e in tried if e[0] <= enough_s), key=lambda entry: entry[:2])
         chosen = next((e for e in tried if has_room is None or has_room(e[2])), None)
         if chosen is None:

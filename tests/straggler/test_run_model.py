@@ -52,7 +52,7 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
 def mitigations_of(ran, slowness, plans=()):
     models = tuple(RunModel(facts, slowness) for facts in ran)
     plans = plans or tuple(model.facts.plan for model in models)
-    return find_mitigations(WatchedPlans(plans=plans, models=models), slowness)
+    return find_mitigations(WatchedPlans(plans=plans, models=models, has_room=bool), slowness)
 
 
 def test_without_a_fault_the_plan_that_ran_takes_what_was_measured():
@@ -181,7 +181,7 @@ def test_a_rank_that_takes_a_faster_ones_place_is_given_less():
     probe_s = {0: 1.0, 1: 3.0, 2: 1.0, 3: 3.0}
     facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
     model = RunModel(facts, Slowness(ranks={1: 2.0}))
-    run = WatchedPlans(plans=(even(2),), models=(model,))
+    run = WatchedPlans(plans=(even(2),), models=(model,), has_room=bool)
     found = run.mitigation(Mitigation.SWAP, {0: 1, 1: 0}, "")
     assert found.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
     assert found.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}

@@ -117,13 +117,12 @@ class StragglerSession:
         start_s = time.perf_counter()
         self._history.settle(since_step)
         reports = self._ranks.gather(self._history.report(since_step))
-        plan: tuple[Suspicion, tuple[tuple[Pair, ...], ...]] = (Suspicion(), ())
-        watch = self._watch
+        suspicion, watch = Suspicion(), self._watch
+        rounds: tuple[tuple[Pair, ...], ...] = ()
         if watch is not None:
             suspicion = suspect(reports, iteration_s=watch.base_s(), known=watch.known)
             rounds = probe_rounds(suspicion, self._ranks.world_size, watch.known)
-            plan = suspicion, rounds
-        suspicion, rounds = self._ranks.share(plan)
+        suspicion, rounds = self._ranks.share((suspicion, rounds))
         probes = self._probe(suspicion, rounds, self._healthy.hosts)
         if watch is None:
             return

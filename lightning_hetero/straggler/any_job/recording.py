@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -67,11 +66,6 @@ class CommunicationRecorder:
         self._originals: list[tuple[Any, str, Any]] = []
         self._local = threading.local()
 
-    @property
-    def ops(self) -> tuple[CommunicationOp, ...]:
-        """The operations noted so far, oldest first."""
-        return tuple(self._ops)
-
     def note(self, op: CommunicationOp) -> None:
         """Add an operation that was seen in another way."""
         self._ops.append(op)
@@ -97,12 +91,7 @@ class CommunicationRecorder:
                 setattr(module, name, self._stand_in(name, original))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for module, name, original in self._originals:
             setattr(module, name, original)
         self._originals.clear()
@@ -188,19 +177,14 @@ class Recording:
         self._stopped.set()
         self._thread.join()
         self._hook.remove()
-        self._recorder.__exit__(None, None, None)
+        self._recorder.__exit__()
         self._write()
         atexit.unregister(self.stop)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _find_rank(self) -> None:

@@ -49,9 +49,10 @@ def test_the_recorder_sees_public_functions_once_each(one_process):
         with pytest.raises(ConfigurationError), CommunicationRecorder():
             pass
     assert dist.all_reduce is original
-    assert [op.name for op in recorder.ops[:3]] == ["all_reduce", "all_reduce", "broadcast"]
-    assert [op.num_bytes for op in recorder.ops[:3]] == [256, 16, 256]
-    period = infer_period(recorder.ops)
+    ops = recorder.take()
+    assert [op.name for op in ops[:3]] == ["all_reduce", "all_reduce", "broadcast"]
+    assert [op.num_bytes for op in ops[:3]] == [256, 16, 256]
+    period = infer_period(ops)
     assert period.num_ops == 3
     assert len(period.iteration_times_s) == 9
 
