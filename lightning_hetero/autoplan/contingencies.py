@@ -2,9 +2,9 @@
 
 Each rank solves what it would be asked for: of those who are left the first one plans. That is the
 loss of any other rank, or of all of another node, on rank 0; and the loss of rank 0, or of its
-node, on whoever is first then. Then the loss of two nodes at once, up to 8 of them, or of two of up
-to 8 ranks. What was foreseen is taken only if it is just what is asked: the
-same devices, model, sizes and costs.
+node, on whoever is first then. Then the loss of two nodes at once, of up to 8, or of two of up to
+8 ranks. A plan made ahead is taken only if exactly its question is asked: the same devices, model,
+sizes and costs.
 """
 
 import pickle

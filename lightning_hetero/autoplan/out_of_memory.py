@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(error: BaseException) -> int:
-    """Return the bytes that an allocation asked for in vain, 0 if the error doesn't say."""
+    """Return the bytes of the allocation that failed, 0 if the error doesn't say."""
     found = _REQUEST.search(str(error))
     return 0 if found is None else int(float(found[1]) * _UNITS[found[2]])
 
@@ -172,7 +172,7 @@ class MemoryWatch:
         return min(1.0, (engine.plans.running.num_in_flight + 1) / most)
 
     def _live_bytes(self, error: BaseException) -> tuple[int, int]:
-        """Return the bytes that were there, and those asked for in vain."""
+        """Return the bytes that were allocated, and those of the allocation that failed."""
         requested, device = requested_bytes(error), self._engine.device
         played = self._start.facts.emulation.live_bytes
         if played is not None:

@@ -329,7 +329,7 @@ class ElasticRestart(Callback):
         ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
         while True:
-            waits = _is_uploading(saved, _ROUND_S)
+            waits = _is_uploading(saved)
             rows = ranks.gather((waits, self.is_leaving, time.monotonic() - start_s))
             told = frozenset(rank for rank, row in enumerate(rows) if row[1])
             nobody_stays = {nodes[rank] for rank in told} == set(nodes)
@@ -391,10 +391,10 @@ def _check_in_place(trainer: pl.Trainer) -> None:
         )
 
 
-def _is_uploading(saved: SavedCheckpoint, timeout_s: float) -> bool:
+def _is_uploading(saved: SavedCheckpoint) -> bool:
     """Return whether this rank's part still isn't in the remote store after a wait."""
     try:
-        saved.wait_until_uploaded(timeout_s)
+        saved.wait_until_uploaded(_ROUND_S)
     except TimeoutError:
         return True
     except (CheckpointError, PeerError, OSError) as error:

@@ -35,7 +35,7 @@ _LARGE_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLinks:
-    """Measured links, None where no two ranks stand so."""
+    """Measured links, None where no two ranks are connected that way."""
 
     inside_node: LinkTimes | None = None
     between_nodes: LinkTimes | None = None

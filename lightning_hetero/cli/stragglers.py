@@ -1,7 +1,7 @@
 """`lightning-hetero stragglers FILE... [--plot FILE]`: what slowed a run, and what was done.
 
 Reads the event log of a run under our callbacks, or what others recorded of any job, a file a rank:
-`straggler.records` says which. Without `--plot` it prints a table of changes, findings, actions and
+`straggler.any_job` says which. Without `--plot` it prints a table of changes, findings, actions and
 generations of ranks; with it, it also draws all of that over time, with the iteration times.
 """
 
@@ -151,14 +151,10 @@ def plot_events(events: Sequence[Event], path: Path) -> None:
     """Draw iteration time over steps, and above it what changed, was found and was done.
 
     Raises:
-        ConfigurationError: matplotlib is missing, or can't write such a file.
+        ConfigurationError: matplotlib can't write such a file.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "Drawing needs matplotlib. Install it with `pip install 'lightning-hetero[plot]'`."
-        ) from error
+    from matplotlib.figure import Figure
+
     iterations = [event for event in events if isinstance(event, IterationEvent)]
     last = max(event.step for event in events)
     first = min(event.step for event in events)

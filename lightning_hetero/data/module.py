@@ -285,7 +285,7 @@ class HeteroDataModule(pl.LightningDataModule):
         return Progress(**identity, shuffle_buffer=self._shuffle_buffer)
 
     def _find_candidates(self) -> Candidates:
-        return self._candidates or Candidates.equal_ranks(self._place()[1])
+        return self._candidates or Candidates.equal_ranks(self._rank_and_count()[1])
 
     def _make_source(self, split: str, min_samples: int) -> IterationSource:
         training = split == "train"
@@ -318,7 +318,7 @@ class HeteroDataModule(pl.LightningDataModule):
             source,
             self._open_planner(),
             candidates,
-            global_rank=self._place()[0],
+            global_rank=self._rank_and_count()[0],
             seed=self._seed,
             name=f"{split}/{self._num_loaders}",
         )
@@ -348,7 +348,7 @@ class HeteroDataModule(pl.LightningDataModule):
                 )
         return self._planner
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_count(self) -> tuple[int, int]:
         """Return this rank's index and the number of ranks, as the dealt samples count them.
 
         Without plans, ranks that share a model (tensor parallelism) count as one.

@@ -37,7 +37,7 @@ __all__ = [
 QUADRATIC_WEIGHT = 1 / 12_288
 """Attention of a token over l others costs l / (12 · hidden_size) of its matrix products.
 
-Here hidden_size is 1,024: what stands in where nothing says how wide the model is.
+Here hidden_size is 1,024, which is assumed where nothing says how wide the model is.
 """
 
 

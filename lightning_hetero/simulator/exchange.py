@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
+from lightning_hetero.core.plan import PipelinePlan
 from lightning_hetero.core.transfers import ExchangeKind
 from lightning_hetero.simulator.by_node import push_by_node_s
 from lightning_hetero.simulator.cluster_links import pairwise_s, ring_s
@@ -112,11 +112,6 @@ class ExchangeTable:
             self._fill_sharded()
         else:
             self._fill_replicated()
-
-    @classmethod
-    def of(cls, plan: ParallelPlan, cost: CostModel) -> Self:
-        """Return the table of a plan's pipelines, each by itself."""
-        return cls([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
 
     def pull_start_s(self, first_forward_s: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return when each stage may start, so that no layer runs before its weights are there.

@@ -90,7 +90,7 @@ def plot_timeline(
         if (members[0], 0) in lanes:
             _head(axes, lanes[members[0], 0], members, counts[members[0]])
     _finish_axes(axes, lanes, simulation)
-    draw_memory(memory_axes, lanes, facts, _LANE_HEIGHT)
+    draw_memory(memory_axes, lanes, facts)
     num_left_out = sum(plan.pipelines[m[0]].num_stages for m in groups) - len(lanes)
     if num_left_out:
         axes.text(0, height, f"{num_left_out} more stages are not drawn", va="top", fontsize=8)
@@ -244,7 +244,6 @@ def draw_memory(
     axes: Any,
     lanes: Mapping[tuple[int, int], float],
     facts: Sequence[Sequence[StageFacts]],
-    lane_height: float,
 ) -> None:
     """Draw a bar beside each lane of the timeline, and a black edge where its device ends.
 
@@ -252,7 +251,6 @@ def draw_memory(
         axes: Where to draw; its lanes are the timeline's.
         lanes: Upper edge of the lane of each (pipeline, stage) that is drawn.
         facts: [pipeline][stage] what is known of it.
-        lane_height: Height of a bar.
     """
     unit, unit_bytes = memory_unit(facts)
     known = {place: facts[place[0]][place[1]] for place in lanes}
@@ -266,7 +264,7 @@ def draw_memory(
             list(lanes.values()),
             list(widths.values()),
             left=list(left.values()),
-            height=lane_height,
+            height=_LANE_HEIGHT,
             align="edge",
             color=_TERM_COLOURS[name],
             edgecolor="white",
@@ -276,7 +274,7 @@ def draw_memory(
         left = {place: left[place] + widths[place] for place in lanes}
     for place, top in lanes.items():
         limit = (known[place].device_bytes or 0.0) / unit_bytes
-        axes.plot([limit, limit], [top, top + lane_height], color="black", linewidth=1.5)
+        axes.plot([limit, limit], [top, top + _LANE_HEIGHT], color="black", linewidth=1.5)
     axes.set_xlim(0, None)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

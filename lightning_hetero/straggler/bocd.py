@@ -29,7 +29,7 @@ least `significance`    6.5    Tuned: at 6 noise is reported, at 7 faults are mi
 `_LEAST_SCALE`          0.002  Noise of a perfectly even stream, so that densities are finite
 ======================  =====  =====================================================================
 
-Those of the proposal stand in `run_length`, those of the statistic in `significance`.
+Those of the proposal are in `run_length`, those of the statistic in `significance`.
 """
 
 import math

@@ -52,7 +52,7 @@ class Waiting:
     num_bytes: float
 
     def is_explained(self, slower_s: float, probe_bytes: int) -> bool:
-        """Return whether a link can be the cause whose probe, one way, is slower by so much.
+        """Return whether a link whose probe takes `slower_s` longer, one way, can be the cause.
 
         A smaller message is slower by no more than the probe, a larger one in proportion.
         """

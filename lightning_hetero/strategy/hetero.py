@@ -1,6 +1,6 @@
 """`HeteroStrategy`: a Lightning strategy that runs a `ParallelPlan`.
 
-A thin adapter: Lightning's hooks stand in `hooks`, and what they do is done by what the strategy
+A thin adapter: Lightning's hooks are in `hooks`, and what they do is done by what the strategy
 has: `Processes` (connect and talk), `SlicedState` (the module's weights), `Dealer` (who gets which
 samples) and `Steps` (an iteration of the engine for each step). In order:
 

@@ -4,9 +4,14 @@ from collections.abc import Sequence
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, MicroBatchShape
-from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.exchange import ExchangeTable, Holders
 
-__all__ = ["iteration_time_closed_form"]
+__all__ = ["iteration_time_closed_form", "table_of"]
+
+
+def table_of(plan: ParallelPlan, cost: CostModel) -> ExchangeTable:
+    """Return the table of a plan's pipelines, each by itself."""
+    return ExchangeTable([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
 
 
 def iteration_time_closed_form(
@@ -35,7 +40,7 @@ def iteration_time_closed_form(
             else:
                 stage_s.append(max(times))
         slowest = max(slowest, sum(stage_s) + (len(batches) - 1) * max(stage_s))
-    table = ExchangeTable.of(plan, cost)
+    table = table_of(plan, cost)
     sync_s = 0.0
     for index, pipeline in enumerate(plan.pipelines):
         per_stage = [0.0] * pipeline.num_stages

@@ -21,6 +21,7 @@ from lightning_hetero.core.transfers import ExchangeKind, TransferTable
 from lightning_hetero.simulator import RooflineCost, StateLayout, owned_exchange
 from lightning_hetero.simulator.cluster_links import ring_s
 from lightning_hetero.simulator.exchange import ExchangeTable
+from tests.simulator.closed_form import table_of
 from tests.simulator.sailor import ROOT
 from tests.simulator.test_exchange import MODEL, costs, plans
 
@@ -69,7 +70,7 @@ def test_a_curve_interpolates_seconds_and_is_refused_if_larger_messages_took_les
 
 def exchange_of(plan: ParallelPlan, cost: RooflineCost, kind: ExchangeKind) -> ExchangeTable:
     cost.layout = StateLayout(exchange=kind)
-    return ExchangeTable.of(plan, cost)
+    return table_of(plan, cost)
 
 
 @given(plans(), costs(), KINDS)
@@ -103,7 +104,7 @@ def test_a_curve_that_is_a_straight_line_changes_nothing(plan, cost):
     straight = exchange_of(plan, cost, ExchangeKind.MESSAGES)
     rate = cost.cluster.inter_node_bytes_per_s
     cost.message_curve = MessageCurve(((1e-9, rate), (1e12, rate)))
-    curved = ExchangeTable.of(plan, cost)
+    curved = table_of(plan, cost)
     for one, other in zip(
         straight.push_s + straight.pull_s, curved.push_s + curved.pull_s, strict=True
     ):

@@ -12,6 +12,7 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.simulator import RooflineCost, StateLayout
 from lightning_hetero.simulator.exchange import ExchangeTable, cut_segments
+from tests.simulator.closed_form import table_of
 
 NUM_LAYERS = 6
 MODEL = ModelSpec(
@@ -85,7 +86,7 @@ def test_segments_cover_every_pipelines_layers_once_from_last_to_first(plan, cos
 @given(plans(), costs())
 @settings(max_examples=60, deadline=None)
 def test_a_unit_is_sent_to_every_other_holder_over_its_own_link(plan, cost):
-    table = ExchangeTable.of(plan, cost)
+    table = table_of(plan, cost)
     for segment, push, pull in zip(table.segments, table.push_s, table.pull_s, strict=True):
         stages = [p.stages[s] for p, s in zip(plan.pipelines, segment.stages, strict=True)]
         for index, stage in enumerate(stages):
@@ -137,7 +138,7 @@ def walk_pushes(
 @given(plans(), costs(), st.data())
 @settings(max_examples=80, deadline=None)
 def test_queues_end_when_walking_every_layer_says(plan, cost, data):
-    table = ExchangeTable.of(plan, cost)
+    table = table_of(plan, cost)
     seconds = st.floats(0.0, 0.2)
     spans = [[data.draw(seconds) for _ in p.stages] for p in plan.pipelines]
     ends = [[span + data.draw(seconds) for span in row] for row in spans]
@@ -151,7 +152,7 @@ def test_queues_end_when_walking_every_layer_says(plan, cost, data):
 @given(plans(), costs())
 @settings(max_examples=40, deadline=None)
 def test_no_stage_starts_before_its_first_layer_was_pulled_nor_later_than_all(plan, cost):
-    table = ExchangeTable.of(plan, cost)
+    table = table_of(plan, cost)
     forwards = [[0.01] * p.num_stages for p in plan.pipelines]
     starts = table.pull_start_s(forwards)
     for index, row in enumerate(starts):
@@ -180,7 +181,7 @@ def test_with_standbys_memory_and_pushes_count_both_copies_and_pulls_one():
     assert second.owned == 2 * first.owned
     assert (second.weights, second.gradients) == (first.weights, first.gradients)
     latency = cluster.intra_node_latency_s
-    tables = [ExchangeTable.of(plan, cost) for cost in (alone, both)]
+    tables = [table_of(plan, cost) for cost in (alone, both)]
     for one, two in zip(*(table.push_s for table in tables), strict=True):
         assert [2 * (value - latency) for value in one] == pytest.approx([v - latency for v in two])
     assert tables[0].pull_s == tables[1].pull_s

@@ -90,7 +90,7 @@ def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):
 def test_bars_of_memory_are_stacked_by_term_and_end_where_the_device_does():
     axes, terms = mock.MagicMock(), MemoryTerms(*(n * 2.0**30 for n in range(1, 9)))
     facts = [[StageFacts(device="A", memory=terms, device_bytes=80 * 2**30)] * 2]
-    draw_memory(axes, {(0, 0): 1.0, (0, 1): 2.0}, facts, 0.5)
+    draw_memory(axes, {(0, 0): 1.0, (0, 1): 2.0}, facts)
     bars = [call.kwargs["left"] + call.args[1] for call in axes.barh.call_args_list]
     assert [call.kwargs["label"] for call in axes.barh.call_args_list] == list(TERM_NAMES.values())
     widths = [*range(1, 9), 4.2]
@@ -100,7 +100,7 @@ def test_bars_of_memory_are_stacked_by_term_and_end_where_the_device_does():
         assert first == second == pytest.approx(left)
         assert both == pytest.approx([width, width])
     edges = [call.args for call in axes.plot.call_args_list]
-    assert edges == [([80, 80], [1.0, 1.5]), ([80, 80], [2.0, 2.5])]
+    assert edges == [([80, 80], [1.0, 1.8]), ([80, 80], [2.0, 2.8])]
 
 
 def test_a_picture_draws_like_pipelines_once_and_says_so(tmp_path):
