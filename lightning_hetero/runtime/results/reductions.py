@@ -23,6 +23,12 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
     fold,
 )
+from lightning_hetero.runtime.results.sample_places import (
+    TURNING,
+    TURNS,
+    takes_part,
+    turns_samples,
+)
 from lightning_hetero.runtime.results.torch_calls import (
     NO_NUMBERS,
     NO_TENSORS,
@@ -90,14 +96,16 @@ _NOT_BY_ELEMENT = (
     | PRODUCTS
     | _REORDERING
     | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
+    | {"select", "narrow", "batch_norm"}
 )
 """Functions that may make more of samples than other samples."""
 
 _NO_TENSORS = NO_TENSORS | {slice}
 _LISTS = frozenset((list, tuple))
 _BY_CHANCE = {"randperm", "rand", "randn"}
-_ONLY_CONSTANTS = {id(CONSTANT)}
-_NO_REDUCTIONS = {id(CONSTANT), id(None)}
+_ZERO = Reduction(Kind.CONSTANT)
+_CONSTANTS = {id(CONSTANT), id(_ZERO)}
+_NO_REDUCTIONS = _CONSTANTS | {id(None)}
 
 
 class Reductions:
@@ -121,6 +129,10 @@ class Reductions:
         """Whole numbers that tensors have told."""
         self._stacked: dict[int, Tensor] = {}
         """Tensors whose dim 0 counts what was stacked, not samples."""
+        self._turned: dict[int, Tensor] = {}
+        """Samples whose first dim is another one than the batch's."""
+        self._parts: dict[int, Tensor] = {}
+        """Some of the batch's samples, taken by their places."""
         self._shuffles: dict[int, Tensor] = {}
         """Random orders, and random numbers that may become some."""
 
@@ -147,7 +159,7 @@ class Reductions:
         """Whether nothing is known of any of these, unless it is a constant."""
         for value in values:
             found = self._known.get(id(value))
-            if found is not None and found[1] is not CONSTANT:
+            if found is not None and id(found[1]) not in _CONSTANTS:
                 return False
         return True
 
@@ -174,7 +186,8 @@ class Reductions:
 
     def forget(self) -> None:
         """Know nothing, and hold nothing that a step has made."""
-        self._known, self.told, self._stacked, self._shuffles = {}, {}, {}, {}
+        self._known, self.told, self._shuffles = {}, {}, {}
+        self._stacked, self._turned, self._parts = {}, {}, {}
         self.formulas.forget()
 
     def follow(
@@ -185,14 +198,14 @@ class Reductions:
             if type(result) is int and name_of(func) == "item":
                 self.told[result] = self.of(args[0])
             return
-        name = name_of(func)
+        name = "t" if func in TURNING else name_of(func)
         if type(result) is Tensor or isinstance(result, Tensor):
             self._see_one(name, args, kwargs, result)
         elif isinstance(result, tuple | list):
             self._see_several(TorchCall(name, args, kwargs), result)
-        elif name == "setitem" and self._known.get(id(args[0]), (None, None))[1] is CONSTANT:
+        elif name == "setitem" and id(self._known.get(id(args[0]), (None, None))[1]) in _CONSTANTS:
             written = self.of_all(args[1:])
-            if any(item is not CONSTANT for item in written):
+            if any(id(item) not in _CONSTANTS for item in written):
                 self.keep(args[0], TOGETHER if TOGETHER in written else None)
         elif type(result) is float and name in ("item", "float"):
             self.keep(result, self.of(args[0]))
@@ -206,10 +219,22 @@ class Reductions:
             self._keep_judged(TorchCall(name, args, kwargs), result)
         elif source is CONSTANT:
             self._known[id(result)] = result, CONSTANT
-        elif id(result) in self._known:  # A constant that was changed in place.
-            del self._known[id(result)]
+        else:
+            if id(result) in self._known:  # A constant that was changed in place.
+                del self._known[id(result)]
+            self._note_place(name, source, result)
         if self._shuffles or name in _BY_CHANCE:
             self._note_random(name, args, result)
+
+    def _note_place(self, name: str, source: Any, result: Tensor) -> None:
+        """Remember which samples have gone to another dim, or are some of the batch's."""
+        is_turned = id(source) in self._turned
+        if name in TURNS and turns_samples(source, result, self.num_samples, is_turned=is_turned):
+            is_turned = not is_turned
+        if is_turned and result.ndim == source.ndim:
+            self._turned[id(result)] = result
+        if id(source) in self._parts:
+            self.keep_part(result)
 
     def _keep_judged(self, call: TorchCall, result: Tensor) -> None:
         known = self._judge(call, result)
@@ -230,11 +255,14 @@ class Reductions:
     def _see_several(self, call: TorchCall, results: Sequence[Any]) -> None:
         """Look at what a function with several results makes."""
         known = [self.of(item) for item in call.tensors()]
-        if TOGETHER in known or (known and all(item is CONSTANT for item in known)):
+        if TOGETHER in known or (known and set(map(id, known)) <= _CONSTANTS):
             for item in tensors_among(results):
                 self.keep(item, TOGETHER if TOGETHER in known else CONSTANT)
         elif call.name in _CHOOSING:
             self._see_chosen(call, results)
+        elif known == [None] and takes_part(call, self.num_samples):
+            for item in tensors_among(results):
+                self.keep_part(item)
 
     def _see_chosen(self, call: TorchCall, results: Sequence[Any]) -> None:
         """Look at values that are chosen along a dim, with their indices."""
@@ -267,10 +295,14 @@ class Reductions:
         for item in (*args, *kwargs.values()) if kwargs else args:
             kind, key = type(item), id(item)
             if kind in _NO_TENSORS or (kind in _LISTS and {*map(type, item)} <= _NO_TENSORS):
+                if kind is float and known.get(key, (item, CONSTANT))[1] is not CONSTANT:
+                    return None
                 continue
             found = known[key][1] if key in known else None
             if found is CONSTANT or (found is None and kind is not Tensor and is_parameter(item)):
                 has_constants = True
+            elif found is _ZERO:
+                continue
             elif found is not None or not may_be_samples or not isinstance(item, Tensor):
                 return None
             else:
@@ -293,17 +325,26 @@ class Reductions:
     def _judge_tensors(
         self, call: TorchCall, tensors: Sequence[Tensor], result: Tensor
     ) -> Reduction | None:
-        known = [self.of(tensor) for tensor in tensors]
+        given = *call.args, *call.kwargs.values()
+        floats = [item for item in given if type(item) is float and id(item) in self._known]
+        known = [self.of(item) for item in (*tensors, *floats)]
         kinds = set(map(id, known))
-        if call.name in _FILLED and result.numel() == 1 and rows_in_argument(_FILLED[call.name]):
-            return Reduction(Kind.CONSTANT, count=1, value=result)
-        if call.name in _FACTORIES or kinds == _ONLY_CONSTANTS:
-            return CONSTANT
+        if call.name in _FACTORIES:
+            return _made_anew(call, result)
+        if known and kinds <= _CONSTANTS:
+            return known[0] if call.name in _KEEPING else CONSTANT
         if self._needs_all(call, known):
             return TOGETHER
         if kinds <= _NO_REDUCTIONS:
             if self._is_of_stacked(call, tensors, result):
                 return None
+            if takes_part(call, self.num_samples) or self.are_parts(tensors[:1]):
+                # Of all parts together sums are the batch's.
+                if _REDUCTIONS.get(call.name, Kind.SUM) is not Kind.SUM:
+                    return UNKNOWN
+                self.keep_part(result)
+            if self._is_elsewhere(call):
+                return UNKNOWN
             if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
                 return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
             judged = _reduce(call, tensors, known, result) if tensors else None
@@ -321,7 +362,7 @@ class Reductions:
             if kept is not None:
                 return kept
         if call.name in _FLOORS and first is not None and first.kind is Kind.SUM:
-            return first if all(item is CONSTANT for item in known[1:]) else UNKNOWN
+            return first if set(map(id, known[1:])) <= _CONSTANTS else UNKNOWN
         if call.name in _JOINING:
             # One number of one sample: a list of samples' numbers, which count alike, or of losses?
             is_open = len(known) == self.num_samples == 1
@@ -333,6 +374,8 @@ class Reductions:
         name = call.name
         if TOGETHER in known:
             return True
+        if name == "batch_norm":
+            return bool(call.argument(5, "training"))
         if name in _NONLINEAR and len(known) == 1:
             return known[0] not in (None, UNKNOWN)
         if name in OPERATIONS and len(known) == 2 and None in known:
@@ -367,6 +410,24 @@ class Reductions:
         dims = call.dims(tensors[0].ndim)
         return dims is not None and 1 not in dims
 
+    def keep_part(self, tensor: Tensor) -> None:
+        """Remember that a tensor is made of some of the batch's samples."""
+        self._parts[id(tensor)] = tensor
+
+    def are_parts(self, values: Iterable[Any]) -> bool:
+        """Whether any of these are some of the batch's samples."""
+        return any(id(value) in self._parts for value in values)
+
+    def _is_elsewhere(self, call: TorchCall) -> bool:
+        """Whether a function runs along some dims of samples, whose first dim is another one."""
+        source = call.argument(0, "input")
+        if call.name not in _WITH_DIMS or not isinstance(source, Tensor) or source.ndim < 2:
+            return False
+        dims = call.dims(source.ndim)
+        if dims is None or len(dims) == source.ndim or self.of(source) is not None:
+            return False
+        return id(source) in self._turned or not self._has_samples(source)
+
     def _combine(self, call: TorchCall) -> Reduction:
         name, pair = call.name, (*call.args, *call.kwargs.values())[:2]
         if len(pair) < 2:
@@ -395,6 +456,20 @@ class Reductions:
             counts = bool(rows) or (rows is None and type(value) is int)
             found = Reduction(Kind.CONSTANT, count=counts, value=value)
         return found
+
+
+def _made_anew(call: TorchCall, result: Tensor) -> Reduction:
+    """Judge what is made of numbers."""
+    if result.numel() != 1:
+        return CONSTANT
+    is_filled = call.name in _FILLED
+    if "zeros" in call.name or (
+        is_filled and any(type(i) in (int, float) and not i for i in call.args)
+    ):
+        return _ZERO
+    if is_filled and rows_in_argument(_FILLED[call.name]):
+        return Reduction(Kind.CONSTANT, count=1, value=result)
+    return CONSTANT
 
 
 def _reduce(

@@ -189,8 +189,11 @@ class LossWatch(TorchFunctionMode):
             self.reductions.follow(func, args, kwargs, result)
         else:
             self._see_loss(func, args, kwargs, result)
-            given = tensors_among((*args, *kwargs.values()))
-            if not self.reductions.are_samples(given):
+            given, reduction = tensors_among((*args, *kwargs.values())), kwargs.get("reduction")
+            are_parts = self.reductions.are_parts(given)
+            if are_parts and reduction == "none":
+                self.reductions.keep_part(result)
+            elif (are_parts and reduction != "sum") or not self.reductions.are_samples(given):
                 # Its targets are the best guess that there is of what it averages over.
                 is_together = self.reductions.is_any_together(given)
                 self.reductions.keep(result, TOGETHER if is_together else UNKNOWN)

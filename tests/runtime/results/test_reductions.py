@@ -79,6 +79,9 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "by a weight": (lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(), 24),
     "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
     "scaled by what is written": (scaled, 24),
+    "with a floor of zero": (lambda x: torch.maximum(x, torch.zeros(())).mean(), 24),
+    "of what was turned": (lambda x: (2 * x.T).mean(), 24),
+    "of what was turned and back": (lambda x: (2 * x.T).t().sum(1).mean(), 6),
     "scaled by a constant tensor": (lambda x: 2 * x.mean() * torch.tensor(x.shape[1]), 24),
     "with a penalty": (lambda x: F.cross_entropy(x, LABELS) + 0.1 * WEIGHT.square().sum(), 4),
     "with zeros for gradients": (lambda x: F.cross_entropy(x, LABELS) + 0.0 * x.sum(), 4),
@@ -97,6 +100,16 @@ SUMS: dict[str, Callable[[Tensor], Any]] = {
     "along samples first": lambda x: x.sum(0).sum(),
     "cross entropy": lambda x: 0.05 * F.cross_entropy(x, LABELS, reduction="sum"),
     "of two": lambda x: F.mse_loss(x, -x, reduction="sum") + each(x).sum(),
+    "begun by zero": lambda x: torch.tensor(0).float() + x.sum() + torch.zeros(()),
+    "of rows one by one": lambda x: sum(2 * row.sum() for row in x),
+    "of losses of parts": lambda x: sum(
+        F.cross_entropy(one, other, reduction="sum")
+        for one, other in zip(x.split(4), LABELS.split(4), strict=True)
+    ),
+    "of losses of parts by hand": lambda x: sum(
+        F.cross_entropy(one, other, reduction="none").sum()
+        for one, other in zip(x.split(4), LABELS.split(4), strict=True)
+    ),
     "of chunks": lambda x: torch.stack([each(x)[:0].sum(), each(x).sum()]).sum(),
 }
 UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
@@ -111,6 +124,14 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "a product": lambda x: x.mean() * x.sum(),
     "a mean times a count": lambda x: x.mean() * len(x),
     "a mean divided by a count": lambda x: F.mse_loss(x, -x) / x.shape[0],
+    "means of rows added": lambda x: sum((row.square().mean() for row in x), torch.tensor(0.0)),
+    "losses of rows added": lambda x: torch.stack(
+        [F.cross_entropy(x[i : i + 1], LABELS[i : i + 1]) for i in range(len(x))]
+    ).sum(),
+    "means of what is half": lambda x: x[: len(x) // 2].mean() + x[len(x) // 2 :].mean(),
+    "means of chunks": lambda x: sum(x.chunk(2)).mean(),
+    "a sum of means over samples that were turned": lambda x: x.T.mean(0).sum(),
+    "a mean of sums over them": lambda x: (2 * x.permute(1, 0)).sum(1).mean(),
     "one in a tensor": lambda x: x.mean() * torch.tensor(len(x)),
     "one in a filled tensor": lambda x: x.mean() * torch.full((), len(x)) * WEIGHT.sum(),
     "a share of the rows": lambda x: (len(x) / 24) * x.mean(),
@@ -147,6 +168,8 @@ TOGETHER: dict[str, Callable[[Tensor], Any]] = {
     "covariance": lambda x: (x.T @ x).square().sum(),
     "statistics used": lambda x: ((x - x.std(0)) ** 2).mean(),
     "weighed by the largest": lambda x: (each(x) * (each(x) / each(x).max())).mean(),
+    "capped by their median": lambda x: x.clamp(max=float(x.detach().median())).mean(),
+    "normalised without statistics": lambda x: F.batch_norm(x, None, None, training=True).sum(),
     "centred": lambda x: (x - x.mean(0)).abs().mean(),
     "similarities": lambda x: F.cosine_similarity(x[:, None], x[None], -1).mean(),
     "the farthest": lambda x: torch.cdist(x, x).max(1)[0].mean(),

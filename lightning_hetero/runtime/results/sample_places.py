@@ -1,0 +1,57 @@
+"""Where samples lie in a tensor: which functions move them to another dim, or take some of them.
+
+A mean over one sample out of a batch, or over the steps of sequences that have gone to the first
+dim, has the form of a mean over samples and is none.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hetero.runtime.results.torch_calls import TorchCall
+
+__all__ = ["TURNING", "TURNS", "takes_part", "turns_samples"]
+
+TURNING: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
+)
+"""Questions for a tensor that is turned."""
+TURNS = {"t", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"}
+"""Names of functions that give dims other places."""
+_CUTTING = {
+    **dict.fromkeys(("unbind", "select", "narrow"), 1),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split"), 2),
+}
+"""Functions that take parts along a dim, and the place of that argument."""
+
+
+def turns_samples(source: Tensor, result: Tensor, num_samples: int, *, is_turned: bool) -> bool:
+    """Whether one of `TURNS` moves samples from the first dim, or back there.
+
+    Args:
+        source: What it turns.
+        result: What it has made.
+        num_samples: Of the micro-batch.
+        is_turned: Whether they aren't in the source's first dim.
+    """
+    if source.ndim < 2 or (result.shape[0], result.stride(0)) == (
+        source.shape[0],
+        source.stride(0),
+    ):
+        return False
+    return is_turned or (source.shape[0] == num_samples and result.shape[0] != num_samples)
+
+
+def takes_part(call: TorchCall, num_samples: int) -> bool:
+    """Whether a function takes one of several samples, or some, by their places."""
+    source = call.argument(0, "input")
+    if not isinstance(source, Tensor) or not source.ndim or source.shape[0] != num_samples:
+        return False
+    if call.name == "getitem":
+        index = call.args[1]
+        first = index[0] if isinstance(index, tuple) and index else index
+        if isinstance(first, slice):
+            return len(range(*first.indices(num_samples))) != num_samples
+        return type(first) is int
+    place = _CUTTING.get(call.name)
+    return place is not None and call.argument(place, "dim", 0) == 0
