@@ -23,9 +23,21 @@ from lightning_hetero.runtime.results.number_kinds import (
     Reduction,
     fold,
 )
+from lightning_hetero.runtime.results.reduction_rules import (
+    FACTORIES,
+    KEEPING,
+    REDUCTIONS,
+    WITH_DIMS,
+    ZERO,
+    made_anew,
+    of_one,
+    reduced,
+)
 from lightning_hetero.runtime.results.sample_places import (
     TURNING,
     TURNS,
+    chooses_samples,
+    gives_other_places,
     takes_part,
     turns_samples,
 )
@@ -34,65 +46,26 @@ from lightning_hetero.runtime.results.torch_calls import (
     NO_TENSORS,
     PRODUCTS,
     TorchCall,
-    integers_among,
-    is_of_each_with_each,
     is_outer,
     is_parameter,
-    is_product,
     name_of,
     tensors_among,
 )
-from lightning_hetero.runtime.results.written_numbers import rows_in_argument, rows_of_operand
+from lightning_hetero.runtime.results.written_numbers import rows_of_operand
 
 __all__ = ["Reductions"]
 
-_REDUCTIONS = {
-    "sum": Kind.SUM,
-    "nansum": Kind.SUM,
-    "count_nonzero": Kind.SUM,
-    "mean": Kind.MEAN,
-    "amax": Kind.MAX,
-    "max": Kind.MAX,
-    "amin": Kind.MIN,
-    "min": Kind.MIN,
-}
-# fmt: off
-_OTHER_REDUCTIONS = {
-    "var", "std", "norm", "vector_norm", "prod", "median", "logsumexp", "nanmean", "nanmedian",
-    "quantile", "cumsum",
-}
-_ALONG = {"softmax", "log_softmax", "normalize", "sort", "argsort"}
-_KEEPING = {
-    "float", "double", "half", "bfloat16", "to", "type", "type_as", "detach", "clone", "contiguous",
-    "squeeze", "unsqueeze", "reshape", "view", "flatten", "ravel", "expand", "long", "int", "cpu",
-    "cuda", "item", "nan_to_num", "neg", "alias", "get",
-}
-_FACTORIES = {
-    "tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full", "arange", "zeros_like",
-    "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "linspace",
-    "logspace", "eye", "tril_indices", "triu_indices",
-}
-# fmt: on
-_FILLED = {
-    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "new_tensor"), 0),
-    **dict.fromkeys(("full", "full_like", "new_full"), 1),
-}
-"""Those of them that are given numbers: the place in the user's call."""
-_WITH_DIMS = _REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
 _FLOORS = {"clamp", "clamp_min", "clip", "maximum", "max"}
 _JOINING = {"stack", "cat", "hstack", "concat", "concatenate"}
 _NONLINEAR = {"sqrt", "rsqrt", "square"}
-_MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
-"""Functions over samples that may be means or sums, or run over something else where dim 0 is time.
-"""
 _REORDERING = {"flip", "flipud", "roll", "getitem", "index_select"}
 _CHOOSING = {"topk", "kthvalue", "sort", "median", "nanmedian", "mode"}
 """Functions that return values and their indices along one dim, the last one unless told."""
 
 
 _NOT_BY_ELEMENT = (
-    _WITH_DIMS
-    | _FACTORIES
+    WITH_DIMS
+    | FACTORIES
     | PRODUCTS
     | _REORDERING
     | {"stack", "einsum", "randperm", "rand", "randn", "argsort", "bincount"}
@@ -103,8 +76,7 @@ _NOT_BY_ELEMENT = (
 _NO_TENSORS = NO_TENSORS | {slice}
 _LISTS = frozenset((list, tuple))
 _BY_CHANCE = {"randperm", "rand", "randn"}
-_ZERO = Reduction(Kind.CONSTANT)
-_CONSTANTS = {id(CONSTANT), id(_ZERO)}
+_CONSTANTS = {id(CONSTANT), id(ZERO)}
 _NO_REDUCTIONS = _CONSTANTS | {id(None)}
 
 
@@ -127,10 +99,8 @@ class Reductions:
         """Numbers that are functions of those over samples."""
         self.told: dict[int, Reduction | None] = {}
         """Whole numbers that tensors have told."""
-        self._stacked: dict[int, Tensor] = {}
-        """Tensors whose dim 0 counts what was stacked, not samples."""
         self._turned: dict[int, Tensor] = {}
-        """Samples whose first dim is another one than the batch's."""
+        """Samples whose first dim is another one, or counts what was stacked."""
         self._parts: dict[int, Tensor] = {}
         """Some of the batch's samples, taken by their places."""
         self._shuffles: dict[int, Tensor] = {}
@@ -186,8 +156,8 @@ class Reductions:
 
     def forget(self) -> None:
         """Know nothing, and hold nothing that a step has made."""
-        self._known, self.told, self._shuffles = {}, {}, {}
-        self._stacked, self._turned, self._parts = {}, {}, {}
+        self._known, self.told = {}, {}
+        self._turned, self._parts, self._shuffles = {}, {}, {}
         self.formulas.forget()
 
     def follow(
@@ -245,7 +215,7 @@ class Reductions:
 
     def _note_random(self, name: str, args: Sequence[Any], result: Tensor) -> None:
         """Remember numbers that are drawn by chance, and orders made of them."""
-        is_kept = name in _KEEPING or name == "argsort"
+        is_kept = name in KEEPING or name == "argsort"
         # Orders have one dim; noise, which may be large, isn't held.
         if (name in _BY_CHANCE and result.ndim == 1) or (
             is_kept and args and id(args[0]) in self._shuffles
@@ -267,11 +237,9 @@ class Reductions:
     def _see_chosen(self, call: TorchCall, results: Sequence[Any]) -> None:
         """Look at values that are chosen along a dim, with their indices."""
         source = call.argument(0, "input")
-        if not isinstance(source, Tensor) or not source.ndim:
+        if not chooses_samples(call, source) or not self._has_samples(source):
             return
-        dim = call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)
-        is_over_samples = type(dim) is int and dim % source.ndim == 0 and self._has_samples(source)
-        if is_over_samples and self.of(source) is None and id(source) not in self._shuffles:
+        if self.of(source) is None and id(source) not in self._shuffles:
             for item in results[: 1 if call.name == "sort" else 2]:  # To sort samples mixes none.
                 self.keep(item, TOGETHER)
 
@@ -301,7 +269,7 @@ class Reductions:
             found = known[key][1] if key in known else None
             if found is CONSTANT or (found is None and kind is not Tensor and is_parameter(item)):
                 has_constants = True
-            elif found is _ZERO:
+            elif found is ZERO:
                 continue
             elif found is not None or not may_be_samples or not isinstance(item, Tensor):
                 return None
@@ -329,28 +297,41 @@ class Reductions:
         floats = [item for item in given if type(item) is float and id(item) in self._known]
         known = [self.of(item) for item in (*tensors, *floats)]
         kinds = set(map(id, known))
-        if call.name in _FACTORIES:
-            return _made_anew(call, result)
+        if call.name in FACTORIES:
+            return made_anew(call, result)
         if known and kinds <= _CONSTANTS:
-            return known[0] if call.name in _KEEPING else CONSTANT
+            return known[0] if call.name in KEEPING else CONSTANT
         if self._needs_all(call, known):
             return TOGETHER
         if kinds <= _NO_REDUCTIONS:
-            if self._is_of_stacked(call, tensors, result):
-                return None
-            if takes_part(call, self.num_samples) or self.are_parts(tensors[:1]):
-                # Of all parts together sums are the batch's.
-                if _REDUCTIONS.get(call.name, Kind.SUM) is not Kind.SUM:
-                    return UNKNOWN
-                self.keep_part(result)
-            if self._is_elsewhere(call):
-                return UNKNOWN
-            if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
-                return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
-            judged = _reduce(call, tensors, known, result) if tensors else None
-            is_by_chance = judged is TOGETHER and not self._has_samples(*tensors)
-            return UNKNOWN if is_by_chance else judged
+            return self._judge_samples(call, tensors, known, result)
         return self._judge_numbers(call, known)
+
+    def _judge_samples(
+        self,
+        call: TorchCall,
+        tensors: Sequence[Tensor],
+        known: Sequence[Reduction | None],
+        result: Tensor,
+    ) -> Reduction | None:
+        """Judge a function of tensors none of which is a reduction."""
+        if call.name == "stack" and call.argument(1, "dim", 0) == 0:
+            self._turned[id(result)] = result
+        if dims := self._dims_of_turned(call, tensors):
+            if 0 not in dims:
+                self._turned[id(result)] = result
+            is_second = self._has_samples(tensors[0].transpose(0, 1))
+            return None if is_second and 1 not in dims else UNKNOWN
+        if takes_part(call, self.num_samples) or self.are_parts(tensors[:1]):
+            # Of all parts together sums are the batch's.
+            if REDUCTIONS.get(call.name, Kind.SUM) is not Kind.SUM:
+                return UNKNOWN
+            self.keep_part(result)
+        if tensors and result.ndim and not any(tensor.ndim for tensor in tensors):
+            return UNKNOWN  # Of numbers of which nothing is known: they are no samples.
+        judged = reduced(call, tensors, known, result) if tensors else None
+        is_by_chance = judged is TOGETHER and not self._has_samples(*tensors)
+        return UNKNOWN if is_by_chance else judged
 
     def _judge_numbers(self, call: TorchCall, known: Sequence[Reduction | None]) -> Reduction:
         """Judge a function of tensors some of which are reductions."""
@@ -358,7 +339,7 @@ class Reductions:
             return UNKNOWN
         first = known[0]
         if len(known) == 1 and first is not None:
-            kept = _alone(call, first)
+            kept = of_one(call, first)
             if kept is not None:
                 return kept
         if call.name in _FLOORS and first is not None and first.kind is Kind.SUM:
@@ -388,27 +369,12 @@ class Reductions:
 
     def _reorders(self, call: TorchCall) -> bool:
         """Whether a function gives samples, of which nothing else is known, others' places."""
-        name, args, source = call.name, call.args, call.argument(0, "input")
+        source = call.argument(0, "input")
         if not isinstance(source, Tensor) or not self._has_samples(source):
             return False
         if self.of(source) is not None or id(source) in self._shuffles:
             return False
-        if name in ("getitem", "index_select"):
-            index = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
-            is_first = name == "getitem" or call.argument(1, "dim", 0) == 0
-            return is_first and id(call.kwargs.get("index", index)) in self._shuffles
-        dims = call.kwargs.get("dims", args[1:] if name == "flip" else args[2:])
-        dims = (dims,) if isinstance(dims, int) else integers_among(dims)
-        return name == "flipud" or 0 in [dim % source.ndim for dim in dims]
-
-    def _is_of_stacked(self, call: TorchCall, tensors: Sequence[Tensor], result: Tensor) -> bool:
-        """Return whether a function keeps the samples apart because dim 0 of its input is none."""
-        if call.name == "stack" and call.argument(1, "dim", 0) == 0:
-            self._stacked[id(result)] = result
-        if call.name not in _WITH_DIMS or len(tensors) != 1 or id(tensors[0]) not in self._stacked:
-            return False
-        dims = call.dims(tensors[0].ndim)
-        return dims is not None and 1 not in dims
+        return gives_other_places(call, source, self._shuffles)
 
     def keep_part(self, tensor: Tensor) -> None:
         """Remember that a tensor is made of some of the batch's samples."""
@@ -418,15 +384,15 @@ class Reductions:
         """Whether any of these are some of the batch's samples."""
         return any(id(value) in self._parts for value in values)
 
-    def _is_elsewhere(self, call: TorchCall) -> bool:
-        """Whether a function runs along some dims of samples, whose first dim is another one."""
-        source = call.argument(0, "input")
-        if call.name not in _WITH_DIMS or not isinstance(source, Tensor) or source.ndim < 2:
-            return False
-        dims = call.dims(source.ndim)
-        if dims is None or len(dims) == source.ndim or self.of(source) is not None:
-            return False
-        return id(source) in self._turned or not self._has_samples(source)
+    def _dims_of_turned(self, call: TorchCall, tensors: Sequence[Tensor]) -> Sequence[int]:
+        """Return the dims along which a function runs of samples whose first dim is another one."""
+        if call.name not in WITH_DIMS or len(tensors) != 1 or tensors[0].ndim < 2:
+            return ()
+        source = tensors[0]
+        if id(source) not in self._turned and self._has_samples(source):
+            return ()
+        dims = call.dims(source.ndim) or ()
+        return dims if len(dims) < source.ndim else ()
 
     def _combine(self, call: TorchCall) -> Reduction:
         name, pair = call.name, (*call.args, *call.kwargs.values())[:2]
@@ -456,56 +422,3 @@ class Reductions:
             counts = bool(rows) or (rows is None and type(value) is int)
             found = Reduction(Kind.CONSTANT, count=counts, value=value)
         return found
-
-
-def _made_anew(call: TorchCall, result: Tensor) -> Reduction:
-    """Judge what is made of numbers."""
-    if result.numel() != 1:
-        return CONSTANT
-    is_filled = call.name in _FILLED
-    if "zeros" in call.name or (
-        is_filled and any(type(i) in (int, float) and not i for i in call.args)
-    ):
-        return _ZERO
-    if is_filled and rows_in_argument(_FILLED[call.name]):
-        return Reduction(Kind.CONSTANT, count=1, value=result)
-    return CONSTANT
-
-
-def _reduce(
-    call: TorchCall, tensors: Sequence[Tensor], known: Sequence[Reduction | None], result: Tensor
-) -> Reduction | None:
-    """Judge a function of elements that are no reductions yet."""
-    name, source = call.name, tensors[0]
-    if len(tensors) == 2 and known[1] is None and is_product(name, call.args, tensors[1]):
-        is_known = known[0] is None and is_of_each_with_each(name, *tensors)
-        return TOGETHER if is_known else UNKNOWN
-    if len(tensors) == 2 and known == [None, None] and is_outer(*tensors):
-        return TOGETHER
-    if name == "bincount":
-        return UNKNOWN
-    if len(tensors) > 1 or source.ndim == 0 or name not in _WITH_DIMS:
-        return None
-    dims = call.dims(source.ndim)
-    if dims is not None and 0 not in dims:
-        return None
-    if name in _OTHER_REDUCTIONS:
-        order = (*call.args[1:2], call.kwargs.get("p"), call.kwargs.get("ord"))
-        is_sum = "norm" in name and 1 in order
-        return UNKNOWN if is_sum or name in _MAY_BE_LINEAR else TOGETHER
-    if name not in _REDUCTIONS:
-        return None if dims is None else UNKNOWN
-    count = source.numel() if dims is None else source.shape[0]
-    return Reduction(_REDUCTIONS[name], count=count, value=result.detach())
-
-
-def _alone(call: TorchCall, known: Reduction) -> Reduction | None:
-    """Judge a function of one reduction and no other tensor."""
-    name = call.name
-    if name in _KEEPING and (name != "neg" or known.kind in LINEAR):
-        return known
-    if name in _REDUCTIONS and len(call.args) + len(call.kwargs) == 1:
-        # Of a vector of such numbers.
-        kind = _REDUCTIONS[name]
-        return known if known.kind is kind or {known.kind, kind} <= set(LINEAR) else UNKNOWN
-    return None

@@ -1,16 +1,24 @@
-"""Where samples lie in a tensor: which functions move them to another dim, or take some of them.
+"""Where samples lie in a tensor: which functions move them, or take some of them by their places.
 
 A mean over one sample out of a batch, or over the steps of sequences that have gone to the first
 dim, has the form of a mean over samples and is none.
 """
 
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
 
-from lightning_hetero.runtime.results.torch_calls import TorchCall
+from lightning_hetero.runtime.results.torch_calls import TorchCall, integers_among
 
-__all__ = ["TURNING", "TURNS", "takes_part", "turns_samples"]
+__all__ = [
+    "TURNING",
+    "TURNS",
+    "chooses_samples",
+    "gives_other_places",
+    "takes_part",
+    "turns_samples",
+]
 
 TURNING: frozenset[Any] = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")
@@ -55,3 +63,29 @@ def takes_part(call: TorchCall, num_samples: int) -> bool:
         return type(first) is int
     place = _CUTTING.get(call.name)
     return place is not None and call.argument(place, "dim", 0) == 0
+
+
+def chooses_samples(call: TorchCall, source: object) -> bool:
+    """Whether a function with several results chooses along the first dim."""
+    if not isinstance(source, Tensor) or not source.ndim:
+        return False
+    dim = call.argument(2 if call.name in ("topk", "kthvalue") else 1, "dim", -1)
+    return type(dim) is int and dim % source.ndim == 0
+
+
+def gives_other_places(call: TorchCall, source: Tensor, shuffles: Container[int]) -> bool:
+    """Whether a function that changes an order gives samples the places of others.
+
+    Args:
+        call: The function's.
+        source: The samples.
+        shuffles: Ids of orders by chance.
+    """
+    name, args = call.name, call.args
+    if name in ("getitem", "index_select"):
+        index = args[-1][0] if isinstance(args[-1], tuple) and args[-1] else args[-1]
+        is_first = name == "getitem" or call.argument(1, "dim", 0) == 0
+        return is_first and id(call.kwargs.get("index", index)) in shuffles
+    dims = call.kwargs.get("dims", args[1:] if name == "flip" else args[2:])
+    dims = (dims,) if isinstance(dims, int) else integers_among(dims)
+    return name == "flipud" or 0 in [dim % source.ndim for dim in dims]

@@ -79,6 +79,10 @@ MEANS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "by a weight": (lambda x: torch.einsum("bd,dk->bk", x, WEIGHT).mean(), 24),
     "scaled": (lambda x: 0.5 * F.cross_entropy(x, LABELS) / 3, 4),
     "scaled by what is written": (scaled, 24),
+    "of statistics along another dim that came first": (
+        lambda x: x.view(6, 2, 2).transpose(0, 1).std(0).mean(),
+        12,
+    ),
     "with a floor of zero": (lambda x: torch.maximum(x, torch.zeros(())).mean(), 24),
     "of what was turned": (lambda x: (2 * x.T).mean(), 24),
     "of what was turned and back": (lambda x: (2 * x.T).t().sum(1).mean(), 6),
@@ -100,6 +104,7 @@ SUMS: dict[str, Callable[[Tensor], Any]] = {
     "along samples first": lambda x: x.sum(0).sum(),
     "cross entropy": lambda x: 0.05 * F.cross_entropy(x, LABELS, reduction="sum"),
     "of two": lambda x: F.mse_loss(x, -x, reduction="sum") + each(x).sum(),
+    "of means of samples that were turned": lambda x: (2 * x.T).mean(0).sum(),
     "begun by zero": lambda x: torch.tensor(0).float() + x.sum() + torch.zeros(()),
     "of rows one by one": lambda x: sum(2 * row.sum() for row in x),
     "of losses of parts": lambda x: sum(
@@ -116,9 +121,6 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     "weights of the batch's classes": lambda x: F.cross_entropy(
         x, LABELS, weight=1.0 / torch.bincount(LABELS + 100)[-4:]
     ),
-    "statistics along another dim that came first": lambda x: (
-        x.view(6, 2, 2).transpose(0, 1).std(0).mean()
-    ),
     "what may be a mean by hand": lambda x: x.square().sum() * (1.0 / len(x)),
     "that of a loss": lambda x: F.cross_entropy(x, LABELS, reduction="sum") * (1.0 / len(x)),
     "a product": lambda x: x.mean() * x.sum(),
@@ -130,8 +132,8 @@ UNKNOWN: dict[str, Callable[[Tensor], Any]] = {
     ).sum(),
     "means of what is half": lambda x: x[: len(x) // 2].mean() + x[len(x) // 2 :].mean(),
     "means of chunks": lambda x: sum(x.chunk(2)).mean(),
-    "a sum of means over samples that were turned": lambda x: x.T.mean(0).sum(),
-    "a mean of sums over them": lambda x: (2 * x.permute(1, 0)).sum(1).mean(),
+    "a sum of means over samples that were turned": lambda x: (2 * x.permute(1, 0)).mean(1).sum(),
+    "a sum of means of what was stacked": lambda x: torch.stack([x, -x]).mean(1).sum(),
     "one in a tensor": lambda x: x.mean() * torch.tensor(len(x)),
     "one in a filled tensor": lambda x: x.mean() * torch.full((), len(x)) * WEIGHT.sum(),
     "a share of the rows": lambda x: (len(x) / 24) * x.mean(),

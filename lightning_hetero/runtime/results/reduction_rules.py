@@ -1,0 +1,123 @@
+"""Judge torch's functions by name: of samples, of numbers given to them, of one reduction."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_hetero.runtime.results.number_kinds import (
+    CONSTANT,
+    LINEAR,
+    TOGETHER,
+    UNKNOWN,
+    Kind,
+    Reduction,
+)
+from lightning_hetero.runtime.results.torch_calls import (
+    TorchCall,
+    is_of_each_with_each,
+    is_outer,
+    is_product,
+)
+from lightning_hetero.runtime.results.written_numbers import rows_in_argument
+
+__all__ = [
+    "FACTORIES",
+    "KEEPING",
+    "REDUCTIONS",
+    "WITH_DIMS",
+    "ZERO",
+    "made_anew",
+    "of_one",
+    "reduced",
+]
+
+REDUCTIONS = {
+    "sum": Kind.SUM,
+    "nansum": Kind.SUM,
+    "count_nonzero": Kind.SUM,
+    "mean": Kind.MEAN,
+    "amax": Kind.MAX,
+    "max": Kind.MAX,
+    "amin": Kind.MIN,
+    "min": Kind.MIN,
+}
+# fmt: off
+_OTHER_REDUCTIONS = {
+    "var", "std", "norm", "vector_norm", "prod", "median", "logsumexp", "nanmean", "nanmedian",
+    "quantile", "cumsum",
+}
+_ALONG = {"softmax", "log_softmax", "normalize", "sort", "argsort"}
+KEEPING = {
+    "float", "double", "half", "bfloat16", "to", "type", "type_as", "detach", "clone", "contiguous",
+    "squeeze", "unsqueeze", "reshape", "view", "flatten", "ravel", "expand", "long", "int", "cpu",
+    "cuda", "item", "nan_to_num", "neg", "alias", "get",
+}
+FACTORIES = {
+    "tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full", "arange", "zeros_like",
+    "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "linspace",
+    "logspace", "eye", "tril_indices", "triu_indices",
+}
+# fmt: on
+_FILLED = {
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "new_tensor"), 0),
+    **dict.fromkeys(("full", "full_like", "new_full"), 1),
+}
+"""Those of them that are given numbers: the place in the user's call."""
+WITH_DIMS = REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
+_MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
+"""Functions over samples that may be means or sums, or run over something else where dim 0 is time.
+"""
+ZERO = Reduction(Kind.CONSTANT)
+"""Of a zero, with which a sum may begin."""
+
+
+def made_anew(call: TorchCall, result: Tensor) -> Reduction:
+    """Judge what is made of numbers."""
+    if result.numel() != 1:
+        return CONSTANT
+    is_filled = call.name in _FILLED
+    numbers = [item for item in call.args if type(item) in (int, float)]
+    if "zeros" in call.name or (is_filled and 0 in numbers):
+        return ZERO
+    if is_filled and rows_in_argument(_FILLED[call.name]):
+        return Reduction(Kind.CONSTANT, count=1, value=result)
+    return CONSTANT
+
+
+def reduced(
+    call: TorchCall, tensors: Sequence[Tensor], known: Sequence[Reduction | None], result: Tensor
+) -> Reduction | None:
+    """Judge a function of elements that are no reductions yet."""
+    name, source = call.name, tensors[0]
+    if len(tensors) == 2 and known[1] is None and is_product(name, call.args, tensors[1]):
+        is_known = known[0] is None and is_of_each_with_each(name, *tensors)
+        return TOGETHER if is_known else UNKNOWN
+    if len(tensors) == 2 and known == [None, None] and is_outer(*tensors):
+        return TOGETHER
+    if name == "bincount":
+        return UNKNOWN
+    if len(tensors) > 1 or source.ndim == 0 or name not in WITH_DIMS:
+        return None
+    dims = call.dims(source.ndim)
+    if dims is not None and 0 not in dims:
+        return None
+    if name in _OTHER_REDUCTIONS:
+        order = (*call.args[1:2], call.kwargs.get("p"), call.kwargs.get("ord"))
+        is_sum = "norm" in name and 1 in order
+        return UNKNOWN if is_sum or name in _MAY_BE_LINEAR else TOGETHER
+    if name not in REDUCTIONS:
+        return None if dims is None else UNKNOWN
+    count = source.numel() if dims is None else source.shape[0]
+    return Reduction(REDUCTIONS[name], count=count, value=result.detach())
+
+
+def of_one(call: TorchCall, known: Reduction) -> Reduction | None:
+    """Judge a function of one reduction and no other tensor."""
+    name = call.name
+    if name in KEEPING and (name != "neg" or known.kind in LINEAR):
+        return known
+    if name in REDUCTIONS and len(call.args) + len(call.kwargs) == 1:
+        # Of a vector of such numbers.
+        kind = REDUCTIONS[name]
+        return known if known.kind is kind or {known.kind, kind} <= set(LINEAR) else UNKNOWN
+    return None
