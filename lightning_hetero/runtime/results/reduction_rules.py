@@ -41,6 +41,7 @@ REDUCTIONS = {
     "amin": Kind.MIN,
     "min": Kind.MIN,
 }
+"""Functions that make one number of many, and what it is over samples."""
 # fmt: off
 _OTHER_REDUCTIONS = {
     "var", "std", "norm", "vector_norm", "prod", "median", "logsumexp", "nanmean", "nanmedian",
@@ -52,11 +53,13 @@ KEEPING = {
     "squeeze", "unsqueeze", "reshape", "view", "flatten", "ravel", "expand", "long", "int", "cpu",
     "cuda", "item", "nan_to_num", "neg", "alias", "get",
 }
+"""Functions that return the numbers that they are given, or nearly so."""
 FACTORIES = {
     "tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "full", "arange", "zeros_like",
     "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor", "linspace",
     "logspace", "eye", "tril_indices", "triu_indices",
 }
+"""Functions that make tensors of no other's values."""
 # fmt: on
 _FILLED = {
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "new_tensor"), 0),
@@ -64,6 +67,7 @@ _FILLED = {
 }
 """Those of them that are given numbers: the place in the user's call."""
 WITH_DIMS = REDUCTIONS.keys() | _OTHER_REDUCTIONS | _ALONG
+"""Functions that run along dims."""
 _MAY_BE_LINEAR = {"nanmean", "logsumexp", "cumsum", "prod"}
 """Functions over samples that may be means or sums, or run over something else where dim 0 is time.
 """
