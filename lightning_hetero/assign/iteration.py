@@ -72,7 +72,7 @@ def assign_iteration(
         if bounds_s[index] == np.inf or (best and bounds_s[index] >= best.latency_s):
             break
         pipelines = candidates[index]
-        found = dispatch(sizes, pipelines, num_trials, seed)
+        found = dispatch(sizes, pipelines, num_trials, seed, tight_bound=False)
         # Packing only adds to a dispatch's latency.
         if best and found.latency_s >= best.latency_s:
             continue
@@ -139,6 +139,8 @@ class AssignmentRequest:
     """Tokens of each sample of the iteration."""
     candidates: tuple[tuple[PipelineCost, ...], ...]
     """For each candidate plan its pipelines' costs."""
+    num_trials: int = 100
+    """Orders tried in dispatching."""
     seed: int = 0
     """Seed of those orders."""
     checksum: int = 0
@@ -148,7 +150,12 @@ class AssignmentRequest:
 def plan_text(request: AssignmentRequest) -> str:
     """Return the assignment as a text, or why there is none: the same on every machine."""
     try:
-        found = assign_iteration(request.lengths, request.candidates, seed=request.seed).to_dict()
+        found = assign_iteration(
+            request.lengths,
+            request.candidates,
+            num_trials=request.num_trials,
+            seed=request.seed,
+        ).to_dict()
     except AssignmentError as error:
         found = {"error": str(error)}
     return json.dumps({"checksum": request.checksum, **found})

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.dispatch import Dispatch, check_fit
+from lightning_hetero.assign.covering import SequenceRuns
+from lightning_hetero.assign.dispatch import Dispatch, check_fit, dispatch_lower_bound_s
 from lightning_hetero.assign.linear_program import LinearProgram
 from lightning_hetero.assign.pipeline_cost import (
     CostTable,
@@ -14,10 +15,8 @@ from lightning_hetero.assign.pipeline_cost import (
     as_lengths,
     sequence_times_s,
 )
-from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
-from tests.assign.covering import dispatch_lower_bound_s
 
 __all__ = ["BinPacking", "dispatch_exact", "latencies_s", "pack_into"]
 
@@ -35,7 +34,7 @@ class BinPacking:
 def fine_bound_s(
     lengths: ArrayLike, pipelines: Sequence[PipelineCost], upper_bound_s: float
 ) -> float:
-    """Return the bound of a dispatch with fine runs, however long it takes."""
+    """Return the package's bound of a dispatch with fine runs, however long it takes."""
     kinds = list(dict.fromkeys(pipelines))
     return dispatch_lower_bound_s(
         SequenceRuns.of(as_lengths(lengths), CostTable.of(kinds)),

@@ -11,7 +11,6 @@ from lightning_hetero.assign.pipeline_cost import CostTable, KindTimes, as_lengt
 from lightning_hetero.core.errors import AssignmentError
 from tests.assign import exact
 from tests.assign.cases import cost, dispatch_cases
-from tests.assign.covering import tight_bound_s
 
 
 def latencies_s(lengths, pipelines, choices) -> np.ndarray:
@@ -151,9 +150,11 @@ def test_nothing_to_dispatch_takes_no_time() -> None:
 def test_bounds_are_near_on_pipelines_with_different_limits() -> None:
     lengths = np.exp(np.random.default_rng(0).normal(6.5, 1.1, 60)).astype(int) + 20
     pipelines = [cost(max_len=32_000)] + [cost(max_len=2_500)] * 6
-    found = dispatch(lengths, pipelines)
-    bounds_s = found.lower_bound_s, tight_bound_s(lengths, pipelines, found)
-    loose_gap, tight_gap = (found.latency_s / bound_s - 1 for bound_s in bounds_s)
+    loose, tight = (
+        dispatch(lengths, pipelines, tight_bound=is_tight) for is_tight in (False, True)
+    )
+    assert loose.latency_s == tight.latency_s
+    loose_gap, tight_gap = (found.latency_s / found.lower_bound_s - 1 for found in (loose, tight))
     assert tight_gap < loose_gap / 2
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lightning_hetero.assign.covering import SequenceRuns
 from lightning_hetero.assign.pipeline_cost import CostTable, as_lengths
-from lightning_hetero.assign.sequence_runs import SequenceRuns
 from lightning_hetero.planner.proposing.proposal import Scheme
 from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
 

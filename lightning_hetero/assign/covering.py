@@ -17,31 +17,54 @@ and M_k = MaxLen, whatever fits satisfies for all i and k:
 So a latency is a lower bound if no solution makes do with the pipelines there can be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.dispatch import Dispatch
 from lightning_hetero.assign.linear_program import LinearProgram
-from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
-from lightning_hetero.assign.sequence_runs import SequenceRuns
+from lightning_hetero.assign.pipeline_cost import CostTable
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = [
-    "ROUNDING",
-    "StageSeconds",
-    "add_cover",
-    "dispatch_lower_bound_s",
-    "least_possible_s",
-    "tight_bound_s",
-]
+__all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
 
-# The bound of a dispatch: about 8 linear programmes of 3 rows a cell, 20 ms with the most cells.
-_MAX_BOUND_CELLS = 48  # Most runs of sequences x kinds.
-_BOUND_SPREAD = 0.3
-_BOUND_PRECISION = 3e-3
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRuns:
+    """R runs of sequences of nearly equal length, longest first, on K kinds of pipeline."""
+
+    table: CostTable
+    """The K kinds."""
+    least: IntArray
+    """[R] least length of each run."""
+    counts: IntArray
+    """[R] number of its sequences."""
+    tokens: IntArray
+    """[R] their tokens."""
+    work_s: FloatArray
+    """[R, K] seconds of a stage for them."""
+
+    @classmethod
+    def of(cls, lengths: IntArray, table: CostTable, *, spread: float = 0.03) -> Self:
+        """Cut the sequences into runs.
+
+        Lengths of a run differ by `spread` at most; the default costs bounds about nothing.
+        """
+        ordered = np.sort(lengths)[::-1]
+        starts = [0]
+        for index, length in enumerate(ordered.tolist()):
+            if length < ordered[starts[-1]] * (1 - spread):
+                starts.append(index)
+        ends = np.array([*starts[1:], len(ordered)])
+        return cls(
+            table=table,
+            least=ordered[ends - 1],
+            counts=ends - np.array(starts),
+            tokens=np.add.reduceat(ordered, starts),
+            work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
+        )
+
 
 ROUNDING = 1e-6
 """By how much, relatively, a limit may be exceeded in a solution of the rows."""
@@ -120,60 +143,3 @@ def least_possible_s(
         else:
             low_s = middle_s
     return low_s
-
-
-def dispatch_lower_bound_s(
-    runs: SequenceRuns,
-    counts: Sequence[int],
-    *,
-    lower_bound_s: float,
-    upper_bound_s: float,
-    precision: float = 1e-3,
-) -> float:
-    """Return a lower bound near the optimum of Eq. 3, by bisection over a linear relaxation.
-
-    A pipeline of latency x whose longest sequence is h has `x - (PP-1)·(T(h) + c)` seconds for its
-    micro-batches. Every dispatch of latency x is a cover by the plan's pipelines, so x
-    is a lower bound if no cover makes do with a share of 1 of each kind of them.
-
-    Args:
-        runs: The sequences, on every kind of pipeline.
-        counts: Pipelines of each kind.
-        lower_bound_s: A bound that is known already.
-        upper_bound_s: Latency of a known dispatch.
-        precision: Relative width at which the bisection ends.
-    """
-    lost_s = runs.table.num_bubbles * (runs.table.times_s(runs.least) + runs.table.c)
-
-    def is_possible(latency_s: float) -> bool:
-        program = LinearProgram()
-        slots_s = latency_s - lost_s
-        seconds = StageSeconds(slots=slots_s, room=slots_s - runs.table.c)
-        opened = add_cover(program, runs, seconds)
-        if opened is None:
-            return False
-        (share,) = program.add_variables(upper=np.inf, cost=1.0)
-        for columns, count in zip(opened.T, counts, strict=True):
-            program.add_row([*columns, share], [*np.ones(len(columns)), -float(count)], upper=0.0)
-        return program.minimize().lower_bound <= 1 + ROUNDING
-
-    low_s = min(lower_bound_s, upper_bound_s)
-    return least_possible_s(is_possible, low_s, upper_bound_s, precision)
-
-
-def tight_bound_s(lengths: ArrayLike, pipelines: Sequence[PipelineCost], found: Dispatch) -> float:
-    """Return a better bound than a dispatch's own, or that one where it takes long to find."""
-    bound_s = found.lower_bound_s
-    kinds = list(dict.fromkeys(pipelines))
-    runs = SequenceRuns.of(as_lengths(lengths), CostTable.of(kinds), spread=_BOUND_SPREAD)
-    is_large = len(runs.least) * len(kinds) > _MAX_BOUND_CELLS
-    if is_large or found.latency_s <= bound_s * (1 + _BOUND_PRECISION):
-        return bound_s
-    better_s = dispatch_lower_bound_s(
-        runs,
-        [list(pipelines).count(kind) for kind in kinds],
-        lower_bound_s=bound_s,
-        upper_bound_s=found.latency_s,
-        precision=_BOUND_PRECISION,
-    )
-    return min(better_s, found.latency_s)
