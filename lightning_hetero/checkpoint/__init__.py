@@ -6,6 +6,10 @@ there are; `survivors` does so with what nobody has saved. All of it rests on th
 end (`deadlines`, `transport`, `lockstep`).
 """
 
+import importlib
+import warnings
+from typing import Any
+
 from lightning_hetero.checkpoint.content import (
     CheckpointContent,
     Recovered,
@@ -68,3 +72,14 @@ __all__ = [
     "open_store",
     "recover",
 ]
+
+_MOVED_TO_TESTING = ("FaultyStore", "MemoryStore", "MemoryTransport", "Throttle", "ThrottledStore")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED_TO_TESTING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{name} is imported from lightning_hetero.testing now.", DeprecationWarning, stacklevel=2
+    )
+    return getattr(importlib.import_module("lightning_hetero.testing"), name)

@@ -4,6 +4,7 @@
 which the rest does without, so it loads when it is first used.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,20 @@ __all__ = [
     "to_entry",
 ]
 
+_RENAMED = {
+    "Measure": "PossibleMitigation",
+    "Option": "PossibleMitigation",
+    "conclude": "diagnose",
+    "find_measures": "find_mitigations",
+    "restart_measure": "restart_mitigation",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in ("Recording", "record"):
         return getattr(import_module("lightning_hetero.straggler.any_job.recording"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    text = f"{__name__}.{name} is called {_RENAMED[name]} now; the old name goes with this release."
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

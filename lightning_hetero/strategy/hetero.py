@@ -27,7 +27,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_hetero.assign import PipelineCost
@@ -56,6 +56,23 @@ from lightning_hetero.strategy.steps import Steps
 from lightning_hetero.strategy.trainable import check_trainable
 
 __all__ = ["HeteroStrategy"]
+
+
+def _moved(name: str) -> property:
+    """Return a property that `emulation` has now; any use warns."""
+    text = f"`HeteroStrategy.{name}` is deprecated and will be removed in the next release; use "
+    text += f"`HeteroStrategy.emulation.{name}`."
+
+    def get(strategy: "HeteroStrategy") -> Any:
+        rank_zero_deprecation(text)
+        return getattr(strategy.emulation, name)
+
+    def put(strategy: "HeteroStrategy", value: Any) -> None:
+        rank_zero_deprecation(text)
+        strategy.emulation = replace(strategy.emulation, **{name: value})
+
+    get.__doc__ = f"Deprecated: `emulation.{name}`."
+    return property(get, put)
 
 
 class HeteroStrategy(HookedStrategy):
@@ -287,6 +304,8 @@ class HeteroStrategy(HookedStrategy):
         """The data module that assigns samples to plans, if the run has one."""
         found = self._trainer.datamodule
         return found if isinstance(found, HeteroDataModule) else None
+
+    slowdown, memory_bytes = _moved("slowdown"), _moved("memory_bytes")
 
     # -- set-up ---------------------------------------------------------------------------------
 
