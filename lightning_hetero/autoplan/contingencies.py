@@ -2,8 +2,8 @@
 
 Each rank solves what it would be asked for: of those who are left the first one plans. That is the
 loss of any other rank, or of all of another node, on rank 0; and the loss of rank 0, or of its
-node, on whoever is first then. Then the loss of two nodes at once, of up to 8, or of two of up to
-8 ranks. A plan made ahead is taken only if exactly its question is asked: the same devices, model,
+node, on whoever is first then. With up to 8 nodes, or ranks, it is also the loss of any two at
+once. A plan made ahead is taken only if exactly its question is asked: the same devices, model,
 sizes and costs.
 """
 

@@ -1,8 +1,8 @@
 """Who owns how much where `ownership="memory"` is asked for, who stands by, and whether all fits.
 
 Ranks own in proportion to what weights and summed gradients of their stages leave free on their
-devices, activations aside; of several plans that may run, what they leave free at worst. A plan may
-say other shares.
+devices, activations aside; with several plans, to what the worst of them leaves free. A plan may
+name other shares.
 """
 
 from collections.abc import Sequence

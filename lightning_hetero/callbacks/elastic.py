@@ -44,9 +44,9 @@ __all__ = ["ElasticRestart"]
 _log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0
-"""How long, since the ranks began to drain, a SIGTERM may still reach the other nodes."""
+"""Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
 _ROUND_S = 0.1
-"""How often draining ranks tell each other how far they are."""
+"""Seconds between the rounds in which draining ranks tell each other how far they are."""
 _SHORTEST_TIMEOUT_S = 0.5
 
 

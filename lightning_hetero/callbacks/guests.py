@@ -29,10 +29,10 @@ class Guests:
         self._unsafe = saved
 
     def may_come_in(self, trainer: pl.Trainer, newest: SavedCheckpoint | None) -> bool:
-        """Whether some wait that may be let in after this step.
+        """Whether ranks are waiting that may join after this step.
 
-        Not after a step that the end of an epoch follows, since the save before it would lack its
-        traces; but one step later they may, also where each step ends one.
+        They may not after the last step of an epoch, since the checkpoint saved before the epoch's
+        end would lack what the end does; one step later they may, even if that ends an epoch, too.
 
         Args:
             trainer: Whose iteration begins.

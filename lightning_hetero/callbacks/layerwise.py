@@ -371,7 +371,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live = LiveSteps()
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether the step that has ended is held here, and all its rows without some ranks."""
+        """Whether the last step is held here, and every row of it by some rank not `leaving`."""
         return self._live.can_go_on(trainer, leaving)
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:

@@ -6,7 +6,7 @@ The log itself notes
 
 - `started`: training begins; who the ranks are and the plans it may run under,
 - `plan`: an iteration ran under another plan than the one before; plans are numbered as `started`
-  lists them, and one that isn't there stands in the line that first names it. The first 1,000
+  lists them, and others are written out in the line that first names them. The first 1,000
   changes after a start are noted, for a run may change its plan with every step,
 - `validated`: what validation measured,
 - `generation`: ranks were lost, have left or come, and the others go on in place

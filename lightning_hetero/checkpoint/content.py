@@ -161,7 +161,7 @@ class SliceNeed:
     stop: int
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
-        """Whether rows along a dim are those that are needed; all rows are so along any dim."""
+        """Whether these rows are just what is needed; all rows are the same along any dim."""
         own = self.dim, self.start, self.stop
         return own == (dim, start, stop) or all(
             (first, last) == (0, num_rows(self.shape, along))

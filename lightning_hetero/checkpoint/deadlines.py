@@ -145,7 +145,7 @@ class Deadline:
     """Runs operations that may hang; those in which nothing moves are left to their threads.
 
     A thread that hangs in the kernel can't be ended. So that a place that hangs for days doesn't
-    gather threads, no operation begins while as many as `max_hanging` have been given up and still
+    collect threads, no operation begins while as many as `max_hanging` have been given up and still
     hang. (Those that were under way side by side by then may be given up besides.)
 
     Args:

@@ -194,7 +194,7 @@ class _Caption(NamedTuple):
     text: str
     colour: str
     is_left: bool = False
-    """Whether the words stand left of the mark."""
+    """Whether the words are left of the mark."""
 
 
 def _caption(event: Event) -> _Caption | None:

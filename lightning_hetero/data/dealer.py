@@ -116,8 +116,8 @@ class Dealer:
         if self._schedules and self._deal(plan) != self._deal(self._plan):
             raise ConfigurationError(
                 f"Training reads {len(self._schedules)} loaders at once, which may be at different "
-                "iterations, so the plan can't change what their pipelines get. Change only which "
-                "stage a rank stands in and which layers stages have, or train on one loader."
+                "iterations, so the plan can't change what their pipelines get. Change only "
+                "which stage a rank is in and which layers stages have, or train on one loader."
             )
         self._plan = plan
         for schedule in self._schedules:

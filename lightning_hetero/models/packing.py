@@ -219,7 +219,7 @@ def pack_samples(samples: Iterable[Any], *, max_length: int | None = None) -> Pa
 
     Args:
         samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
-            that holds one of these as "input_ids". Its "labels", if it has any, stand at the token
+            that holds one of these as "input_ids". Its "labels", if it has any, are at the token
             that they are for (as Hugging Face has them, -100 where a token is no target) and are
             shifted here.
         max_length: Tokens to keep of a longer sample.

@@ -238,7 +238,7 @@ class ExchangeTable:
 
     @property
     def _are_circles(self) -> bool:
-        """Whether all stages have one degree, so that ranks with the same part are a circle."""
+        """Whether all stages have one degree, so that the ranks with the same part form a ring."""
         return len({degree for entry in self._holders for degree in entry.tp_degrees}) == 1
 
     def _by_node_s(self, segment: Segment, bytes_per_param: int) -> list[float]:

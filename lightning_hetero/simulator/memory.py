@@ -124,7 +124,7 @@ def usable_bytes(memory_bytes: float) -> float:
 
 
 def whole_bytes(usable: int) -> int:
-    """Return the memory of a device of which a plan may fill so much; `usable_bytes` undone."""
+    """Return the memory of a device with so many usable bytes: the inverse of `usable_bytes`."""
     return int(min((usable + 2**30) / 0.96, usable / 0.9))
 
 

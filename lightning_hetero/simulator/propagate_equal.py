@@ -215,6 +215,6 @@ class _Rounds:
         return [*self.free_s, *self.arrived_s[1:-1], *links_s]
 
     def delay(self, seconds: float) -> None:
-        """Let everything be so much later."""
+        """Let everything happen `seconds` later."""
         for row in (self.free_s, self.arrived_s, self.forward_link_s, self.backward_link_s):
             row[:] = [value + seconds for value in row]

@@ -15,7 +15,7 @@ class StageShape(NamedTuple):
     num_layers: int
     """Number of layers."""
     has_embedding: bool = False
-    """Whether the embedding stands in front of its first layer."""
+    """Whether the embedding comes before its first layer."""
     has_head: bool = False
     """Whether final norm and head come after its last layer."""
     link: tuple[float, float] | None = None

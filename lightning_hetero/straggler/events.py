@@ -181,7 +181,7 @@ class EventLog:
 
 
 def to_entry(event: Event) -> dict[str, Any]:
-    """Return the name of an event and its fields, as they stand in a log."""
+    """Return the name of an event and its fields, as they are in a log."""
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
     known = {key: value for key, value in asdict(event).items() if value is not None}
     return {"event": name, **known}

@@ -41,7 +41,7 @@ _SETTLING = 3
 _LOOK_AGAIN = (8, 24)
 """Iterations after a look that found no culprit until the next one."""
 _RECENT = 4
-"""Newest iterations that a look goes by where no change says since when."""
+"""Newest iterations that a look takes into account where no change says since when."""
 
 
 class Order(IntEnum):
@@ -112,7 +112,7 @@ class RunWatch:
         self._said_why = False
         self._next_looks: tuple[int, ...] = ()
         self.since_step = 0
-        """Since when the run is as it is now: what a look goes by."""
+        """First step of the run as it is now; a look takes no earlier one into account."""
         self.known: tuple[Finding, ...] = ()
         """Devices and links that are known to be slow."""
 

@@ -18,7 +18,7 @@ def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
     if device.type == "cuda" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigurationError(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1, so all streams of a device share one hardware queue:"
-            " a receive that waits for another rank holds up the computation behind it, for which "
+            " a receive that waits for another rank holds up the computation after it, for which "
             "that rank may wait. Unset it, or set it to 8 or more; only Megatron-LM's overlap of "
             "tensor parallelism wants 1."
         )

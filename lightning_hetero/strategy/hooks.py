@@ -75,7 +75,7 @@ class HookedStrategy(ParallelStrategy):
         self.memory: MemoryWatch | None = None
         """Explains errors of memory, and says what fits; there from `setup` on."""
         self.has_begun_training = False
-        """Whether a fit has come to its first step; then all that it needs is saved."""
+        """Whether a fit has begun to train; before that, no loss of a rank is survived in place."""
         self.has_trained = False
         """Whether this generation has finished a step."""
 

@@ -42,7 +42,7 @@ class SavesSlices(Protocol):
         """When this step ends, call `then` with what saves it."""
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether the step that has ended is held here, and all its rows without some ranks."""
+        """Whether the last step is held here, and every row of it by some rank not `leaving`."""
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
         """Hold on to this rank's part of the last step's state, since the generation has ended.
@@ -93,7 +93,7 @@ class Run:
         self.restarters: list[RestartsRun] = []
         """Who can restart the run without some of its machines."""
         self.knows_all_ranks = False
-        """Whether all were in the generation before: they know its places."""
+        """Whether all ranks were in the generation before: then its stores need no probe again."""
         self.begin_change: Callable[[], None] | None = None
         """Called when an optimizer is about to change the slices, after all that ranks wait for."""
         self.restart_s: float | None = None

@@ -83,13 +83,13 @@ class SlicedState:
         self._uses: SliceUses | None = None
         """Watches what hooks make of slices."""
         self._were_watched = False
-        """Whether it did so before the iteration that runs."""
+        """Whether `_uses` watched slices before the current iteration."""
         self.refusing_norms: AbstractContextManager[Any] = nullcontext()
         """For optimizers' steps, whose hooks must not take norms of slices."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, Awaited]] = []
-        """Tensors that stand in the module for slices between two generations of a run."""
+        """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the values of the slices aren't there yet."""
         self.knows_uses = False

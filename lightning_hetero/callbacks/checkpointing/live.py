@@ -86,11 +86,11 @@ class Found:
     recovered: Recovered | None
     """None where it begins anew."""
     is_live: bool = False
-    """Whether it is what the ranks still had, not a checkpoint."""
+    """Whether it is what the ranks still held in memory, not a checkpoint."""
     has_newcomers: bool = False
-    """Whether a rank has trained no step since it came, so that it has gathered nothing."""
+    """Whether a rank has joined and not trained a step yet, so that it has gathered nothing."""
     why_not_live: str | None = None
-    """Why a checkpoint had to do after the loss of a rank."""
+    """Why ranks didn't go on from memory after one was lost; None if none was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class _Noted:
     is_whole: bool
     """Whether the metadata are complete, because hooks had to be asked."""
     is_validation_due: bool
-    """Whether a validation follows the step, which is made up for by whoever goes on from it."""
+    """Whether a validation follows the step; a run that goes on from it repeats that."""
     follows: Follows
     gathered: Gathered
 
@@ -231,7 +231,7 @@ class LiveSteps:
         )
 
     def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether the step that has ended is held, and all its rows without some ranks."""
+        """Whether the last step is held here, and every row of it by some rank not `leaving`."""
         if isinstance(self._noted, NothingLive) or self._noted.follows is Follows.END:
             return False
         return not serve_without(_keepers(trainer).slices, leaving).missing

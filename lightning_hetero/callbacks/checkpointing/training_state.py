@@ -242,7 +242,7 @@ def is_complete(trainer: pl.Trainer) -> bool:
     """Whether a run that goes on has nothing left to train."""
     if _begins_at_end(trainer):
         return False
-    # A checkpoint of the last batch is older than what the loop goes by.
+    # A checkpoint of the last batch is older than what the loop looks at.
     is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))
 
