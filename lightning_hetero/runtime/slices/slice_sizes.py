@@ -28,12 +28,14 @@ class SliceSize(int):
 
     own: int
     """That of the slice."""
+    parameter: str
+    """The parameter's name."""
 
     @classmethod
-    def of(cls, whole: int, *, own: int) -> "SliceSize":
+    def of(cls, whole: int, *, own: int, parameter: str = "") -> "SliceSize":
         """Return the size of a whole with its slice's."""
         made = cls(whole)
-        made.own = own
+        made.own, made.parameter = own, parameter
         return made
 
     def __add__(self, other: int) -> Any:
@@ -56,10 +58,12 @@ class SliceSize(int):
         if not isinstance(result, int):
             return result
         own = other.own if isinstance(other, SliceSize) else other
-        return SliceSize.of(result, own=operation(self.own, own))
+        return SliceSize.of(result, own=operation(self.own, own), parameter=self.parameter)
 
 
-def size_of_whole(func: Any, own: Any, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Any:
+def size_of_whole(
+    func: Any, own: Any, args: Any, kwargs: Any, shape: tuple[int, ...], parameter: str
+) -> Any:
     """Return what a question for the sizes of a slice is answered with.
 
     Args:
@@ -68,18 +72,16 @@ def size_of_whole(func: Any, own: Any, args: Any, kwargs: Any, shape: tuple[int,
         args: Its arguments, the slice first.
         kwargs: Others by name.
         shape: Of the whole.
+        parameter: The parameter's name.
     """
     assert func in SIZES
     slice_: Tensor = args[0]
     whole = func(torch.empty(shape, dtype=slice_.dtype, device="meta"), *args[1:], **kwargs)
     if isinstance(own, tuple):
         pairs = zip(whole, own, strict=True) if len(whole) == len(own) else ()
-        return type(own)(_both(*pair) for pair in pairs) if pairs else whole
-    return _both(whole, own)
-
-
-def _both(whole: int, own: int) -> int:
-    return SliceSize.of(whole, own=own)
+        both = [SliceSize.of(i, own=j, parameter=parameter) for i, j in pairs]
+        return type(own)(both) if both else whole
+    return SliceSize.of(whole, own=own, parameter=parameter)
 
 
 def for_slice(value: Any) -> Any:

@@ -52,6 +52,8 @@ _TAKING_SIZES = {
     "expand", "repeat", "tile", "resize", "narrow", "split", "chunk", "unflatten", "broadcast_to",
     "as_strided", "getitem", "setitem",
 }
+_MADE_OF_SIZES = {"zeros", "ones", "empty", "full"}
+_MADE_OF_SIZES |= {f"new_{name}" for name in _MADE_OF_SIZES}
 _TAKING_VALUE = {"setitem", "full", "new_full"}
 """Those of them whose last argument is a number."""
 _DRAWING = {
@@ -59,8 +61,9 @@ _DRAWING = {
     "bernoulli", "random", "exponential", "cauchy", "log_normal", "geometric", "randperm",
     "multinomial", "dropout",
 }
-_COUNTING = {"arange", "linspace", "logspace", "eye"}
-"""Functions whose elements depend on how many there are."""
+_REPEATING = {"repeat", "tile"}
+_COUNTING = {"arange", "linspace", "logspace", "eye", "getitem", "narrow"} | _REPEATING
+"""Functions whose elements depend on how many there are, or on where they lie."""
 # fmt: on
 _TURNED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 _ASKING_FOR_FINITE = {"isfinite", "isnan", "isinf"}
@@ -150,8 +153,8 @@ class SliceUses(TorchFunctionMode):
         kwargs = kwargs or {}
         if name in _DRAWING and self._is_active:
             self._check_drawing(name, args, kwargs)
-        if name in _COUNTING and self._is_active and any(map(_is_cut, tree_leaves((args, kwargs)))):
-            self._refuse(name, "that is cut")
+        if name in _COUNTING and self._is_active:
+            self._check_counting(name, args, kwargs)
         whole_args, whole_kwargs = args, kwargs
         if name in _TAKING_SIZES or name.startswith(_OF_FORM):
             num_sizes = len(args) - (name in _TAKING_VALUE)
@@ -171,9 +174,18 @@ class SliceUses(TorchFunctionMode):
         if func == _GRADIENT:
             self._follow_gradient(args[0], result)
         elif self._is_active and not self._is_known_of_all(name, args, result):
+            if name in _MADE_OF_SIZES:
+                self._know_made(whole_args[: len(args) - (name in _TAKING_VALUE)], result)
             name = "t" if func in _TURNED else name
             self._look(_Call(func, name, whole_args, whole_kwargs), args, kwargs, result)
         return result
+
+    def _know_made(self, given: Sequence[Any], made: Tensor) -> None:
+        """Know of a tensor of a slice's sizes, which goes with the slice."""
+        sizes = [item for item in tree_leaves(given) if isinstance(item, int)]
+        cut = next(filter(_is_cut, sizes), None)
+        if isinstance(cut, SliceSize) and len(sizes) == made.ndim:
+            self._mark(made, KnownTensor(cut.parameter, True, tuple(map(int, sizes))))
 
     def _follow_gradient(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Know of a gradient that somebody asks for."""
@@ -202,6 +214,16 @@ class SliceUses(TorchFunctionMode):
             if isinstance(item, SliceSize) or id(item) in self._whole:
                 self._refuse(name, self._whole.get(id(item), "that is cut"))
 
+    def _check_counting(self, name: str, args: Sequence[Any], kwargs: Any) -> None:
+        """Refuse elements that depend on how many there are, or that lie where the whole's do."""
+        given = tree_leaves((args, kwargs))
+        bounds = [i for item in given if isinstance(item, slice) for i in (item.start, item.stop)]
+        cut = next(filter(_is_cut, (*given, *bounds)), None)
+        # The same row again and again is the same in each slice.
+        is_one = name in _REPEATING and args[0].shape[:1] in ((), (1,))
+        if isinstance(cut, SliceSize) and not is_one:
+            self._refuse(name, cut.parameter)
+
     def _size(self, func: Any, own: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Answer a question for the sizes of what may be a slice."""
         known = self._known_of(args[0])
@@ -213,7 +235,7 @@ class SliceUses(TorchFunctionMode):
         if shape is None:
             return own
         self.tells_sizes |= self.is_after_step
-        answer = size_of_whole(func, own, args, kwargs, shape)
+        answer = size_of_whole(func, own, args, kwargs, shape, name)
         if func == Tensor.__len__ and answer != own:
             self._refuse("len", name)  # Python keeps no more of it than a number.
         return answer

@@ -49,9 +49,16 @@ def losses_of(rank: int, make: Callable[..., ToyModule], plan: Any) -> list[floa
     return module.losses
 
 
+def leave_out(grad: Tensor) -> Any:
+    mask = grad.new_ones(grad.shape[0], 1)
+    mask[3] = 0
+    return grad.mul_(mask)
+
+
 class AlongRows(TinyModule):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         grad: Any = self.model.embed.weight.grad
+        grad.mul_(torch.ones(1).repeat(grad.shape[0])[:, None]).add_(torch.zeros(grad.shape))
         grad.copy_(F.normalize(grad.flip(1).sort().values.cumsum(-1)).softmax(dim=1).roll(1, 1))
 
 
@@ -80,6 +87,9 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     "arange": lambda grad: grad.add_(torch.arange(grad.shape[0])[:, None]),
     "len": lambda grad: grad.div_(len(grad)),
     "eye": lambda grad: grad.add_(torch.eye(*grad.shape)),
+    "setitem": leave_out,
+    "repeat": lambda grad: grad.mul_(torch.eye(2, 6).repeat(grad.shape[0] // 2, 1)),
+    "getitem": lambda grad: grad.mul_(torch.eye(99, 6)[: grad.shape[0]]),
 }
 
 

@@ -24,5 +24,5 @@ def test_a_slice_answers_for_the_whole() -> None:
         (torch.Tensor.numel, 40),
         (torch.Tensor.dim, 2),
     ]:
-        assert size_of_whole(func, func(own), (own,), {}, (8, 5)) == expected
-    assert size_of_whole(torch.Tensor.size, 3, (own, 0), {}, (8, 5)) == 8
+        assert size_of_whole(func, func(own), (own,), {}, (8, 5), "p") == expected
+    assert size_of_whole(torch.Tensor.size, 3, (own, 0), {}, (8, 5), "p") == 8
