@@ -30,6 +30,7 @@ from lightning_hetero.runtime.results.metrics import Argument, MetricCall, StepM
 from lightning_hetero.runtime.results.number_kinds import (
     CONSTANT,
     JOINABLE,
+    UNKNOWN,
     WRITTEN,
     Count,
     Kind,
@@ -198,6 +199,8 @@ class StepLogs:
             known = CONSTANT if entry.metric is not None else reductions.of(value)
             if (known is None or known.kind is Kind.CONSTANT) and rows is not None:
                 known = known_by_rows(value, rows, reductions) or known
+            counts = known is not None and known.kind is Kind.CONSTANT and known.count == 1
+            known = UNKNOWN if counts else known
             count = None if known else count_of(value, reductions.num_samples)
             if entry.call is not None:
                 known = known or count
@@ -208,7 +211,8 @@ class StepLogs:
             is_known = known is not None and known.kind in (*JOINABLE, Kind.CONSTANT)
             is_guessed = not is_known and reduction == "mean"
             doubt: Any = "guessed" if is_guessed else "mixed" if others else ""
-            if is_guessed and count is not None and (type(value) is int or value > 1):
+            may_count = count is not None and (type(value) is int or value > 1)
+            if is_guessed and (counts or may_count):
                 doubt = "counted"
             number = torch.zeros(()) if entry.metric is not None else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()

@@ -17,6 +17,7 @@ from lightning_hetero.runtime.results.log_entries import LogEntry
 from lightning_hetero.runtime.results.number_kinds import Kind, Reduction
 from lightning_hetero.runtime.results.reductions import Reductions
 from lightning_hetero.runtime.results.step_logs import StepLogs
+from lightning_hetero.runtime.results.targets import LossWatch
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import PLANS, TinyModule, fit_each, same
 
@@ -250,6 +251,19 @@ def test_a_value_that_is_a_mean_in_some_microbatches_only_is_warned_of(ranks: li
     rows = torch.stack([log.as_row(entries) for log in logs])
     with pytest.warns(UserWarning, match="What is logged as 'x' isn't known to be a mean"):
         logs[0].check(entries, rows)
+
+
+def number_of_rows(x: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(len(x))
+
+
+def test_a_count_that_is_made_elsewhere_is_warned_of() -> None:
+    log, watch, x = StepLogs(Module(), torch.device("cpu")), LossWatch([], 4), torch.ones(4, 2)
+    with log.recording(), watch:
+        log._module.log("x", number_of_rows(x))
+    log.keep_microbatch(torch.tensor(1.0), watch.reductions)
+    with pytest.warns(UserWarning, match="What is logged as 'x' .* if it counts"):
+        log.check(log.entries, log.as_row(log.entries)[None])
 
 
 class LogsAll(TinyModule):
