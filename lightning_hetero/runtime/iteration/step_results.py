@@ -7,7 +7,6 @@ returns besides its loss (`outputs`).
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,6 @@ from lightning_hetero.runtime.results.targets import LossReduction, LossWatch, w
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StepResults"]
-
-
-_BUFFERS: WeakKeyDictionary[nn.Module, list[dict[str, Tensor | None]]] = WeakKeyDictionary()
-"""Where modules register them, which is found once."""
-
-
-def _buffers_of(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of a module and those inside it, without looking through it each time."""
-    places = _BUFFERS.get(module)
-    if places is None:
-        places = _BUFFERS[module] = [m._buffers for m in module.modules() if m._buffers]
-    return [buffer for place in places for buffer in place.values() if buffer is not None]
 
 
 class StepResults:
@@ -96,7 +83,7 @@ class StepResults:
         trial = None if make is None else make(microbatch, num_samples)
         if self._ends_early:
             return self._idle_watch
-        return LossWatch(_buffers_of(self.module), num_samples, trial)
+        return LossWatch(self._logs.buffers(), num_samples, trial)
 
     def drop(self) -> None:
         """Forget what a step did that ended with its stage."""

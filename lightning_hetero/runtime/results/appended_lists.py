@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
+from lightning_hetero.runtime.callers import is_of_library
 from lightning_hetero.runtime.held_values import HeldValues
 from lightning_hetero.runtime.results.outputs import Path, StepRecord, Unjoined, join
 
@@ -23,7 +24,6 @@ __all__ = ["AppendedLists", "extend_lists", "warn_of_numbers"]
 
 
 _FIRST, _VERSION = itemgetter(slice(1)), attrgetter("_version")
-_OF_LIBRARIES = ("torch.", "torchmetrics.", "lightning")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class AppendedLists:
             elif not value.is_inference():
                 yield name, (id(value), value._version, value.numel() == 1)
         for path, part in self.module.named_modules() if self.looks_at_parts else ():
-            if path and not type(part).__module__.startswith(_OF_LIBRARIES):
+            if path and not is_of_library(type(part).__module__):
                 items = vars(part).items()
                 yield from ((f"{path}.{key}", n) for key, n in items if type(n) in (int, float))
 

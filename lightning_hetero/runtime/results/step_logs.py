@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,15 @@ class StepLogs:
         self._module.log = self._log_in_hook  # type: ignore[assignment]
         self._pending: dict[LogEntry, _Pending] = {}
         self._values: dict[LogEntry, list[_Logged]] = {}
+
+    @cached_property
+    def _places_of_buffers(self) -> list[dict[str, Tensor | None]]:
+        return [part._buffers for part in self._module.modules() if part._buffers]
+
+    def buffers(self) -> list[Tensor]:
+        """Return the module's buffers; those that it had when it was asked first."""
+        found = (item for place in self._places_of_buffers for item in place.values())
+        return [item for item in found if item is not None]
 
     @contextmanager
     def recording(self, *, is_cut: bool = True, is_last: bool = True) -> Iterator[None]:

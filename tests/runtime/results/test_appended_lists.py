@@ -90,3 +90,17 @@ def test_layers_may_append_nothing(path: tuple[Any, ...], *, is_last: bool) -> N
     look = lists.leave_layers if is_last else partial(lists.take, after_layers=False)
     with pytest.raises(StepError, match="Something in the layers appends to"):
         look()
+
+
+def test_numbers_of_parts_are_found_whatever_their_file_is_called() -> None:
+    class Part(nn.Module):
+        count = 0
+
+    module, Part.__module__ = Collector(), "lightning_models.parts"
+    module.part = part = Part()
+    part.count = 1
+    lists = AppendedLists(module, looks_at_parts=True)
+    lists.begin()
+    part.count = 2
+    lists.take(after_layers=True)
+    assert lists.counted == {"part.count"}

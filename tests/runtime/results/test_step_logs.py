@@ -253,6 +253,16 @@ def test_a_value_that_is_a_mean_in_some_microbatches_only_is_warned_of(ranks: li
         logs[0].check(entries, rows)
 
 
+def test_buffers_are_looked_for_in_each_run() -> None:
+    module = Module()
+    assert StepLogs(module, torch.device("cpu")).buffers() == []
+    module.register_buffer("table", torch.ones(2))
+    logs = StepLogs(module, torch.device("cpu"))
+    assert logs.buffers() == [module.table]
+    module.table = torch.zeros(1)
+    assert logs.buffers() == [module.table]
+
+
 def number_of_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.tensor(len(x))
 
